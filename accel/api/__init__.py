@@ -372,6 +372,10 @@ def _plain(value: Any) -> str:
         return f"tensor {tuple(value.shape)} {value.detach().double().sum().item()}"
     if isinstance(value, (list, tuple)):
         return str([_plain(v) for v in value])
+    if isinstance(value, (set, frozenset)):  # in an order of this process's own
+        return f"{type(value).__name__} {sorted(map(_plain, value))}"
+    if isinstance(value, dict):
+        return str({_plain(k): _plain(v) for k, v in value.items()})
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 
@@ -483,7 +487,7 @@ def _engine(plan: Plan, process: Process) -> Engine:
 def _tell(plan: Plan, engine: Engine | None, place: LoaderPlace, process: Process) -> None:
     world, places = process.place.world_size, place.world
     if plan.engine is None and engine is not None:
-        kind, precision = type(engine.module).__name__, engine.precision.name
+        kind, precision = engine.kind, engine.precision.name
         logger.info("%s: backend %s, %s, %d x %s", kind, engine.name, precision, world, process.device.type)
     what = "ranks" if places == world else "data-parallel places"
     for loader in plan.new_loaders:

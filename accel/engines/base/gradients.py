@@ -266,7 +266,7 @@ class Gradients:
         """Refuse (PrecisionError) gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too."""
         if self.log.plain and self.exist(zeros=zeros):
             raise PrecisionError(
-                f"gradients of this '16-mixed' {type(self.engine.module).__name__} came from a plain loss.backward(), so that "
+                f"gradients of this '16-mixed' {self.engine.kind} came from a plain loss.backward(), so that "
                 "the loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
             )
 

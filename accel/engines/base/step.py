@@ -39,7 +39,7 @@ def refuse_changes(engine: Engine) -> None:
     changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
     if changed:
         raise BackendError(
-            f"parameters of this {type(engine.module).__name__} were added or replaced after accel.setup: "
+            f"parameters of this {engine.kind} were added or replaced after accel.setup: "
             f"{', '.join(changed[:5])}; call raw = accel.teardown(model) and set it up again"
         )
     engine.restructured = False

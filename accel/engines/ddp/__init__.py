@@ -160,7 +160,7 @@ class DDPGradients(Gradients):
         if self.engine.options.static_graph or self.joining:
             setting = "accel.join" if self.joining else "static_graph=True"
             raise BackendError(
-                f"a second backward begins before every parameter of this {type(self.engine.module).__name__} got its gradient "
+                f"a second backward begins before every parameter of this {self.engine.kind} got its gradient "
                 f"from the first one, which cannot be reduced with {setting}: add the losses up and call backward() once"
             )
         self.engine.compare("a second backward of one forward", missing)

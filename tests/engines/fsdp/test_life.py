@@ -181,6 +181,22 @@ def test_an_optimizer_after_an_evaluation_only_setup() -> None:
     assert max(run(2, evaluation_then_training)) < 1e-5
 
 
+def named() -> list[str]:
+    raw, optimizer = start()[0], torch.optim.SGD([{"params": []}], lr=0.1)
+    said = []
+    for refused in (lambda: accel.setup(raw, backend="ddp"), lambda: accel.setup(raw, optimizer)):
+        with pytest.raises(accel.AccelError) as caught:
+            refused()
+        said.append(str(caught.value))
+    return said
+
+
+def test_errors_name_the_models_own_class() -> None:
+    for live, empty in run(2, named):
+        assert "this Net is already set up" in live
+        assert "holds no parameter of this Net: its groups are empty" in empty
+
+
 def stopped_gathering() -> float:
     """A forward is stopped between two parameters that become whole."""
     model, optimizer, plain, plain_optimizer = start()
