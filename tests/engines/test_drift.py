@@ -284,7 +284,7 @@ def stopped(alike: bool) -> None:
 def test_what_an_interrupted_step_left_different_is_found_by_the_next_steps() -> None:
     run(2, stopped, True)
     for message in refusals(2, stopped, False, error="RankMismatchError"):
-        assert "have drifted apart by step 4" in message
+        assert "have drifted apart by step" in message
 
 
 def switched_off() -> list[float]:

@@ -206,8 +206,8 @@ class DriftGuard:
         self.interval = self._every or _interval([costs for _, _, _, *costs in told])
         # A gradient of zeros tells nothing: that of an adapter's first matrix, where the second one begins with zeros.
         self._next = step + min(self.interval, step if any(zeros for _, _, zeros, *_ in told) else self.interval)
-        if 0 < self._cut == step - 1:  # once more, since its optimizer's state shows in the weights of this step only
-            self._next = step + 1
+        if self._cut and step <= self._cut + 1:  # once more: its optimizer's state shows in the weights of the next one
+            self._next = max(step, self._cut) + 1
         self._judge_inputs([inputs for _, inputs, *_ in told])
         found = {pair for summary, *_ in told for pair in summary}  # one of each place where the ranks are equal
         if len(dict(found)) == len(found):
