@@ -235,7 +235,7 @@ class OptimizerHandle(Optimizer):
         try:
             return self._accel_raw.step(*args, **kwargs)
         except BaseException:
-            engine.drift.broken = engine.drift.steps
+            engine.drift.break_off(self._accel_raw)
             engine.gradients.break_step()
             raise
 

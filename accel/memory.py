@@ -263,7 +263,7 @@ def summary(model: nn.Module) -> str:
         f"on rank {place.rank}": f"weights and buffers {weights:,.2f} MB, optimizer state {state:,.2f} MB",
     }
     width = max(map(len, rows))
-    return "\n".join([type(engine.module).__name__, *(f"  {key.ljust(width)}  {text}" for key, text in rows.items())])
+    return "\n".join([engine.kind, *(f"  {key.ljust(width)}  {text}" for key, text in rows.items())])
 
 
 def _bytes(shards: Iterable[Shard]) -> int:

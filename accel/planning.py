@@ -175,7 +175,7 @@ def _check_live(engine: Engine, wanted: Wanted) -> None:
 
 def _conflict(engine: Engine, asked: str, live: str) -> None:
     raise AlreadySetUpError(
-        f"this {type(engine.module).__name__} is already set up with {live}; asked for {asked}: "
+        f"this {engine.kind} is already set up with {live}; asked for {asked}: "
         "call raw = accel.teardown(model) first, then accel.setup(raw, ...)"
     )
 
@@ -298,15 +298,17 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     held = parameters_of(optimizer)
     if not any(id(p) in names for p in held):
         shapes = ", ".join(str(tuple(p.shape)) for p in held[:3]) + (", ..." if len(held) > 3 else "")
+        found = f"its {len(held)} parameters ({shapes}) are another model's" if held else "its groups are empty"
+        kind = type(plan.module).__name__ if plan.engine is None else plan.engine.kind
         raise OptimizerError(
-            f"{path} ({type(optimizer).__name__}) holds no parameter of this {type(plan.module).__name__}: its "
-            f"{len(held)} parameters ({shapes}) are another model's; build it from this model's parameters()"
+            f"{path} ({type(optimizer).__name__}) holds no parameter of this {kind}: {found}; build it from this model's "
+            "parameters()"
         )
     for engine in registry.engines:
         if engine is not plan.engine and any(id(p) in engine.known for p in held):
             raise OptimizerError(
                 f"{path} ({type(optimizer).__name__}) holds parameters of two models: {type(plan.module).__name__} and "
-                f"{type(engine.module).__name__}; use an optimizer for each, or one model that holds both"
+                f"{engine.kind}; use an optimizer for each, or one model that holds both"
             )
     if plan.precision is not None:
         plan.precision.check_optimizer(optimizer, path)
@@ -321,7 +323,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
 def _check_known(plan: Plan, handle: OptimizerHandle, path: str) -> None:
     engine, kind = engine_behind(handle), type(raw(handle)).__name__
     if engine is not plan.engine or engine is None:
-        owner = "a torn-down engine" if engine is None else f"the engine of a {type(engine.module).__name__}"
+        owner = "a torn-down engine" if engine is None else f"the engine of a {engine.kind}"
         raise OptimizerError(f"{path} ({kind}) belongs to {owner}, not to this model")
     if plan.scale_lr and not are_scaled(handle):
         raise AlreadySetUpError(

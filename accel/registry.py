@@ -228,7 +228,7 @@ class Registry:
             if shared:
                 raise SharedParametersError(
                     f"{len(shared)} parameters of this {type(module).__name__} belong to a live engine "
-                    f"({engine.name}) of a {type(engine.module).__name__}: {', '.join(shared[:5])}; "
+                    f"({engine.name}) of a {engine.kind}: {', '.join(shared[:5])}; "
                     "set up one model that holds both, or tear down the other first"
                 )
         for name, child in _walk(module):  # after the engines, which may make such a class of a module themselves
@@ -338,7 +338,7 @@ class Registry:
         for engine in [e for e in self.engines if e.gradients.hidden()]:
             if any(id(p) in engine.known for p in parameters):
                 raise BackendError(
-                    f"torch.nn.utils finds no final gradients in p.grad of a {type(engine.module).__name__} with backend "
+                    f"torch.nn.utils finds no final gradients in p.grad of a {engine.kind} with backend "
                     f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
                 )
 

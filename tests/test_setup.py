@@ -24,6 +24,7 @@ from accel.engines import ENGINES
 from accel.engines.base import holdings
 from accel.handles import OptimizerHandle
 from accel.registry import registry
+from tests.backends import need
 from tests.distributed import outcomes, refusals, run
 from tests.models import adamw, normalised, one_step
 
@@ -383,7 +384,8 @@ class Tagged:
 
 def same_everywhere() -> None:
     raw = normalised()
-    optimizer = torch.optim.SGD([{"params": raw.parameters(), "tag": Tagged(), "lr": torch.tensor(0.1)}])
+    kinds = {"kinds": {8, 0} if accel.rank() else {0, 8}}  # two orders
+    optimizer = torch.optim.SGD([{"params": raw.parameters(), "tag": Tagged(), "lr": torch.tensor(0.1), "tags": kinds}])
     with torch.inference_mode():
         model, handle, _ = accel.setup(raw, optimizer)
     one_step(model, handle)
@@ -394,6 +396,30 @@ def same_everywhere() -> None:
 
 def test_what_is_the_same_on_all_ranks_is_accepted() -> None:
     run(2, same_everywhere)
+
+
+def made_in_inference(backend: str) -> float:
+    with torch.inference_mode():
+        raw = nn.Linear(3, 2)
+        model = accel.setup(raw, backend=backend).model
+        return float((model(torch.ones(2, 3)) - raw(torch.ones(2, 3))).abs().max())
+
+
+@pytest.mark.parametrize("backend", ["ddp", "sharded"])
+def test_a_model_that_was_made_in_inference_mode_is_called(backend: str) -> None:
+    need(backend)
+    assert run(2, made_in_inference, backend) == [0, 0]
+
+
+def scripted() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 2)))
+    accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="fsdp")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_modules_that_take_no_hooks_are_named() -> None:
+    for message in refusals(2, scripted, error="BackendError"):
+        assert "what torch.jit.script or trace has made does not take: 1;" in message
 
 
 def first_weights(shift: int, zero: float) -> tuple[int, list[float], bool]:

@@ -151,6 +151,30 @@ def test_ranks_that_end_different_models_of_one_class_all_raise(backend: Any) ->
     assert run(2, end_different_models, backend) == [[True, True]] * 2
 
 
+def end_after_different_steps(directory: str) -> list[str]:
+    """Rank 1 is interrupted in front of a step that rank 0 makes."""
+    said = []
+    for alone in (True, False):
+        model, optimizer = train("fsdp", 0.1, 0)
+        accel.save({"model": model, "optimizer": optimizer}, directory)
+        model(torch.ones(4, 5)).sum().backward()
+        if accel.rank() == 0:
+            optimizer.step()
+        with pytest.raises(accel.AccelError) as caught:
+            accel.teardown(model) if alone else accel.teardown()
+        said.append(str(caught.value))
+        if alone:
+            accel.load(directory, {"model": model, "optimizer": optimizer})
+            accel.teardown(model)
+    return said
+
+
+def test_parts_after_different_steps_are_not_put_together(tmp_path: Path) -> None:
+    for one, every in run(2, end_after_different_steps, str(tmp_path)):
+        assert re.search("rank 0 is in 'accel.teardown after 3 steps.*rank 1 is in 'accel.teardown after 2 steps", one)
+        assert "after 3 steps on rank 0, after 2 steps on rank 1" in every
+
+
 def step_different_models(backend: Any) -> None:
     optimizers = [train(backend, 0.1, seed)[1] for seed in range(2)]
     optimizers[accel.rank()].step()

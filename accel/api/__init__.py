@@ -110,16 +110,17 @@ def teardown(model: Any = None) -> Any:
     weights of which each rank held a part are nan.
 
     Raises:
-        RankMismatchError: the ranks end different models; nothing has changed.
+        RankMismatchError: the ranks end different models, or a divided one after different steps (accel.load of a checkpoint on
+            every rank makes it one again); nothing has changed.
         AccelError: everything is to end inside of ``largest_batch``.
-        AccelError: weights were lost, since the process groups were ended, or other ranks had let go of the model. Everything
-            has ended all the same; where other ranks had let go, all ranks raise.
+        AccelError: weights were lost, since the process groups were ended, or other ranks had let go of the model or were
+            interrupted in another step. Everything has ended all the same; where the groups had not, all ranks raise.
     """
     process.refuse_fork()
     if model is not None:
         engine = registry.of_handle(model)
         if engine.distributed and engine.gradients.partial and not engine.ended:
-            engine.compare("accel.teardown")
+            engine.compare(f"accel.teardown after {engine.drift.progress}")
         registry.remove(engine)
         engine.teardown()
         return engine.module
@@ -371,6 +372,10 @@ def _plain(value: Any) -> str:
         return f"tensor {tuple(value.shape)} {value.detach().double().sum().item()}"
     if isinstance(value, (list, tuple)):
         return str([_plain(v) for v in value])
+    if isinstance(value, (set, frozenset)):  # in an order of this process's own
+        return f"{type(value).__name__} {sorted(map(_plain, value))}"
+    if isinstance(value, dict):
+        return str({_plain(k): _plain(v) for k, v in value.items()})
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 
@@ -482,7 +487,7 @@ def _engine(plan: Plan, process: Process) -> Engine:
 def _tell(plan: Plan, engine: Engine | None, place: LoaderPlace, process: Process) -> None:
     world, places = process.place.world_size, place.world
     if plan.engine is None and engine is not None:
-        kind, precision = type(engine.module).__name__, engine.precision.name
+        kind, precision = engine.kind, engine.precision.name
         logger.info("%s: backend %s, %s, %d x %s", kind, engine.name, precision, world, process.device.type)
     what = "ranks" if places == world else "data-parallel places"
     for loader in plan.new_loaders:
@@ -568,7 +573,7 @@ def end_all(since: int = 0, interrupted: str = "") -> None:
     registry.sweep()
     engines = [engine for engine in registry.in_order() if engine.serial >= since]
     together = any(serial >= since for serial in registry.divided) and running() is not None
-    alone, problem = _alone(engines) if together else ({}, None)
+    alone, problem = _alone(engines, bool(interrupted)) if together else ({}, None)
     together = together and problem is None
     for engine in engines:
         registry.remove(engine)
@@ -587,13 +592,22 @@ def end_all(since: int = 0, interrupted: str = "") -> None:
         raise problem
 
 
-def _alone(engines: list[Engine]) -> tuple[dict[int, str], Exception | None]:
-    """By serial, why engines cannot end together with the other ranks; and what went wrong in asking them. Collective."""
+def _alone(engines: list[Engine], interrupted: bool) -> tuple[dict[int, str], Exception | None]:
+    """By serial, why engines cannot end together with the other ranks; and what went wrong in asking them. Collective.
+
+    Parts of one model after different steps are none, except where ranks were ``interrupted`` and nobody needs it any more.
+    """
     # A rank that comes here with an error must not wait for long for ranks that wait for it elsewhere.
     limit = None if sys.exc_info()[0] is None else min(current().timeout, timedelta(seconds=60))
     try:
-        everyone = agree("accel.teardown", [engine.serial for engine in engines], timeout=limit)
+        come = {e.serial: "" if interrupted or not e.gradients.partial else e.drift.progress for e in engines}
+        everyone = agree("accel.teardown", come, timeout=limit)
     except AccelError as error:
         return {engine.serial: str(error) for engine in engines}, error
     gone = {e.serial: [str(rank) for rank, theirs in enumerate(everyone) if e.serial not in theirs] for e in engines}
-    return {serial: f"rank {', '.join(ranks)} let go of the model" for serial, ranks in gone.items() if ranks}, None
+    alone = {serial: f"rank {', '.join(ranks)} let go of the model" for serial, ranks in gone.items() if ranks}
+    for serial in come.keys() - alone.keys():
+        if len({theirs[serial] for theirs in everyone}) > 1:
+            steps = ", ".join(f"after {theirs[serial]} on rank {rank}" for rank, theirs in enumerate(everyone))
+            alone[serial] = f"the model is {steps}, so that they are no parts of one model"
+    return alone, None

@@ -46,7 +46,7 @@ def named(path: object) -> str:
         return rest if rest.startswith("/") else refuse_url(text, CheckpointError)
     if not rest.strip("/"):
         raise CheckpointError(f"{text} names nothing in a store: expected a place, as in 's3://bucket/run'")
-    return text.rstrip("/")
+    return f"{protocol.lower()}://{rest.rstrip('/')}"
 
 
 def absolute(path: object) -> str:

@@ -51,6 +51,11 @@ def remote(url: str) -> Remote:
         raise CheckpointError(
             f"{url}: {error} (pip install it: s3fs for s3://, gcsfs for gs://, adlfs for az://)"
         ) from error
+    except Exception as error:  # of one that is made around another file system, anything
+        raise CheckpointError(
+            f"{url}: fsspec cannot open this by its URL alone ({type(error).__name__}: {error}); expected the URL of a store, "
+            "as 's3://bucket/run'"
+        ) from error
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import os
 import secrets
 import stat
@@ -347,9 +348,11 @@ class Lock:
             raise
 
     def _take(self, path: str) -> None:
-        # A process that has just died may hold it for another moment.
+        # A process that has just died may hold it for another moment, or garbage of this one: a save that was interrupted.
         for wait in (0.0, 0.1, 0.4):
             time.sleep(wait)
+            if wait:
+                gc.collect()
             with contextlib.suppress(BlockingIOError), naming(path):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Others must find the file that is locked.
@@ -376,6 +379,11 @@ class Lock:
         if self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             self.forget()
+
+    def __del__(self) -> None:
+        """An interrupt may have come in front of ``release``."""
+        if hasattr(self, "_fd"):
+            self.release()
 
     def forget(self) -> None:
         """Close the file; the lock stays with the processes that have it open too."""

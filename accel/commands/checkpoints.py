@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -73,16 +74,22 @@ def diff(args: argparse.Namespace) -> int:
     World size and backend of the jobs that saved them make no difference.
     """
     args.first, args.second = folder.newest_place(args.first), folder.newest_place(args.second)
+    either = functools.partial(folder.read_standing, args.second, lambda: _differences(args))
+    lines = folder.read_standing(args.first, either)
+    for line in lines:
+        print(line)
+    print(f"{len(lines)} differences" if lines else "no difference")
+    return 1 if lines else 0
+
+
+def _differences(args: argparse.Namespace) -> list[str]:
     (first, _), (second, _) = read(args.first), read(args.second)
     folder.check_sizes(args.first, first)
     folder.check_sizes(args.second, second)
     lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
     for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
         lines += _values(one, other, f"rank {rank}")
-    for line in lines:
-        print(line)
-    print(f"{len(lines)} differences" if lines else "no difference")
-    return 1 if lines else 0
+    return lines
 
 
 def _tensors(args: argparse.Namespace, first: Record, second: Record) -> Iterator[str]:

@@ -105,7 +105,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def _after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
     """Let ``hook`` hear of each gradient of a parameter, which may be frozen now; none where it can have none."""
-    if not parameter.is_floating_point() and not parameter.is_complex():
+    if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
         return []
     return [even_frozen(parameter, parameter.register_post_accumulate_grad_hook, hook)]
 

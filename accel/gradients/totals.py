@@ -129,14 +129,15 @@ def norm_over_ranks(mine: Sequence[torch.Tensor], norm_type: float, process: Pro
         raise BackendError(
             f"norm_type={norm_type!r}: a norm of this order does not add up over the ranks; use one above 0"
         )
+    dtype = torch.float64 if torch.float64 in map(_DTYPE, mine) else torch.float32
     total = _power(_merged(mine), order, process.device)
     if not math.isinf(order):
         dist.all_reduce(total, group=process.group)
-        return total.pow(1.0 / order).float()
+        return total.pow(1.0 / order).to(dtype)
     nan = total.isnan()  # which a maximum over the ranks may lose
     largest = torch.stack([total.masked_fill(nan, 0.0), nan.to(total.dtype)])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=process.group)
-    return largest[0].masked_fill(largest[1] > 0, float("nan")).float()
+    return largest[0].masked_fill(largest[1] > 0, float("nan")).to(dtype)
 
 
 def _power(gradients: Iterable[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -199,6 +200,15 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
     lock.release()
     accel.save(tensors(3.0), tmp_path)
     assert read(tmp_path) == 3
+
+
+def test_a_lock_that_an_interrupt_left_is_let_go(tmp_path: Path) -> None:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        mock.patch.object(storage.Lock, "release", side_effect=KeyboardInterrupt),
+    ):
+        accel.save({"n": 1}, tmp_path)
+    accel.save({"n": 2}, tmp_path)
 
 
 def hold(directory: str, ready: Any) -> None:

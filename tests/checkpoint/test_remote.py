@@ -378,7 +378,8 @@ def test_what_is_missing_is_named(prefix: str, monkeypatch: pytest.MonkeyPatch, 
     for url, words in (
         (f"{prefix}/x", "NoCredentialsError.*renew the credentials"),
         ("gs://bucket/x", "install gcsfs"),
-        ("nosuch://bucket/x", "nosuch://bucket/x"),
+        ("NOSUCH://bucket/x", "nosuch://bucket/x"),
+        ("dir://x", "cannot open this by its URL alone"),
     ):
         for call in (lambda u: accel.save(state(1.0), u), accel.load, accel.latest, accel.verify):
             with pytest.raises(CheckpointError, match=words):

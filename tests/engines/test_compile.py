@@ -119,6 +119,42 @@ def test_compiled_before_or_after_setup(backend: str, world: int) -> None:
     run(world, alike, backend)
 
 
+def compiled_steps(backend: str) -> float:
+    """How far the weights are from those of steps that are not compiled."""
+    weights = []
+    for compiles in (False, True):
+        importlib.import_module("torch._dynamo").reset()
+        raw = Net()
+        optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01)
+        if compiles:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+        model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
+            optimizer.step()
+        accel.teardown(model)
+        weights.append(raw)
+    return distance(*weights)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "sharded"])
+def test_compiled_steps(backend: str) -> None:
+    if backend == "sharded":
+        pytest.importorskip("fairscale")
+    assert max(run(2, compiled_steps, backend)) < 1e-6
+
+
+def exported() -> float:
+    model = accel.setup(Net(), backend="ddp").model
+    program = torch.export.export(model, (rows(0, 8, 4),))
+    return float((program.module()(rows(1, 8, 4)) - model(rows(1, 8, 4))).detach().abs().max())
+
+
+def test_a_handle_of_ddp_is_exported() -> None:
+    assert run(2, exported) == [0, 0]
+
+
 def in_parts() -> None:
     """Autograd's part of the compiler too, which asks for the classes of the parts."""
     weights = []

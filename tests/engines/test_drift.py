@@ -255,6 +255,38 @@ def test_with_default_options_what_differs_from_the_start_is_found_by_the_second
     assert "they have not been found equal before" in ours[1]
 
 
+class Stopped(torch.optim.SGD):
+    """Its step ends by an exception after so many parameters."""
+
+    after: int | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = self.param_groups[0]["params"]
+        if self.after is None:
+            return super().step(closure)
+        self.param_groups[0]["params"] = parameters[: self.after]
+        try:
+            super().step(closure)
+        finally:
+            self.param_groups[0]["params"] = parameters
+        raise KeyboardInterrupt
+
+
+def stopped(alike: bool) -> None:
+    model = build()
+    model, optimizer, _ = accel.setup(model, Stopped(model.parameters(), lr=0.1), backend="ddp")
+    for number in range(8):
+        optimizer.after = None if number != 2 else 3 if alike else 2 * accel.rank()
+        with contextlib.suppress(KeyboardInterrupt):
+            step(model, optimizer, number)
+
+
+def test_what_an_interrupted_step_left_different_is_found_by_the_next_steps() -> None:
+    run(2, stopped, True)
+    for message in refusals(2, stopped, False, error="RankMismatchError"):
+        assert "have drifted apart by step" in message
+
+
 def switched_off() -> list[float]:
     raw = build()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=0))

@@ -97,6 +97,8 @@ class DriftGuard:
         start = time.thread_time()
         engine = self._engine()
         assert engine is not None  # it is stepping
+        if 0 < self._cut == self.steps - 1:  # by name, since ranks that made that step to its end do not compare now
+            agree(f"step {self.steps} of {self._kind}, after one that an exception ended", None)
         uses, self._uses = self._uses, {}
         for name, use in uses.items():
             if use.changed(engine.named[name]):
@@ -123,8 +125,17 @@ class DriftGuard:
 
     def restart(self) -> None:
         """Count anew, on every rank."""
-        self.steps, self.broken, self._equal, self._begun = 0, 0, 0, (0, 0.0)
+        self.steps, self.broken, self._cut, self._equal, self._begun = 0, 0, 0, 0, (0, 0.0)
         self.due = self._next = _NEVER if self._every == 0 else 1
+
+    def break_off(self, optimizer: Optimizer) -> None:
+        """Hear that an exception ended a step, maybe on each rank after other parameters: the next one compares what there is.
+
+        Not where owners give the others what they have stepped.
+        """
+        self.broken, engine = self.steps, self._engine()
+        if self.due != _NEVER and engine is not None and not engine.gradients.steps_part(optimizer):
+            self._cut, self._next, self.due = self.steps, self.steps + 1, self.steps + 1
 
     def forget(self) -> None:
         """Begin anew, on every rank: what was different so far is about to be replaced."""
@@ -195,6 +206,8 @@ class DriftGuard:
         self.interval = self._every or _interval([costs for _, _, _, *costs in told])
         # A gradient of zeros tells nothing: that of an adapter's first matrix, where the second one begins with zeros.
         self._next = step + min(self.interval, step if any(zeros for _, _, zeros, *_ in told) else self.interval)
+        if self._cut and step <= self._cut + 1:  # once more: its optimizer's state shows in the weights of the next one
+            self._next = max(step, self._cut) + 1
         self._judge_inputs([inputs for _, inputs, *_ in told])
         found = {pair for summary, *_ in told for pair in summary}  # one of each place where the ranks are equal
         if len(dict(found)) == len(found):

@@ -157,8 +157,10 @@ class Engine(ABC):
         self.process, self.options = context.process, context.options
         self.precision, self.loss_scale = context.precision, context.loss_scale
         self.serial, self.reads = context.serial, context.reads
+        #: The user's class; a library may put another one in its place.
+        self.kind = type(module).__name__
         #: Its name in whatever the ranks tell each other: models of one class must not be taken for each other.
-        self.label = f"{type(module).__name__} #{self.serial}"
+        self.label = f"{self.kind} #{self.serial}"
         self.distributed = context.process.place.world_size > 1
         #: Why the process groups were ended, or the other ranks take no part in the end of this engine.
         self.ended = ""

@@ -264,7 +264,7 @@ class Gradients:
         """Refuse (PrecisionError) gradients of an unscaled loss where accel scales it; ``zeros`` refuses zero gradients too."""
         if self.log.plain and self.exist(zeros=zeros):
             raise PrecisionError(
-                f"gradients of this '16-mixed' {type(self.engine.module).__name__} came from a plain loss.backward(), so that "
+                f"gradients of this '16-mixed' {self.engine.kind} came from a plain loss.backward(), so that "
                 "the loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
             )
 
@@ -294,7 +294,8 @@ class Buffers:
     def synchronize(self) -> None:
         """Give every rank rank 0's, where there are any. Collective."""
         if self.wanted:
-            broadcast_(writable(self._module.buffers()), self._process.group)
+            with Waiting(self._process, f"the buffers that rank 0 gives to all ({type(self._module).__name__})"):
+                broadcast_(writable(self._module.buffers()), self._process.group)
         self.stale = False
 
 
@@ -323,15 +324,25 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
         )
 
 
+def refuse_scripts(module: nn.Module, backend: str) -> None:
+    """Refuse (BackendError) scripted modules, for an engine that needs hooks or methods which they do not have, by name."""
+    names = [n or "the model" for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if names:
+        raise BackendError(
+            f"backend {backend!r} needs hooks, which what torch.jit.script or trace has made does not take: "
+            f"{', '.join(names[:5])}; give accel.setup the model as it was before, or use backend='ddp'"
+        )
+
+
 @final
 class Interruption:
-    """What follows where an exception ended a backward of one model: what it left is cleared, its gradients are refused. Local.
+    """What follows where an exception ended a backward or a reduction: what it left is cleared, its gradients are refused. Local.
 
     Attributes:
         running: by autograd's numbers, the backwards that have begun and not ended; the backend adds and removes them.
         incomplete: there may be gradients of one that will not end; until the backend knows that they were dropped.
         stale: what one left half-way, or a forward did, is still in the library; until the backend has cleared it.
-        cut: a backward did, so that nothing can be reduced before that.
+        cut: a backward or a reduction did, so that nothing can be reduced before that.
     """
 
     def __init__(self) -> None:
@@ -347,12 +358,19 @@ class Interruption:
             self.incomplete = self.stale = self.cut = True
         return self.stale
 
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Around a reduction of what backwards left: one that does not end has made some gradients final, and others not."""
+        before, self.stale, self.cut, self.incomplete = self.stale, True, True, True
+        yield
+        self.stale, self.cut, self.incomplete = before, False, False
+
     def refuse(self) -> None:
         """Refuse (BackendError) gradients that are incomplete."""
         if self.incomplete:
             raise BackendError(
-                "an exception ended a backward, or a forward after one, so that gradients are incomplete: call zero_grad(), "
-                "then forward and backward again"
+                "an exception ended a backward, a reduction of its gradients, or a forward after one, so that gradients are "
+                "incomplete: call zero_grad(), then forward and backward again"
             )
 
 

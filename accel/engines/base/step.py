@@ -14,6 +14,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
@@ -38,7 +39,7 @@ def refuse_changes(engine: Engine) -> None:
     changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
     if changed:
         raise BackendError(
-            f"parameters of this {type(engine.module).__name__} were added or replaced after accel.setup: "
+            f"parameters of this {engine.kind} were added or replaced after accel.setup: "
             f"{', '.join(changed[:5])}; call raw = accel.teardown(model) and set it up again"
         )
     engine.restructured = False
@@ -141,7 +142,11 @@ class Stepper:
         finally:
             self._calling = False
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool = False
+    ) -> Any:
+        if torch.compiler.is_compiling():  # the step; of what ranks tell each other there is no graph
+            return _outside_graphs(self._before, optimizer, args, kwargs, True)
         engine = self._engine()
         if engine is None:
             return None
@@ -164,7 +169,8 @@ class Stepper:
             prepare(engine, optimizer)
         else:
             engine.gradients.before_step(optimizer)
-        if engine.gradients.replaces_steps and (stepped := engine.gradients.stepped_as(optimizer)) is not optimizer:
+        replaces = engine.gradients.replaces_steps and not compiled
+        if replaces and (stepped := engine.gradients.stepped_as(optimizer)) is not optimizer:
             args, kwargs = replaced or (args, kwargs)
             replaced = (stepped, *args[1:]), kwargs
         return replaced
@@ -246,6 +252,9 @@ class Stepper:
             self._hooks.append(self.optimizer.register_step_post_hook(self._after))
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            _outside_graphs(self._after, optimizer, args, kwargs)
+            return
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._hidden.clear()
@@ -291,6 +300,11 @@ class Stepper:
             return torch.tensor(sum(losses) / world, dtype=dtype, device=process.device)
 
         return global_closure
+
+
+@_disable_dynamo
+def _outside_graphs(hook: Callable[..., Any], *args: Any) -> Any:
+    return hook(*args)
 
 
 def refuse_steps(optimizer: Optimizer, reason: str) -> None:

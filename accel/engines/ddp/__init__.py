@@ -158,7 +158,7 @@ class DDPGradients(Gradients):
         if self.engine.options.static_graph or self.joining:
             setting = "accel.join" if self.joining else "static_graph=True"
             raise BackendError(
-                f"a second backward begins before every parameter of this {type(self.engine.module).__name__} got its gradient "
+                f"a second backward begins before every parameter of this {self.engine.kind} got its gradient "
                 f"from the first one, which cannot be reduced with {setting}: add the losses up and call backward() once"
             )
         self.engine.compare("a second backward of one forward", missing)
@@ -403,7 +403,7 @@ class DDPEngine(Engine):
         armed = grad and sync and ddp is not None
         if ddp is None:
             out = self._core(*args, **kwargs)
-        elif gradients.direct:
+        elif gradients.direct or torch.compiler.is_exporting():  # the class lets nobody trace its own forward
             out = self._direct(ddp, armed, args, kwargs)
         else:
             if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to

@@ -20,7 +20,7 @@ from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
-from ..base.gradients import refuse_inside_backward, refuse_sparse
+from ..base.gradients import refuse_inside_backward, refuse_scripts, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from .config import Configuration, refuse_parameters
 from .library import probe, release_groups
@@ -90,6 +90,8 @@ class ZeROGradients(AveragedGradients):
         self._told = False
         #: Parameters whose assigned gradients took the place of others before the next forward.
         self._renewed: set[int] = set()
+        #: Whether an optimizer has stepped, or may have, what the other ranks do not see yet.
+        self._unspread = False
         #: At stage 3, parameters in no optimizer that got gradients in the last backward.
         self._unseen: list[int] = []
 
@@ -125,6 +127,9 @@ class ZeROGradients(AveragedGradients):
         """Around whatever uses weights: what was assigned or written since takes effect, and an exception is noticed."""
         if zero.interruption.notice():
             self._start_anew(zero)
+        if self._unspread:
+            self.engine.compare("the weights of a step that an exception ended")
+            self.publish(zero)
         if self.engine.stage == 3:
             self._refuse_unseen()
             self.engine.take_edits()
@@ -141,6 +146,11 @@ class ZeROGradients(AveragedGradients):
     def _start_anew(self, zero: Partitions) -> None:
         self.engine.compare("a new start after an exception")
         zero.reset()
+
+    def publish(self, zero: Partitions) -> None:
+        """Let every rank see the stepped weights. Collective."""
+        zero.spread()
+        self._unspread = False
 
     def accumulate(self, accumulating: bool) -> None:
         super().accumulate(accumulating)
@@ -171,12 +181,13 @@ class ZeROGradients(AveragedGradients):
         came = hash((entries, tuple(assigned), tuple(sorted(self._renewed))))
         differ = lambda _: "other parameters, or in another order"  # noqa: E731
         held = self.engine.compare("the gradients of a step", came, differ, zero.held())
-        zero.replace(assigned)
-        self._spent.difference_update(assigned)
-        zero.flush(held)
-        self._note_fragments(zero, assigned)
-        self.end_held_back()
-        self._renewed.clear()
+        with zero.interruption.reducing():
+            zero.replace(assigned)
+            self._spent.difference_update(assigned)
+            zero.flush(held)
+            self._note_fragments(zero, assigned)
+            self.end_held_back()
+            self._renewed.clear()
         if self.buffers.stale:
             self.buffers.synchronize()
 
@@ -291,6 +302,7 @@ class ZeROGradients(AveragedGradients):
         if zero is None:
             return
         self._place(optimizer, zero)
+        self._unspread = True
         for fragment in zero.fragments.values():
             fragment.weights.grad = None if fragment.grad is None else fragment.grad.to(fragment.weights.dtype)
 
@@ -342,7 +354,7 @@ class ZeROGradients(AveragedGradients):
 
     def before_closure(self, optimizer: Optimizer) -> None:
         if self.engine.zero is not None:
-            self.engine.zero.spread()
+            self.publish(self.engine.zero)
 
     def after_step(self, optimizer: Optimizer) -> None:
         level_steps(optimizer)
@@ -351,7 +363,7 @@ class ZeROGradients(AveragedGradients):
             if (folder := self.engine.configuration.state_folder) is not None:
                 store_state([optimizer.state[w] for w in self.engine.zero.stepped if w in optimizer.state], folder)
             self._spent = set(self._kept)
-            self.engine.zero.spread()
+            self.publish(self.engine.zero)
 
 
 @final
@@ -382,9 +394,12 @@ class DeepSpeedEngine(Engine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        Configuration(options).check(process.place.world_size)
+        configuration = Configuration(options)
+        configuration.check(process.place.world_size)
         if process.place.world_size > 1:
             refuse_sparse(module, cls.name)
+            if configuration.stage:
+                refuse_scripts(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -417,6 +432,11 @@ class DeepSpeedEngine(Engine):
             choose_adam(optimizers, self.zero.stepped, self.zero.library, self.configuration.compiles_adam)
 
     def _divide(self) -> None:
+        if inference := [name for name, p in self.named.items() if p.is_inference()]:
+            raise BackendError(
+                f"torch.inference_mode() was on while {', '.join(inference[:5])} was made, which can have no gradients, as "
+                "DeepSpeed needs: make the model outside of it"
+            )
         self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)
         numel = sum(p.numel() for p in self.parameters)
         dtype = next(p.dtype for p in self.parameters if p.is_floating_point())

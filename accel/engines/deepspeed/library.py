@@ -156,7 +156,7 @@ _PRIVATE: Final = (
     ("deepspeed.runtime.zero.utils:", "assert_lst_len_same_as_other_ranks get_lst_from_rank0", "where it compares"),
     ("deepspeed.runtime.zero.linear:", "zero3_linear_wrap", "gathered weights"),
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
-    ("deepspeed.runtime.zero.partition_parameters:", "ZeroParamStatus.AVAILABLE", "whether a weight is gathered"),
+    ("deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.", "AVAILABLE INFLIGHT", "what is gathered"),
     (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist item", "what this rank has of a weight"),
     (_PARAMETER, "ds_active_sub_modules ds_zero_partition_world_size", "what this rank has of a weight"),
     (_PARAMETER, "ds_secondary_tensor all_gather all_gather_coalesced partition", "what this rank has of a weight"),
@@ -230,6 +230,15 @@ def release_groups(roots: Iterable[Any]) -> None:
         todo += [v for v in inside if isinstance(v, FunctionType) or type(v).__module__.startswith("deepspeed.")]
 
 
+def _reduce_in(dtype: torch.dtype, optimizer: Any) -> None:
+    """Of a dtype that the library's configuration cannot name for the reduction of gradients."""
+    (bucket,) = optimizer.ipg_buckets.values()
+    if isinstance(bucket.buffer, torch.Tensor):  # at stage 3
+        bucket.buffer = bucket.buffer.to(dtype)
+    optimizer.ipg_buckets = {dtype: bucket}
+    optimizer.communication_data_type = dtype
+
+
 def initialise(
     module: nn.Module, groups: list[list[nn.Parameter]], config: dict[str, Any], device: torch.device
 ) -> Any:
@@ -250,7 +259,7 @@ def initialise(
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
         # All ranks have rank 0's weights, or wait for their own.
         changed: dict[str, Any] = {"_broadcast_model": lambda engine: None}
-        if (double := torch.float64) in {p.dtype for group in groups for p in group}:
+        if wide := (double := torch.float64) in {p.dtype for group in groups for p in group}:
             # Its configuration has no name for this: it would keep such gradients in float32.
             changed["get_data_types"] = lambda engine: (double, double)
         kind = type("DeepSpeedEngine", (deepspeed.DeepSpeedEngine,), changed)
@@ -260,6 +269,8 @@ def initialise(
             if divided["stage"] == 3:  # one weight after the other; else it would bring all of them to the device first
                 deepspeed.zero.Init(module=module, config_dict_or_path=config)
             engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
+    if wide and config.get("communication_data_type") is None:
+        _reduce_in(double, engine.optimizer)
     _renamed.need(engine)
     for patch in _comparisons() if divided["stage"] == 3 else ():
         patch.need(engine)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
 from ...gradients.patches import Patch, around
-from ..base.local import ELEMENTWISE
+from ..base.local import ELEMENTWISE, elementwise
 from .library import library
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def refuse_optimizer(optimizer: Optimizer, settings: Configuration, device: torc
             f"{'in CPU memory' if offloads else f'on {device}'}, where DeepSpeed(offload_optimizer={offloads}) has them"
         )
         raise OptimizerError(f"{name} cannot step weights {where}: use the other value, or torch's AdamW")
-    fits = type(optimizer) in ELEMENTWISE or _of_deepspeed(optimizer, _ON_HOST | _ON_DEVICE)
+    fits = type(optimizer) in ELEMENTWISE or elementwise(optimizer) or _of_deepspeed(optimizer, _ON_HOST | _ON_DEVICE)
     if not fits and not settings.any_optimizer:
         raise OptimizerError(
             f"{name} with DeepSpeed stage {settings.stage}: each rank steps its part of each parameter as a flat tensor, which "

@@ -357,13 +357,13 @@ class Stage3(Partitions):
         underway = getattr(coordinator, f"{OF_COORDINATOR}inflight_param_registry")
         release = getattr(coordinator, f"{OF_COORDINATOR}release_param")
         while underway:
-            weight, handle = underway.popitem()
-            try:
-                handle.wait()
-            except RuntimeError:  # its connections closed; where they are lost for good, what follows fails
-                weight.ds_status = weight._available
+            # Its connections closed (where they are lost for good, what follows fails), or it came to an end half-way.
+            with contextlib.suppress(RuntimeError, AssertionError):
+                underway.popitem()[1].wait()
         weights: Sequence[Any] = self.parameters
         for weight in weights:
+            if weight.ds_status is type(weight._available).INFLIGHT:
+                weight.ds_status = weight._available
             weight.ds_active_sub_modules.clear()
             if not weight.ds_persist:
                 release(weight)

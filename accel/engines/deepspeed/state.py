@@ -313,7 +313,7 @@ class DeepSpeedHoldings(Holdings):
 
     def filled(self) -> None:
         if self.engine.zero is not None:
-            self.engine.zero.spread()
+            self.engine.gradients.publish(self.engine.zero)
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
         """Whole weights, gradients and optimizer state in the user's own objects. Collective."""

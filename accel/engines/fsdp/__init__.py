@@ -22,7 +22,7 @@ from ...shard import Shard, StateEntry, parameters_of
 from ..base.activations import Choice
 from ..base.drift import GRADIENT
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
-from ..base.gradients import Gradients, refuse_sparse
+from ..base.gradients import Gradients, refuse_scripts, refuse_sparse
 from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
 from ..base.local import LocalSteps, elementwise
@@ -344,6 +344,7 @@ class FSDPEngine(Engine):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
+            refuse_scripts(module, cls.name)
             check_module(module, options)
             refuse_sparse(module, cls.name)
         if sizes["tensor"] > 1:

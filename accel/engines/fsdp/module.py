@@ -361,6 +361,9 @@ class ShardedModule:
         """Forget a forward or backward that ended half-way."""
         if torch._C._current_graph_task_id() == -1:  # inside a backward it is activation checkpointing that ends early
             self.module.reset_iter_state()
+            for param in self.params:  # it asks groups, of which an interrupt may have left some parameters gathered
+                if param.sharded_state is not ShardedState.SHARDED:
+                    param.to_sharded()
             self._given.clear()
 
     def set_data(self, tensor: Any, value: torch.Tensor) -> bool:

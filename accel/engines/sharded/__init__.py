@@ -22,13 +22,14 @@ from ...errors import BackendError, RankMismatchError
 from ...gradients.log import even_frozen, remove_hooks
 from ...gradients.totals import clip_
 from ...handles import HiddenAttribute
+from ...process import Process
 from ...process.control import agree
 from ...process.packing import average_, reduce_to_owners
 from ...process.startup import unseen_group
 from ...shard import StateEntry, parameters_of
 from ..base import memory
 from ..base.engine import Engine, SequenceOptions
-from ..base.gradients import Gradients
+from ..base.gradients import Gradients, refuse_scripts
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.private import require
@@ -356,6 +357,11 @@ class ShardedEngine(Engine):
     holdings_type = ShardedHoldings
     holdings: ShardedHoldings
     options: Sharded
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        if process.place.world_size > 1:
+            refuse_scripts(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

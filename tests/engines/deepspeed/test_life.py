@@ -399,6 +399,49 @@ def zeroed_without_a_forward(stage: int, steps: bool) -> None:
     assert not any(p.grad is not None and p.grad.any() for p in raw.parameters())
 
 
+def stop(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def cut_reduction(stage: int) -> None:
+    """A step is stopped while gradients are reduced: those are refused until they are dropped, and then all goes on."""
+    pair = Pair(zero(stage))
+    pair.train(range(1))
+    loss_of(pair.model(data(1, accel.rank()))).backward()
+    pair.optimizer.zero_grad()
+    with accel.no_sync(pair.model):  # nothing is reduced before the step, at any stage
+        loss_of(pair.model(data(1, accel.rank()))).backward()
+    parts = registry.of_handle(pair.model).zero
+    with mock.patch.object(type(parts), "finish", stop), pytest.raises(KeyboardInterrupt):
+        pair.optimizer.step()
+    loss = loss_of(pair.model(data(2, accel.rank())))
+    if stage == 1:
+        loss.backward()
+    with pytest.raises(accel.BackendError, match="gradients are incomplete"):
+        (loss.backward if stage > 1 else pair.optimizer.step)()
+    pair.optimizer.zero_grad()
+    pair.train(range(1, 3))
+    pair.check()
+
+
+def cut_spread(stage: int) -> None:
+    """A step is stopped while the ranks give each other what they have stepped: the next forward has all of it."""
+    pair = Pair(zero(stage))
+    pair.train(range(1))
+    parts = registry.of_handle(pair.model).zero
+    with mock.patch.object(type(parts), "gather", stop), pytest.raises(KeyboardInterrupt):
+        pair.train(range(1, 2))
+    pair.plain_optimizer.step()
+    pair.train(range(2, 4))
+    pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_steps_that_are_interrupted(stage: int) -> None:
+    run(2, cut_reduction, stage)
+    run(2, cut_spread, stage)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_after_an_exception(stage: int) -> None:
     run(2, interrupted, stage)

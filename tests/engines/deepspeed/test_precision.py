@@ -329,21 +329,24 @@ def test_float16_weights(stage: int) -> None:
     assert max(run(2, float16, stage)) < 5e-3
 
 
-def in_float64(stage: int) -> float:
-    """How far two steps are from those of one process."""
+def in_float64(backend: Any) -> float:
+    """How far two steps are from those of one process, one with clipping."""
     torch.manual_seed(0)
     net, plain = (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double() for _ in range(2))
     plain.load_state_dict(net.state_dict())
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
-    for _ in range(2):
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=backend)
+    for clips in (False, True):
         for module, stepped in ((model, optimizer), (plain, reference)):
             stepped.zero_grad()
             module(torch.arange(8.0, dtype=torch.float64).view(2, 4)).square().mean().backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
             stepped.step()
     whole = model.state_dict()
     return max(float((whole[name] - value).abs().max()) for name, value in plain.state_dict().items())
 
 
-def test_float64_weights_train_at_stage_1() -> None:
-    assert max(run(2, in_float64, 1)) < 1e-7  # DeepSpeed sends gradients in float32
+@pytest.mark.parametrize("backend", [*map(zero, STAGES), "fsdp", "sharded"])
+def test_float64_weights_keep_their_precision(backend: Any) -> None:
+    assert max(run(2, in_float64, backend)) < 1e-14

@@ -305,7 +305,19 @@ def test_sparse_gradients_are_refused_before_anything_is_divided() -> None:
     run(2, sparse)
 
 
+class DropsAll(torch.optim.AdamW):
+    """Another ``zero_grad`` only."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+
 def other_optimizers(stage: int) -> None:
+    pair = Pair(zero(stage), lambda m: DropsAll(m.parameters(), lr=0.01))
+    pair.train()
+    pair.check()
     for name in ("LBFGS", "Adafactor"):
         raw = Net()
         with pytest.raises(accel.OptimizerError, match=name):

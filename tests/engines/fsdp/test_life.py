@@ -6,6 +6,7 @@ import copy
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -178,6 +179,37 @@ def evaluation_then_training() -> float:
 
 def test_an_optimizer_after_an_evaluation_only_setup() -> None:
     assert max(run(2, evaluation_then_training)) < 1e-5
+
+
+def named() -> list[str]:
+    raw, optimizer = start()[0], torch.optim.SGD([{"params": []}], lr=0.1)
+    said = []
+    for refused in (lambda: accel.setup(raw, backend="ddp"), lambda: accel.setup(raw, optimizer)):
+        with pytest.raises(accel.AccelError) as caught:
+            refused()
+        said.append(str(caught.value))
+    return said
+
+
+def test_errors_name_the_models_own_class() -> None:
+    for live, empty in run(2, named):
+        assert "this Net is already set up" in live
+        assert "holds no parameter of this Net: its groups are empty" in empty
+
+
+def stopped_gathering() -> float:
+    """A forward is stopped between two parameters that become whole."""
+    model, optimizer, plain, plain_optimizer = start()
+    last = registry.of_handle(model).parts.sharded.params[-1]
+    with mock.patch.object(last, "to_unsharded", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        local_loss(model, 0)
+    train(model, optimizer, range(2))
+    train(plain, plain_optimizer, range(2), mean_loss)
+    return distance(accel.full_state_dict(model), plain.state_dict())
+
+
+def test_a_forward_that_is_interrupted_while_weights_are_gathered() -> None:
+    assert max(run(2, stopped_gathering)) <= 1e-5
 
 
 def inference_then_training() -> float:
