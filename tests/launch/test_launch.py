@@ -503,7 +503,7 @@ def test_check_picklable_names_the_paths() -> None:
     with pytest.raises(accel.LaunchError, match=r"obj\[Odd\]\[0\]: builtins.module \("):
         accel.check_picklable({Odd(): [sys]})
     deep: list[Any] = []
-    for _ in range(3000):
+    for _ in range(50_000):
         deep = [deep]
     with pytest.raises(accel.LaunchError, match="nested too deeply"):
         accel.check_picklable(deep)
