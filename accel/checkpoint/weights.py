@@ -162,7 +162,7 @@ _File = tuple[Written, Header, dict[str, Entry]]
 
 
 def read_weights(path: str) -> tuple[list[_File], str]:
-    """The files, and a checksum of all headers; raises where one is missing, damaged, elsewhere, or not as the index says."""
+    """The files, and a checksum of all headers; raises where one is missing, damaged, or not as the index says."""
     directory, names = (os.path.dirname(path), [os.path.basename(path)]) if is_named(path) else (path, present(path))
     if len(names) > 1:
         raise CheckpointError(
