@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -306,3 +307,17 @@ def test_one_process_halves_until_it_fits() -> None:
     with pytest.raises(ZeroDivisionError):
         accel.largest_batch(lambda n: 1 // 0, 4)
     accel.teardown()
+
+
+def test_what_would_not_run_is_refused() -> None:
+    def steps(size: int) -> Iterator[int]:
+        yield size
+
+    async def step(size: int) -> int:
+        return size
+
+    asynchronous: Any = step(8)
+    for fn, found in ((steps, "generator"), (lambda _: asynchronous, "coroutine")):
+        with pytest.raises(accel.AccelError, match=f"fn returned a {found}, so that nothing of it has run"):
+            accel.largest_batch(fn, 8)
+    asynchronous.close()

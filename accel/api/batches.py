@@ -7,7 +7,7 @@ import gc
 import logging
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -135,8 +135,8 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         The size that fits, and what ``fn`` returned.
 
     Raises:
-        AccelError: not even 1 fits; or a step was cut short of an optimizer that was set up before, or that something
-            outside of ``fn`` holds; on every rank.
+        AccelError: not even 1 fits; ``fn`` gives a generator or a coroutine, which has not run; or a step was cut short of an
+            optimizer that was set up before, or that something outside of ``fn`` holds; on every rank.
     """
     starts = agree("accel.largest_batch", repr(start))
     if len(set(starts)) > 1:
@@ -146,6 +146,11 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
     size, states, put_back = start, rng_state().state_dict(), data.remember()
     while True:
         problem, result = _attempt(fn, size, put_back)
+        if isinstance(result, AsyncGenerator | Coroutine | Generator):
+            raise AccelError(
+                f"largest_batch: fn returned a {type(result).__name__}, so that nothing of it has run: give a function without "
+                "yield or async that does the work when it is called"
+            )
         if not problem:
             return size, result  # type: ignore[return-value]
         if size == 1:
