@@ -21,7 +21,7 @@ from accel import api, process
 from accel.registry import registry
 from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import outcomes, refusals, run, wait_for
-from tests.models import distance
+from tests.models import distance, mlp
 from tests.programs import by_hand, free_port, scripts
 
 TRAINING = [backend for backend in BACKENDS if engine_of(backend).synchronizes]
@@ -471,3 +471,26 @@ def end_alone_later(ended: str) -> None:
 def test_a_model_that_is_gone_makes_no_later_teardown_collective(tmp_path: Path) -> None:
     for result in outcomes(2, end_alone_later, str(tmp_path / "ended"), breaks=True):
         assert not result.error, result.trace
+
+
+def late_groups(backend: Any) -> None:
+    """Groups of the raw optimizer count at once, by the objects that were the parameters before setup too."""
+    raw = mlp(4, 8, 3)
+    own = list(raw.parameters())
+    optimizer = torch.optim.Adam(own[:2], lr=0.1)
+    model, handle, _ = accel.setup(raw, optimizer, backend=backend)
+    optimizer.add_param_group({"params": own[2:]})
+    assert [len(group["params"]) for group in accel.full_state_dict(handle)["param_groups"]] == [2, 2]
+    optimizer.add_param_group({"params": [stranger := nn.Parameter(torch.ones(3))]})
+    for refused in (lambda: accel.full_state_dict(handle), lambda: accel.teardown(model)):
+        with pytest.raises(accel.OptimizerError, match=r"param_groups\[2\]\['params'\]\[0\] of shape \(3,\)"):
+            refused()
+    del optimizer.param_groups[2], stranger
+    accel.teardown(model)
+    assert [p for group in optimizer.param_groups for p in map(id, group["params"])] == list(map(id, own))
+
+
+@pytest.mark.parametrize("backend", ["sharded", "fsdp", "pipeline", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3)])
+def test_groups_that_were_added_since_the_last_step(backend: Any) -> None:
+    need(backend, 2)
+    run(2, late_groups, backend)

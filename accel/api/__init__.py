@@ -112,6 +112,7 @@ def teardown(model: Any = None) -> Any:
     Raises:
         RankMismatchError: the ranks end different models, or a divided one after different steps (accel.load of a checkpoint on
             every rank makes it one again); nothing has changed.
+        OptimizerError: an optimizer was given parameters that are not of the model; nothing has changed.
         AccelError: everything is to end inside of ``largest_batch``.
         AccelError: weights were lost, since the process groups were ended, or other ranks had let go of the model or were
             interrupted in another step. Everything has ended all the same; where the groups had not, all ranks raise.
@@ -121,6 +122,8 @@ def teardown(model: Any = None) -> Any:
         engine = registry.of_handle(model)
         if engine.distributed and engine.gradients.partial and not engine.ended:
             engine.compare(f"accel.teardown after {engine.drift.progress}")
+        for optimizer in engine.optimizers:
+            engine.look(optimizer)
         registry.remove(engine)
         engine.teardown()
         return engine.module

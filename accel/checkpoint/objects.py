@@ -275,6 +275,8 @@ class OptimizerObject(StateObject):
         self.optimizer = optimizer
         self.engine = engine
         self._named = names is not None
+        if engine is not None:
+            engine.look(optimizer)
         held = shard.parameters_of(optimizer)
         self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
         strangers = [tuple(p.shape) for p in held if id(p) not in self._names]

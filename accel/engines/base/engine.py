@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError, refuse_unknown
+from ...errors import AccelError, BackendError, OptimizerError, refuse_unknown
 from ...gradients.log import TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
@@ -251,6 +251,12 @@ class Engine(ABC):
         end(self.optimizer_handles.pop(id(optimizer)))
         self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
 
+    @final
+    def look(self, optimizer: Optimizer) -> None:
+        """Take groups that were added to the raw optimizer since its last step, or refuse them (OptimizerError). Local."""
+        if (stepper := self.steppers.get(id(optimizer))) is not None:
+            stepper.look(self)
+
     def rebuild(self) -> None:
         """Make the changed trainable mask take effect; the ranks have agreed on it. Collective."""
         return
@@ -282,6 +288,9 @@ class Engine(ABC):
             last.callback(self.process.dependents.discard, self)
             self._finish_gradients(self.ended or interrupted)
             optimizers = list(self.optimizers)
+            for optimizer in optimizers:
+                with contextlib.suppress(OptimizerError):  # of a stranger, which stays what it is
+                    self.look(optimizer)
             last.callback(restore_dtypes, self.dtypes, optimizers)
             last.callback(self.undo.close)
             for optimizer in optimizers:

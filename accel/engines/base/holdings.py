@@ -155,6 +155,10 @@ class Holdings(Raw):
         """Names by the identity of what the optimizers' groups hold."""
         return {id(p): name for name, p in self.engine.named.items()}
 
+    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
+        self.engine.look(optimizer)
+        return super().entries(optimizer)
+
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         if optimizer is None:
             self.prepare(writing=False)

@@ -124,6 +124,16 @@ class Stepper:
             raise
         engine.gradients.find_unoptimized()
 
+    def look(self, engine: Engine) -> None:
+        """Take groups that were added to the raw optimizer, or refuse them (OptimizerError). Local."""
+        num_parameters = 0
+        for group in self.optimizer.param_groups:
+            num_parameters += len(group["params"])
+        if num_parameters != self._num_parameters:
+            engine.gradients.check(self.optimizer)
+            engine.gradients.find_unoptimized()
+            self._num_parameters = num_parameters
+
     def call(self, engine: Engine, method: Callable[[], Any], gradients: bool) -> Any:
         """Call a method of the optimizer's own class that writes weights or state; ``gradients``: whether it uses them.
 
@@ -154,13 +164,7 @@ class Stepper:
         drift.steps += 1
         if drift.steps >= drift.due:
             drift.judge()
-        num_parameters = 0
-        for group in optimizer.param_groups:
-            num_parameters += len(group["params"])
-        if num_parameters != self._num_parameters:
-            engine.gradients.check(optimizer)
-            engine.gradients.find_unoptimized()
-            self._num_parameters = num_parameters
+        self.look(engine)
         replaced = self._with_global_closure(engine, args, kwargs) if len(args) > 1 or kwargs else None
         self.awaits_closure = replaced is not None
         if replaced is None:

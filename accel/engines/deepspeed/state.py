@@ -285,6 +285,7 @@ class DeepSpeedHoldings(Holdings):
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         if (zero := self.engine.zero) is None:
             return super().entries(optimizer)
+        self.engine.look(optimizer)
         found = []
         for index in self.engine.indices(optimizer):
             if (fragment := zero.fragments.get(index)) is not None:
