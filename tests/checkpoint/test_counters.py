@@ -58,6 +58,13 @@ def by_load(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[st
     return places(there)
 
 
+class Unchanged:
+    """As an engine to whose optimizers no group was added."""
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
 def by_parts(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[str, str]:
     """As ``load_state_dict`` of a model that is divided."""
     there = one_step(kind, "meta", flags)
@@ -65,7 +72,7 @@ def by_parts(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[s
     (state,) = one_step(kind, "cpu", flags).state.values()
     model = nn.ParameterDict({"p": parameter})
 
-    class Engine:
+    class Engine(Unchanged):
         module, named, parameters = model, {"p": parameter}, [parameter]
 
     Holdings(Engine()).take(there, {"p": state})  # type: ignore[arg-type]
@@ -109,7 +116,7 @@ def test_numbers_come_back_from_an_offload(flags: dict[str, Any]) -> None:
     parameter = nn.Parameter(torch.ones(3, device=META))
     state = {"step": torch.tensor(3.0), "mu_product": torch.tensor(0.5), "history": [torch.tensor(1.0)]}
 
-    class Engine:
+    class Engine(Unchanged):
         module, named = nn.Module(), {"p": parameter}
 
         class process:

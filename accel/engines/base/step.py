@@ -126,9 +126,7 @@ class Stepper:
 
     def look(self, engine: Engine) -> None:
         """Take groups that were added to the raw optimizer, or refuse them (OptimizerError). Local."""
-        num_parameters = 0
-        for group in self.optimizer.param_groups:
-            num_parameters += len(group["params"])
+        num_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if num_parameters != self._num_parameters:
             engine.gradients.check(self.optimizer)
             engine.gradients.find_unoptimized()
@@ -164,7 +162,11 @@ class Stepper:
         drift.steps += 1
         if drift.steps >= drift.due:
             drift.judge()
-        self.look(engine)
+        num_parameters = 0  # counted here: no call in a usual step
+        for group in optimizer.param_groups:
+            num_parameters += len(group["params"])
+        if num_parameters != self._num_parameters:
+            self.look(engine)
         replaced = self._with_global_closure(engine, args, kwargs) if len(args) > 1 or kwargs else None
         self.awaits_closure = replaced is not None
         if replaced is None:
