@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import pickle
 from typing import Any, NamedTuple
 from unittest import mock
@@ -420,6 +421,56 @@ def scripted() -> None:
 def test_modules_that_take_no_hooks_are_named() -> None:
     for message in refusals(2, scripted, error="BackendError"):
         assert "what torch.jit.script or trace has made does not take: 1;" in message
+
+
+def views(second: str) -> nn.Sequential:
+    """Two layers in one buffer, the columns of the first beside each other; ``second``: where the other's weight lies."""
+    torch.manual_seed(0)
+    net, flat = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), torch.randn(48)
+    pair = flat[:32].view(4, 8)
+    place = {"same": pair[:, :4], "transposed": pair[:, :4].t(), "partly": pair[:, 3:7], "beside": pair[:, 4:]}[second]
+    net[0].weight, net[1].weight = nn.Parameter(pair[:, :4]), nn.Parameter(place)
+    net[0].bias = nn.Parameter(flat[32:36])
+    return net
+
+
+def with_views(backend: str, second: str) -> float:
+    """How far training is from that of the raw loop, whose batch every rank has."""
+
+    def train(model: Any, optimizer: Any) -> None:
+        for _ in range(3):
+            model(torch.arange(8.0).view(2, 4)).tanh().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    raw, net = views(second), views(second)
+    train(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    model, optimizer = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=backend)[:2]
+    train(model, optimizer)
+    ours = accel.full_state_dict(model)
+    accel.teardown(model)
+    return max(float((weight - ours[name]).abs().max()) for name, weight in raw.state_dict().items()) if ours else 0.0
+
+
+DIVIDING = ["fsdp", "deepspeed:1", "deepspeed:3", "pipeline"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "second"), [*itertools.product(DIVIDING, ["same", "transposed", "partly"]), ("sharded", "partly")]
+)
+def test_parameters_with_the_same_memory_are_not_parted(backend: str, second: str) -> None:
+    need(backend.split(":")[0])
+    for message in refusals(2, with_views, backend, second, error="BackendError"):
+        assert "0.weight and 1.weight are two Parameters with the same memory" in message
+
+
+@pytest.mark.parametrize(
+    ("backend", "second"),
+    [*((name, "beside") for name in [*DIVIDING, "sharded"]), ("sharded", "same"), ("ddp", "partly")],
+)
+def test_parameters_in_one_buffer_that_stay_together_train(backend: str, second: str) -> None:
+    need(backend.split(":")[0])
+    assert max(run(2, with_views, backend, second)) < 1e-6
 
 
 def first_weights(shift: int, zero: float) -> tuple[int, list[float], bool]:

@@ -20,7 +20,7 @@ from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
-from ..base.gradients import refuse_inside_backward, refuse_scripts, refuse_sparse
+from ..base.gradients import refuse_inside_backward, refuse_overlaps, refuse_scripts, refuse_sparse
 from ..base.memory import Footprint, MemoryUse
 from .config import Configuration, refuse_parameters
 from .library import probe, release_groups
@@ -400,6 +400,7 @@ class DeepSpeedEngine(Engine):
             refuse_sparse(module, cls.name)
             if configuration.stage:
                 refuse_scripts(module, cls.name)
+                refuse_overlaps(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:

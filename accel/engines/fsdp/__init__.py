@@ -22,7 +22,7 @@ from ...shard import Shard, StateEntry, parameters_of
 from ..base.activations import Choice
 from ..base.drift import GRADIENT
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
-from ..base.gradients import Gradients, refuse_scripts, refuse_sparse
+from ..base.gradients import Gradients, refuse_overlaps, refuse_scripts, refuse_sparse
 from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
 from ..base.local import LocalSteps, elementwise
@@ -346,6 +346,7 @@ class FSDPEngine(Engine):
         if process.place.world_size > 1:
             refuse_scripts(module, cls.name)
             check_module(module, options)
+            refuse_overlaps(module, cls.name)
             refuse_sparse(module, cls.name)
         if sizes["tensor"] > 1:
             if sequence_size(options, process) > 1:

@@ -20,7 +20,7 @@ from ...shard import Shard, StateEntry
 from ..base.absent import FOR_AUTOGRAD, Absent, blank, bring_back, name_of, plainly, take_away
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
-from ..base.gradients import Gradients
+from ..base.gradients import Gradients, refuse_overlaps
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.raw_objects import refuse_call
@@ -261,6 +261,8 @@ class PipelineEngine(Engine):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         check_module(module, options.balance, process)
+        if process.place.world_size > 1 or len(process.devices) > 1:
+            refuse_overlaps(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
