@@ -360,8 +360,8 @@ def refuse_overlaps(module: nn.Module, backend: str, *, one_owner: bool = False)
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one behind its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start, size = tensor.storage_offset(), tensor.element_size()
+    last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    start, size = int(tensor.storage_offset()), tensor.element_size()
     return start * size, (start + last + 1) * size
 
 
