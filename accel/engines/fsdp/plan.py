@@ -45,6 +45,8 @@ def check_mesh(options: Any) -> None:
         raise BackendError(f"{what}, in this order, some of {some}")
     if "shard" not in roles:
         raise BackendError(f"{what} one to divide along, named 'shard'")
+    if options.plan is not None and "tensor" not in roles:
+        raise BackendError(f"{what} one that the plan cuts layers along, named 'tensor'")
     for option, role in (("replicas", "replicate"), ("tensor_parallel", "tensor")):
         if getattr(options, option) != 1:
             raise BackendError(f"{option} and mesh exclude each other: the mesh's axis {role!r} says it")
@@ -336,7 +338,7 @@ def _tied(module: nn.Module, plan: Mapping[str, Any], *, refuse: bool) -> list[s
     for pattern, style in plan.items():
         for name, child, _ in _planned(module, {pattern: style}):
             for key, parameter in child.named_parameters(recurse=False):
-                cuts.setdefault(id(parameter), {})[f"{name}.{key}"] = pattern, _dim(style, child)
+                cuts.setdefault(id(parameter), {})[f"{name}.{key}".lstrip(".")] = pattern, _dim(style, child)
     found: list[str] = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
         its = cuts.get(id(parameter), {})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 
 import accel
 from tests.checkpoint.helpers import differences
@@ -336,9 +336,10 @@ class PerHead(nn.Module):
         super().__init__()
         self.up, self.between, self.down = nn.Linear(8, 8), between, nn.Linear(8, 4)
         self.up.register_buffer("scale", torch.tensor(2.0))  # as Gemma's embedding has one
+        self.gain = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.between(self.up(x).unflatten(-1, (-1, 2))).flatten(1))
+        return self.gain * self.down(self.between(self.up(x).unflatten(-1, (-1, 2))).flatten(1))
 
 
 CUT = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -370,6 +371,12 @@ def test_a_weight_with_a_part_of_its_gradient_is_told_at_once() -> None:
                 rf"by step {step}.*the gradient of between\.{name} .*as 'replicated_with_grad_allreduce'", message
             )
     assert max(run(2, between, CUT | {"between": "replicated_with_grad_allreduce"}, layer_norm)) < 1e-5
+
+
+def test_a_plan_may_name_the_model_itself() -> None:
+    """Which has a parameter of its own."""
+    whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True)
+    assert max(run(2, between, CUT | {"": whole}, nn.Identity)) < 1e-5
 
 
 def test_memory_is_that_of_parts() -> None:
@@ -475,6 +482,8 @@ def own_mesh() -> None:
     for names in (("dp", "ep"), ("tp", "dp")):
         with pytest.raises(accel.BackendError, match="expected, in this order"):
             accel.FSDP(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=names), plan=MLP)
+    with pytest.raises(accel.BackendError, match="one that the plan cuts layers along, named 'tensor'"):
+        accel.FSDP(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), plan=MLP)
     other = DeviceMesh("cpu", torch.tensor([[3, 2], [1, 0]]), mesh_dim_names=("dp", "tp"))
     with pytest.raises(accel.BackendError, match="expected one of the ranks 0 to 3, in this order"):
         accel.setup(mlp(8, 8, 4), backend=accel.FSDP(mesh=other, plan=MLP))
