@@ -29,7 +29,10 @@ _PAUSES: Final = (0.2, 0.8, 3.2)  # seconds before a request is tried again; mos
 _LARGEST: Final = 5 << 30  # bytes of one request; what is put on a condition is put by one
 _BLOCK: Final = 16 << 20  # bytes of a part of an upload, of which there may be 10,000
 _GAP: Final = 1 << 20  # bytes that are read in vain rather than asking twice; so much of a file's beginning is kept
-_BUSY: Final = frozenset({errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, getattr(errno, "EREMOTEIO", None)})
+_LATER: Final = frozenset({408, 429, 500, 502, 503, 504})  # answers of a server, or of what is in front of it
+_BUSY: Final = frozenset(
+    {errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, getattr(errno, "EREMOTEIO", errno.EBUSY)}
+)
 #: In names of classes, of the error or above it.
 _PASSING: Final = re.compile(
     "Timeout|Connect|Checksum|Incomplete|Payload|Throttl|ServerDisconnected|HTTPClientError|ServiceUnavailable"
@@ -77,7 +80,7 @@ def _named(error: BaseException, url: str) -> OSError:
         return FileNotFoundError(errno.ENOENT, "it is not there", url)
     if isinstance(error, FileExistsError):
         return FileExistsError(errno.EEXIST, text, url)
-    if _DENIED.search(_kinds(error)):
+    if _is_denied(error):
         _opened.cache_clear()  # the next request of another call looks for credentials again
         return StoreError(0, f"{text}; renew the credentials, or ask for the permission to do this", url)
     return StoreError(0, f"{text}; the store, or the way to it, fails", url)
@@ -93,11 +96,24 @@ def _meant(error: Exception) -> BaseException:
     return error
 
 
+def _status(error: BaseException) -> object:
+    """The answer of HTTP that an error came of, where each library has it."""
+    answer = error.__cause__ or error
+    if isinstance(found := getattr(answer, "response", None), dict):
+        return found.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return next((found for name in ("status", "status_code", "code") if (found := getattr(answer, name, None))), None)
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Whether the credentials are to blame: of a token that has expired S3 says no more to a HEAD than "Bad Request"."""
+    vague = getattr(error, "errno", 0) == errno.EINVAL and re.search("Bad Request|token", str(error))
+    return bool(vague or _status(error) == 401 or _DENIED.search(_kinds(error)))
+
+
 def _is_passing(error: BaseException) -> bool:
     """Whether it may be well the next time."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _BUSY or isinstance(error, TimeoutError | ConnectionError)
-    return bool(_PASSING.search(_kinds(error)))
+    known = getattr(error, "errno", -1) in _BUSY or _status(error) in _LATER
+    return known or bool(_PASSING.search(_kinds(error)))
 
 
 @final
@@ -126,7 +142,9 @@ class Remote:
                 error = _meant(raised)
                 if pause is None or not _is_passing(error):
                     raise _named(error, url) from raised
-                logger.info("%s: %s: %s; once more", url, type(error).__name__, error)
+                # The second time what the filesystem tries by itself has taken a minute, perhaps.
+                level = logging.INFO if pause == _PAUSES[0] else logging.WARNING
+                logger.log(level, "%s: %s: %s; once more", url, type(error).__name__, error)
                 time.sleep(pause * random.uniform(0.5, 1.5))
         raise AssertionError
 

@@ -76,8 +76,7 @@ def value_of(url: str) -> float:
 def objects(url: str) -> list[str]:
     from fsspec.core import url_to_fs
 
-    fs, path = url_to_fs(url)
-    fs.invalidate_cache()
+    fs, path = url_to_fs(url, skip_instance_cache=True)  # another test's may have gone through its proxy
     return sorted(name.rpartition("/")[2] for name in fs.find(path))
 
 
@@ -309,6 +308,20 @@ def test_what_passes_is_tried_again(faulty: stores.Proxy, prefix: str) -> None:
         assert len(objects(prefix)) == 2
 
 
+@pytest.mark.parametrize("status", [429, 502])
+def test_an_answer_that_passes_is_known_by_its_number(
+    status: int, faulty: stores.Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all servers, nor what is in front of them, give S3's own words."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore tries by itself, for some seconds
+    remote._opened.cache_clear()
+    for where in ("PUT .*safetensors", "PUT .*accel.json", "(GET|HEAD) .*accel.json", "GET .*safetensors"):
+        faulty.faults[:] = [fault := Fault(where, (status, b""), times=2)]
+        accel.save(state(1.0), prefix)
+        assert value_of(prefix) == 1
+        assert fault.times == 0
+
+
 def saved(url: str, wait: bool) -> None:
     pending = accel.save(state(2.0), url, wait=wait)
     if pending is not None:
@@ -340,6 +353,19 @@ def test_what_does_not_pass_changes_nothing(fault: Fault, words: str, faulty: st
     accel.save(state(4.0), prefix)
     assert value_of(prefix) == 4
     assert len(objects(prefix)) == 2
+
+
+def test_a_token_that_has_expired_is_told_also_where_the_answer_has_no_words(faulty: stores.Proxy, prefix: str) -> None:
+    """S3 answers so to the first request of each call, which asks for the record by HEAD."""
+    accel.save(state(1.0), prefix)
+    for call in (lambda url: accel.save(state(2.0), url), value_of, accel.latest, accel.verify):
+        before = remote.remote(prefix)
+        faulty.faults[:] = [Fault("HEAD ", (400, b""))]
+        with pytest.raises(CheckpointError, match=f"Bad Request; renew the credentials.*{prefix}/"):
+            call(prefix)
+        assert remote.remote(prefix) is not before  # which looks for credentials again
+        faulty.faults.clear()
+        assert value_of(prefix) == 1
 
 
 def test_bytes_that_change_on_the_way_are_found(faulty: stores.Proxy, prefix: str) -> None:
@@ -397,12 +423,19 @@ def test_a_bucket_that_is_not_there(prefix: str) -> None:
     assert accel.load(prefix) == {"n": 1}
 
 
-def test_a_server_that_is_not_reached(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec's filesystem of http calls both a file that is not there."""
-    monkeypatch.setattr(remote, "_PAUSES", ())
+def test_a_server_that_is_not_reached(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """fsspec's filesystem of http calls both a file that is not there; who waits for it is told from the second time on."""
+    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.1))
     for call in (accel.verify, accel.load):
         with pytest.raises(CheckpointError, match="Cannot connect to host.*the way to it, fails: http://127.0.0.1:9/c"):
             call("http://127.0.0.1:9/c")
+        assert "Cannot connect to host 127.0.0.1:9" in caplog.messages[-1]
+        assert {(record.levelname, record.message.endswith("once more")) for record in caplog.records} == {
+            ("WARNING", True)
+        }
+        caplog.clear()
         with pytest.raises(CheckpointError, match="does not exist"):
             call(f"{endpoint}/{BUCKET}/none")
 
