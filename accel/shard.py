@@ -351,8 +351,7 @@ class Raw:
         if optimizer is None:
             fill_module_values(self.module, values)
             return
-        for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
-            group.update({k: _placed(v, group.get(k), None) for k, v in saved.items() if k != "params"})
+        _fill_groups(optimizer.param_groups, values["groups"])
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             saved_state = values["state"].get(entry.name)
@@ -393,6 +392,18 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
     """Whether tensors of its state are known to have the parameters' shapes."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("LBFGS", "Adafactor")
+
+
+def _fill_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """What is one tensor in several groups, as a learning rate can be, stays one where its saved values are equal."""
+    filled: dict[int, torch.Tensor] = {}
+    for group, values in zip(groups, saved, strict=True):
+        for key in [key for key in values if key != "params"]:
+            before, made = group.get(key), _placed(values[key], group.get(key), None)
+            if isinstance(before, torch.Tensor) and isinstance(made, torch.Tensor):
+                first = filled.setdefault(id(before), made)
+                made = first if made.dtype == first.dtype and torch.equal(made, first) else made
+            group[key] = made
 
 
 def _placed(value: Any, before: Any, device: torch.device | None) -> Any:

@@ -177,7 +177,8 @@ def check_sizes(directory: str, record: Record) -> None:
     try:
         sizes = list(storage.sizes(directory, names))
     except OSError as error:
-        left = [n for n, name in enumerate(names) if record.hosts and not storage.exists(os.path.join(directory, name))]
+        asked = names if len(record.hosts) > 1 else []  # the only host, which has the record, has lost what it lacks
+        left = [n for n, name in enumerate(asked) if not storage.exists(os.path.join(directory, name))]
         if left:
             path, hosts = os.path.join(directory, names[left[0]]), " and ".join(record.hosts_of(left[0]))
             how = "in memory of" if directory.startswith(MEMORY) else "on the disk of"

@@ -307,6 +307,9 @@ class Decoder:
             if stored.is_meta:
                 return object() if scalar else []  # as hashable as it would be
             content = to_bytes(stored)
+        if scalar and kind.kind in "SU":  # an array would take zeros off the end
+            order = "be" if data["dtype"][0] == ">" else "le"
+            return kind.type(content if kind.kind == "S" else content.decode(f"utf-32-{order}", "surrogatepass"))
         array: Any = numpy.ndarray(shape, kind, buffer=bytearray(content) if content else None)
         return array[()] if scalar else array
 

@@ -195,6 +195,8 @@ def damaged_series(root: str) -> None:
             if rank == 0:
                 spoil(next(Path(f"{root}/memory").rglob("*-00001.safetensors")))
             accel.barrier()
+            assert accel.latest(f"{root}/run") == f"{root}/run/step-1"
+            assert "cut or changed" in said[-1] or "is not complete, load another" in said[-1]
             with pytest.raises(CheckpointError, match="does not exist.*1 of 2 files.*set aside in .*start again, and"):
                 read(f"{root}/run/step-3")
             with pytest.raises(CheckpointError, match="does not exist; expected[^;]*$"):

@@ -54,6 +54,26 @@ def test_a_module_and_its_handle_have_the_same_keys(saved_by: str, world: int, t
     assert all(run(world, raw_and_handle, str(tmp_path / "c"), saved_by))
 
 
+def rates(*values: torch.Tensor) -> torch.optim.Optimizer:
+    model = net(1)
+    return torch.optim.AdamW([{"params": model[i].parameters(), "lr": lr} for i, lr in enumerate(values)])
+
+
+def test_a_learning_rate_of_several_groups_stays_one_tensor(tmp_path: Path) -> None:
+    """As with torch's own state dicts: what changes it changes it for all of these groups."""
+    one, equal = torch.tensor(0.1), torch.tensor(0.1)
+    accel.save({"o": rates(one, equal, one)}, tmp_path / "equal")
+    accel.save({"o": rates(one, equal, torch.tensor(0.2))}, tmp_path / "apart")
+    optimizer = rates(one, equal, one)
+    accel.load(tmp_path / "equal", {"o": optimizer})
+    first, second, third = [group["lr"] for group in optimizer.param_groups]
+    assert first is third
+    assert second is not first
+    assert float(first) == float(second) == pytest.approx(0.1)
+    accel.load(tmp_path / "apart", {"o": optimizer})
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1, 0.2])
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Rprop])
 def test_raw_optimizers_with_and_without_their_module(kind: Any, tmp_path: Path) -> None:
     """Where the names of the parameters are not known on one side, they are met by position."""

@@ -91,7 +91,7 @@ def test_floats_that_json_has_not(value: float) -> None:
     [
         numpy.float32(1.5), numpy.int64(-3), numpy.bool_(True), numpy.float64("nan"), numpy.datetime64("2020-01-01"),
         numpy.arange(6, dtype=numpy.int16).reshape(2, 3), numpy.array(["ab", "c"]), numpy.zeros((0, 3)), numpy.array(5.0),
-        numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT", "s"),
+        numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT", "s"), numpy.str_("a\0"), numpy.bytes_(b"b\0" * 2000),
         numpy.arange(5000, dtype=numpy.complex64), numpy.asfortranarray(numpy.arange(12.0).reshape(3, 4)),
         numpy.arange(5, dtype=">f8"), numpy.arange(5000, dtype=">i4"), numpy.zeros(2, "<M8[25s]"),
     ],
@@ -102,6 +102,7 @@ def test_numpy(value: Any) -> None:
     assert type(found) is type(value)
     assert found.dtype == value.dtype
     numpy.testing.assert_array_equal(found, value)
+    assert found.tobytes() == value.tobytes()
     if isinstance(found, numpy.ndarray):
         assert found.flags.writeable
 
