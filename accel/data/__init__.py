@@ -11,6 +11,7 @@ import functools
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
+from threading import get_ident
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -337,7 +338,8 @@ def gather_for_metrics(
             ``all_gather``.
 
     Raises:
-        LoaderError: no loader gave a batch, or dim 0 is not the batch, so that its padding is not known.
+        LoaderError: no loader gave a batch, dim 0 is not the batch, or another thread reads the loader, so that its padding is
+            not known.
     """
     if loader is not None and not isinstance(loader, LoaderHandle):
         raise LoaderError(
@@ -351,7 +353,11 @@ def gather_for_metrics(
             "gather_for_metrics: no loader of accel has given a batch yet, so that its padding is not known: pass the "
             "loader to accel.setup, or use accel.all_gather"
         )
-
+    if kept.pads and kept.thread != get_ident():
+        raise LoaderError(
+            "gather_for_metrics: another thread reads this loader, perhaps ahead of the batch that this is of, whose padding is "
+            "not known then: let num_workers of the DataLoader read ahead, or use drop_last=True"
+        )
     rows = walked(lambda _, leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
     replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():

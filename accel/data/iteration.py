@@ -165,8 +165,6 @@ class Latest:
 
     kept: Kept | None = None
     replica: tuple[int, int] | None = None
-    #: The thread that asked for it: one that reads ahead of the loop may be in its next epoch on some ranks.
-    thread: int | None = None
 
 
 latest = Latest()
@@ -249,8 +247,8 @@ class Iteration:
             self._comparison.gave(reader.given - reader.start.skip, reader.tag.first)
         state.batches = self.last = state.batches + 1
         order = None if reader.first is None or not state.options.shard else (state.name, reader.first)
-        state.kept = latest.kept = reader.kept._replace(order=order)
-        latest.replica, latest.thread = state.place[:2], get_ident()
+        state.kept = latest.kept = reader.kept._replace(order=order, thread=get_ident())
+        latest.replica = state.place[:2]
         return batch if self._transfer is None else self._transfer(batch)
 
     def _read(self) -> Any:

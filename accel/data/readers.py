@@ -74,6 +74,8 @@ class Kept(NamedTuple):
     real: int
     #: What tells the order that the batch is of, the same on all ranks: its loader's name and how that order began.
     order: tuple[str, int] | None = None
+    #: That asked for it: one that reads ahead of the loop may be in its next epoch on some ranks.
+    thread: int = 0
 
 
 WHOLE = Kept(False, None, 1)
@@ -231,6 +233,11 @@ class SamplerReader(EpochReader):
 
     def install(self, loader: DataLoader[Any]) -> None:
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
+
+    @property
+    def sampler(self) -> Any:
+        """That of the batch sampler in whose place this is, whose length some classes of loaders ask for."""
+        return self._shape.sampler.sampler if self._shape.units else self._shape.sampler
 
     def _open(self, start: Start) -> SampleOrder:
         sampler, generators = self._shape.sampler, Generators(drawn_from(self._shape.sampler, self._own))
@@ -526,6 +533,8 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> d
 
 def _order_of(loader: DataLoader[Any], shape: Shape) -> str:
     """The beginning of what a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
+    if isinstance(shape.sampler, Iterator) and not isinstance(shape.sampler, Sampler):
+        return ""  # it gives its items once
     generators = Generators(drawn_from(shape.sampler, own_generators(loader)))
     try:
         order = SampleOrder(shape.sampler, Private(generators, generators.seeded(0)), ahead=True)

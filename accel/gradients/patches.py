@@ -641,6 +641,9 @@ def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list
 
     usual = {DTensor, *_NUMBERS}
 
+    def graded(number: torch.Tensor) -> bool:  # such as a loss, whose graph would get the gradient of a part
+        return torch.is_grad_enabled() and number.grad_fn is not None
+
     def meet(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         always = op in _BY_WHOLE
         if not always and usual.issuperset(map(type, args)):
@@ -649,7 +652,7 @@ def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list
         divided = {id(t): t for t in tensors if isinstance(t, DTensor)}
         shapes = {tuple(t.shape) for t in divided.values()}
         others = [t for t in tensors if id(t) not in divided]
-        plain = [t for t in others if always or t.numel() > 1 or (t.dim() and tuple(t.shape) in shapes)]
+        plain = [t for t in others if always or t.numel() > 1 or (tuple(t.shape) in shapes if t.dim() else graded(t))]
         name = next(filter(None, map(backend, divided.values())), "") if plain or always else ""
         if not name:
             return original(op, args, kwargs)

@@ -78,7 +78,7 @@ def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[to
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its values lie in memory, one after the other."""
     odd = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
-    return not (odd or tensor.is_meta)
+    return not (odd or tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
 
 
 def bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -126,6 +127,28 @@ def test_subclasses_keep_their_class_and_must_obey_their_sampler() -> None:
         list(make(Skipping(Numbers(5))))
     with pytest.raises(LoaderError, match="__iter__"):
         make(Skipping(Counting(5)))
+
+
+def test_a_loader_that_repeats_its_batch_sampler_for_ever_is_refused() -> None:
+    class Repeated:
+        def __init__(self, sampler: Any) -> None:
+            self.sampler = sampler
+
+        def __iter__(self) -> Any:
+            return itertools.chain.from_iterable(itertools.repeat(self.sampler))
+
+    class Repeating(DataLoader[Any]):  # as in timm
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            vars(self).update(batch_sampler=Repeated(self.batch_sampler))
+            self.ready = super().__iter__()
+
+        def __iter__(self) -> Any:
+            return itertools.islice(self.ready, len(self.batch_sampler.sampler))  # type: ignore[union-attr]
+
+    assert len(list(Repeating(Numbers(5), batch_size=2))) == 3
+    with pytest.raises(LoaderError, match="without asking its sampler"):
+        list(make(Repeating(Numbers(5), batch_size=2)))
 
 
 class Foreign(Sampler[int]):

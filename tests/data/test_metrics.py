@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import warnings
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -190,6 +191,13 @@ def _gather_never() -> None:
     gather_for_metrics(torch.ones(2), loader)
 
 
+def _gather_what_a_thread_read() -> None:
+    loader = _here(_tensors(11, batch_size=2))
+    with ThreadPoolExecutor(1) as pool:
+        first, *_ = pool.submit(list, loader).result()
+    gather_for_metrics(first)  # by the padding of the last batch it would lose a sample
+
+
 def _gather_other_epochs(shuffle: bool) -> None:
     import accel
 
@@ -209,6 +217,7 @@ def test_metrics_whose_padding_is_unknown_are_refused_on_the_first_batch() -> No
     for fn in (_gather_scalar, _gather_wrong_rows):
         assert all("dim 0" in message for message in refusals(2, fn, error="LoaderError"))
     assert all("no loader" in message for message in refusals(2, _gather_never, error="LoaderError"))
+    assert all("another thread" in message for message in refusals(2, _gather_what_a_thread_read, error="LoaderError"))
 
 
 def test_gather_on_one_process_is_the_identity() -> None:

@@ -228,6 +228,7 @@ def _run(
 
 
 def _same_orders() -> None:
+    place = accel.rank(), accel.world_size()
     first, kept, seeded = _run(numbers(40, shuffle=True)), numbers(40, shuffle=True), LoaderOptions(seed=7)
     assert first[0] != first[1]
     for one in (False, True):
@@ -242,6 +243,10 @@ def _same_orders() -> None:
     assert _run(numbers(40, shuffle=True, generator=own(1)), seed=22, one=True) == drawn
     assert _run(numbers(40, shuffle=True, generator=own(2))) != drawn
     assert _run(loader_of(Mine("own numpy"))) == _run(loader_of(Mine("own numpy")))
+    assert _run(numbers(12, sampler=iter(range(12)))) == [
+        samples(make(numbers(12), *place)),
+        [],
+    ]  # gives its items once
     accel.seed(21)
     pair = accel.setup(nn.Linear(1, 1), None, [numbers(40, shuffle=True), numbers(40, shuffle=True)]).dataloaders
     assert samples(pair[0]) == first[0]

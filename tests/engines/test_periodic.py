@@ -335,6 +335,8 @@ def test_errors_reach_every_rank() -> None:
         ({"sync_every": 2, "outer": {"lrr": 1}}, "lrr"),
         ({"sync_every": 2, "outer": torch.optim.SGD}, "options of torch.optim.SGD"),
         ({"sync_every": 2, "comm_hook": "fp16"}, "comm_hook"),
+        ({"sync_every": 2, "static_graph": True}, "static_graph"),
+        ({"sync_every": 2, "sync_batchnorm": True}, "sync_batchnorm"),
         ({"sync_every": 2, "sequence_parallel": 2}, "sequence"),
     ],
     ids=str,

@@ -445,6 +445,7 @@ def differ(case: str) -> Any:
         "complex": lambda: all_reduce([torch.ones(1, dtype=torch.complex64)], "max"),
         "uint64": lambda: all_reduce(torch.ones(1, dtype=torch.uint64)),
         "sparse": lambda: all_gather(ones.to_sparse()),
+        "lazy": lambda: all_gather(torch.nn.LazyLinear(1).weight if one else ones),
     }
     return calls[case]()
 
@@ -477,6 +478,7 @@ def differ(case: str) -> Any:
         ("complex", "AccelError", "data[0] is complex, which has no max over ranks"),
         ("uint64", "AccelError", "uint64, which is not reduced"),
         ("sparse", "AccelError", "data is a torch.sparse_coo tensor"),
+        ("lazy", "AccelError", "on rank 1: data is a torch.strided tensor on cpu; expected a dense one with values"),
     ],
 )
 def test_differences_are_refused_on_every_rank(case: str, error: str, text: str) -> None:

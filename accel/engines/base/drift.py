@@ -164,7 +164,7 @@ class DriftGuard:
         tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)], **parts}
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             digests = {place: {name: _digest_of(name, t) for name, t in some} for place, some in tensors.items()}
-        order = None if latest.kept is None or latest.thread != get_ident() else latest.kept.order
+        order = None if latest.kept is None or latest.kept.thread != get_ident() else latest.kept.order
         if order is not None:
             loader, first = order
             digests[f"loader {loader}"] = {ORDER: first}  # one rank alone may have looked at a batch of another

@@ -73,8 +73,9 @@ class DDP(SequenceOptions):
     def _check_periodic(self, name: str) -> None:
         if type(self.sync_every) is not int or self.sync_every < 1:
             raise BackendError(f"{name}(sync_every={self.sync_every!r}): expected a number of steps, also with outer")
+        usual = type(self)()
         for option in ("static_graph", "sync_batchnorm", "comm_hook", "sequence_parallel"):
-            if getattr(self, option) not in (False, None, 1):
+            if getattr(self, option) != getattr(usual, option):
                 raise BackendError(
                     f"{name}(sync_every={self.sync_every}): gradients are not reduced; leave {option} out"
                 )

@@ -33,7 +33,7 @@ from tests.engines.fsdp.training import (
 
 # What computes with parameters outside the module, or needs a graph of a backward, is refused by torch or by accel.
 REFUSED = {
-    "regularised_by_parameters": "mixed torch.Tensor and DTensor",
+    "regularised_by_parameters": "into the model's forward",
     "gradients_assigned": "not have been used in the graph",
     "gradient_penalty": "create_graph",
     "transformed": "transform of torch.func",
