@@ -5,9 +5,10 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import difflib
+import operator
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 
 class AccelError(Exception):
@@ -68,6 +69,14 @@ def described(other: object) -> str:
     kind, what = (other, "the class") if isinstance(other, type) else (type(other), "")
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     return f"{what or ('an' if name[0] in 'aeiou' else 'a')} {name}"
+
+
+def whole_number(value: Any) -> int:
+    """The int that a value is, as those of NumPy are; -1 where it is none."""
+    try:
+        return -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return -1
 
 
 def refuse_unknown(kind: type, args: Sequence[object], given: Iterable[str], error: type[AccelError]) -> None:

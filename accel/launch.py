@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .api import teardown
-from .errors import LaunchError
+from .errors import LaunchError, whole_number
 from .handles import ModelHandle, OptimizerHandle
 from .handles import raw as raw_of
 from .process.environments import resolve
@@ -139,8 +139,8 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
 
 
 def _number(asked: int | None) -> int:
-    number = len(resolve("auto")) if asked is None else asked
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    number = len(resolve("auto")) if asked is None else whole_number(asked)
+    if number < 1:
         raise LaunchError(f"num_processes={asked!r}: expected a number of processes of at least 1, or None")
     return number
 

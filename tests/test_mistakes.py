@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -311,6 +312,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "accel.accumulate: expected the loader that accel.setup returned, found a "
         "torch.utils.data.dataloader._SingleProcessDataLoaderIter",
     ),
+    "a size before its function": (
+        lambda: ANY.largest_batch(4, print),
+        accel.AccelError,
+        "largest_batch: expected a function of the batch size, then the first size, found an int",
+    ),
     "a number of ranks": (
         lambda: ANY.memory_report(net(), ranks=2),
         accel.AccelError,
@@ -351,6 +357,22 @@ def test_a_slip_is_told(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert str(caught.value) == text
     assert type(caught.value) is error
     assert not list(tmp_path.iterdir())
+
+
+def numbers(kind: Callable[[int], Any]) -> list[object]:
+    """What calls do that take a whole number."""
+    accel.seed(kind(3))
+    batches = accel.setup(net(), None, loader()).dataloaders
+    ANY.setup(None, None, batches).dataloaders.set_epoch(kind(5))
+    groups = [len(group) for group in accel.accumulate(batches, kind(3))]
+    ANY.setup(None, None, batches).dataloaders.skip(kind(1))
+    rest = len([*batches])
+    return [torch.initial_seed(), groups, rest, batches.state_dict(), accel.largest_batch(float, kind(3))]  # type: ignore[attr-defined]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert numbers(np.int64) == numbers(np.uint8) == numbers(int)
+    assert accel.launch(accel.world_size, num_processes=np.int64(1)) == 1  # type: ignore[arg-type]
 
 
 BACKENDS = (

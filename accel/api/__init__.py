@@ -22,7 +22,16 @@ from ..deferred import materialize, weights_of, without_setup
 from ..engines import Context, Engine, Options
 from ..engines.base.activations import checkpointed
 from ..engines.base.sequence import prepared
-from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError, described, text_of_error
+from ..errors import (
+    AccelError,
+    BackendError,
+    LoaderError,
+    PrecisionError,
+    RankMismatchError,
+    described,
+    text_of_error,
+    whole_number,
+)
 from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
 from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
 from ..precision import convert_linears, convert_module, convert_optimizer
@@ -215,7 +224,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
     handle: Any = loader  # it has the type of its loader
     if type(handle) is not LoaderHandle:
         raise LoaderError(f"accel.accumulate: expected the loader that accel.setup returned, found {described(loader)}")
-    if type(n) is not int or n < 1:
+    if (number := whole_number(n)) < 1:
         raise LoaderError(f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1")
     engines = handle._accel.engines
 
@@ -224,7 +233,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             if engine.serial in engines and engine.gradients.spares:
                 engine.gradients.accumulate(accumulating)
 
-    return data.Accumulation(handle, n, set_accumulating)
+    return data.Accumulation(handle, number, set_accumulating)
 
 
 class DataParallelPlace(NamedTuple):

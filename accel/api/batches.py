@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .. import data, process
 from ..data.sampling import Division, fingerprint
 from ..engines.base.step import Stepper
-from ..errors import AccelError, RankMismatchError, described, text_of_error
+from ..errors import AccelError, RankMismatchError, described, text_of_error, whole_number
 from ..handles import HiddenAttribute
 from ..planning import place_of
 from ..process.control import agree, is_lost, locked, raise_together
@@ -138,12 +138,17 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         AccelError: not even 1 fits; ``fn`` gives a generator or a coroutine, which has not run; or a step was cut short of an
             optimizer that was set up before, or that something outside of ``fn`` holds; on every rank.
     """
-    starts = agree("accel.largest_batch", repr(start))
+    if not callable(fn):
+        raise AccelError(
+            f"largest_batch: expected a function of the batch size, then the first size, found {described(fn)}"
+        )
+    size = whole_number(start)
+    starts = agree("accel.largest_batch", repr(start) if size < 1 else f"{size}")
     if len(set(starts)) > 1:
         raise RankMismatchError(f"largest_batch: start differs over the ranks: {', '.join(starts)}")
-    if type(start) is not int or start < 1:
+    if size < 1:
         raise AccelError(f"largest_batch: expected start to be an int of at least 1, found {start!r}")
-    size, states, put_back = start, rng_state().state_dict(), data.remember()
+    states, put_back = rng_state().state_dict(), data.remember()
     while True:
         problem, result = _attempt(fn, size, put_back)
         if isinstance(result, AsyncGenerator | Coroutine | Generator):

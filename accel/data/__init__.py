@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import LoaderError, RankMismatchError, described
+from ..errors import LoaderError, RankMismatchError, described, whole_number
 from ..process import rank, world_size
 from ..process.collectives import ORDER, gather, walked
 from ..process.control import agree, locked, raise_together
@@ -101,14 +101,14 @@ class LoaderHandle:
         Raises:
             LoaderError: not an epoch.
         """
-        if type(epoch) is not int or epoch < 0:
+        if (number := whole_number(epoch)) < 0:
             raise LoaderError(f"set_epoch: expected an int of at least 0, found {epoch!r}")
         state = self._accel
         chosen = state.options.shard and state.start.in_place
         if chosen:
             state.in_place = False  # an epoch that is chosen by number can only be drawn from the seed
-        if chosen or epoch != state.start.epoch:
-            state.start, state.following = state.fresh(epoch)._replace(skip=state.start.skip), epoch + 1
+        if chosen or number != state.start.epoch:
+            state.start, state.following = state.fresh(number)._replace(skip=state.start.skip), number + 1
 
     def skip(self, n: int) -> None:
         """The next iteration starts after ``n`` batches, as if they had been read: for a step number of another library.
@@ -125,17 +125,17 @@ class LoaderHandle:
         state, process = self._accel, self._accel.place.process
         # The streams of several workers have more batches than the dataset's length tells.
         problem, length = None, None if isinstance(state.raw.dataset, IterableDataset) else length_of(self)
-        if type(n) is not int or n < 0:
+        if (number := whole_number(n)) < 0:
             problem = LoaderError(f"loader.skip({n!r}): expected a number of batches, at least 0")
-        elif length is not None and n > length:
-            problem = too_short(n, length)
-        told = agree("loader.skip", (n, str(problem or ""))) if process is not None and state.options.shard else []
+        elif length is not None and number > length:
+            problem = too_short(number, length)
+        told = agree("loader.skip", (number, str(problem or ""))) if process is not None and state.options.shard else []
         raise_together("loader.skip", problem, [text for _, text in told], LoaderError)
-        if any(theirs != n for theirs, _ in told):
+        if any(theirs != number for theirs, _ in told):
             raise RankMismatchError(
                 f"loader.skip: the ranks leave out different numbers of batches: {[theirs for theirs, _ in told]}"
             )
-        state.start = state.start._replace(skip=n, order=None)
+        state.start = state.start._replace(skip=number, order=None)
 
     @property
     def is_last(self) -> bool:

@@ -134,11 +134,12 @@ def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
         return list
 
     def answers() -> list[Any]:
-        try:
-            if not _done(work, process.timeout):
+        with Waiting(process, repr(what)):
+            try:
+                if not _done(work, process.timeout):
+                    return []
+            except RuntimeError:
                 return []
-        except RuntimeError:
-            return []
         messages = list(map(to_bytes, theirs))
         if any(map(bytes_left, messages)):
             raise RankMismatchError(f"the ranks are at different points of the program: not all are in {what!r}")

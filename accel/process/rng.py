@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from ..errors import AccelError
+from ..errors import AccelError, whole_number
 from . import own_devices, rank
 
 
@@ -26,9 +26,10 @@ def seed(n: int, *, per_rank: bool = False) -> None:
     Raises:
         AccelError: ``n`` is not such a number.
     """
-    if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 2**32:
+    number = whole_number(n)
+    if not 0 <= number < 2**32:
         raise AccelError(f"seed({n!r}): expected an integer from 0 to 2**32 - 1")
-    _seed((n + rank()) % 2**32 if per_rank else n)
+    _seed((number + rank()) % 2**32 if per_rank else number)
 
 
 def _seed(number: int) -> None:

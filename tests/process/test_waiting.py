@@ -113,6 +113,7 @@ CASES: dict[str, Callable[[Loop, Path], object]] = {
         loop.train(1 + one()),
         accel.barrier(),
     ],  # where DDP's reducer makes its buckets anew
+    "steps on main": lambda loop, _: [[loop.loss().backward(), on_main(loop.optimizer.step)] for _ in range(4)],
     "evaluation, then training": lambda loop, _: [loop.train(2), on_main(loop.evaluate), loop.train(2)],
     "evaluation, then barrier": lambda loop, _: [loop.train(2), on_main(loop.evaluate), accel.barrier()],
     "evaluation, then save": lambda loop, path: [
@@ -201,7 +202,7 @@ def refused(backend: str, names: list[str], folder: Path, world: int = 2) -> dic
 
 @pytest.mark.parametrize("backend", ["fsdp", "zero3"])
 def test_what_only_one_rank_gathers_ends_on_every_rank_and_names_it(backend: str, tmp_path: Path) -> None:
-    texts = refused(backend, [name for name in CASES if name != "second step"], tmp_path)
+    texts = refused(backend, [name for name in CASES if name not in ("second step", "steps on main")], tmp_path)
     gathers = {
         "experts": ("the gathering of", "blocks.1"),
         "later experts": ("the gathering of", "blocks.1"),
@@ -231,7 +232,9 @@ def test_different_numbers_of_backwards_end_on_every_rank(backend: str, tmp_path
 @pytest.mark.parametrize("backend", ["ddp", "sharded"])
 def test_different_numbers_of_steps_end_on_every_rank(backend: str, tmp_path: Path) -> None:
     texts = refused(
-        backend, ["steps", "second step"] if backend == "ddp" else ["steps", "state of the optimizer"], tmp_path
+        backend,
+        ["steps", "second step", "steps on main"] if backend == "ddp" else ["steps", "state of the optimizer"],
+        tmp_path,
     )
     assert all("write state = optimizer.state_dict() above" in t for t in texts.get("state of the optimizer", ()))
 
