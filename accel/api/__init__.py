@@ -25,7 +25,7 @@ from ..engines.base.sequence import prepared
 from ..errors import AccelError, BackendError, LoaderError, PrecisionError, RankMismatchError, described, text_of_error
 from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
 from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
-from ..precision import convert_linears, convert_module, convert_optimizer
+from ..precision import convert_linears, convert_module, convert_optimizer, here
 from ..process import Process, current, ended, running
 from ..process.control import Waiting, agree, locked, raise_together
 from ..registry import registry, resolve_module
@@ -372,7 +372,8 @@ def describe(plan: Plan) -> dict[str, str]:
 def _plain(value: Any) -> str:
     """A value as text that is the same on every rank: tensors by what they hold, objects by their class."""
     if isinstance(value, torch.Tensor):
-        return f"tensor {tuple(value.shape)} {value.detach().double().sum().item()}"
+        held = value.detach().double().sum().item() if here(value) is value else "in parts"
+        return f"tensor {tuple(value.shape)} {held}"
     if isinstance(value, (list, tuple)):
         return str([_plain(v) for v in value])
     if isinstance(value, (set, frozenset)):  # in an order of this process's own
