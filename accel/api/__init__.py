@@ -302,7 +302,7 @@ def refresh_trainable(model: nn.Module) -> None:
 
     Raises:
         RankMismatchError: the ranks changed different parameters.
-        BackendError: unreduced gradients are pending.
+        BackendError: inside of ``no_sync``, whose gradients wait.
     """
     registry.of_handle(model).refresh()
 
