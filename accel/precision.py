@@ -149,7 +149,7 @@ class LossScale:
             (loss * self.value).backward(gradient, retain_graph, False, inputs)
         finally:
             with uncovered():
-                _multiply(holders.values(), 1.0 / self.value)
+                _spoil(_multiply(holders.values(), 1.0 / self.value))
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
@@ -164,11 +164,19 @@ class LossScale:
         return finite
 
 
-def _multiply(holders: Iterable[Accumulator], factor: float) -> None:
+@torch.no_grad()
+def _multiply(holders: Iterable[Accumulator], factor: float) -> list[torch.Tensor]:
     grads = [here(a.grad) for a in holders if a.grad is not None]
     if grads:
-        with torch.no_grad():
-            torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_(grads, factor)
+    return grads
+
+
+@torch.no_grad()
+def _spoil(grads: Iterable[torch.Tensor]) -> None:
+    """Turn inf into nan, which stays through a clamp of values: an overflow is to be seen at the step."""
+    if dense := [grad for grad in grads if grad.layout == torch.strided]:
+        torch._foreach_lerp_(dense, dense, 0.0)  # x + 0 * (x - x)
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from ..errors import (
 )
 from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
 from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
-from ..precision import convert_linears, convert_module, convert_optimizer
+from ..precision import convert_linears, convert_module, convert_optimizer, here
 from ..process import Process, current, ended, running
 from ..process.control import Waiting, agree, locked, raise_together
 from ..registry import registry, resolve_module
@@ -311,7 +311,7 @@ def refresh_trainable(model: nn.Module) -> None:
 
     Raises:
         RankMismatchError: the ranks changed different parameters.
-        BackendError: unreduced gradients are pending.
+        BackendError: inside of ``no_sync``, whose gradients wait.
     """
     registry.of_handle(model).refresh()
 
@@ -381,7 +381,8 @@ def describe(plan: Plan) -> dict[str, str]:
 def _plain(value: Any) -> str:
     """A value as text that is the same on every rank: tensors by what they hold, objects by their class."""
     if isinstance(value, torch.Tensor):
-        return f"tensor {tuple(value.shape)} {value.detach().double().sum().item()}"
+        held = value.detach().double().sum().item() if here(value) is value else "in parts"
+        return f"tensor {tuple(value.shape)} {held}"
     if isinstance(value, (list, tuple)):
         return str([_plain(v) for v in value])
     if isinstance(value, (set, frozenset)):  # in an order of this process's own

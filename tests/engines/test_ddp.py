@@ -215,9 +215,9 @@ class Averages(nn.Module):
         return self.norm(self.inner(x)).square().mean()
 
 
-def replaced_buffers() -> None:
+def replaced_buffers(backend: str) -> None:
     raw = Averages()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
     for step in range(4):
         optimizer.zero_grad()
         (model(data(step, accel.rank())) if step % 2 else model.loss(data(step, accel.rank()))).backward()
@@ -226,8 +226,9 @@ def replaced_buffers() -> None:
     assert raw.mean.abs().sum() > 0
 
 
-def test_replaced_buffers_and_methods_keep_the_ranks_equal() -> None:
-    run(2, replaced_buffers)
+@pytest.mark.parametrize("backend", ["ddp", "sharded", "deepspeed:1", "deepspeed:2"])
+def test_replaced_buffers_and_methods_keep_the_ranks_equal(backend: str) -> None:
+    run(2, replaced_buffers, backend)
 
 
 def sparse_buffer() -> None:

@@ -33,6 +33,9 @@ class TwoHeads(nn.Module):
         both = self.left(features) + self.right(features)
         return {"left": self.left(features), "right": self.right(features), "both": both}[side]
 
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x, "both").square().mean()
+
 
 def missing(sides: list[str]) -> str:
     raw = TwoHeads()
@@ -186,6 +189,34 @@ def pending_at_refresh() -> None:
 
 def test_refresh_with_pending_gradients_raises_and_loses_nothing() -> None:
     run(2, pending_at_refresh)
+
+
+def frozen_before_a_method() -> list[float]:
+    found = []
+    backends: list[Any] = ["ddp", *(accel.DeepSpeed(stage=stage) for stage in range(4))]
+    for backend in backends:
+        raw, reference = TwoHeads(), TwoHeads()
+        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step in range(4):
+            for module in (raw, reference):
+                module.left.requires_grad_(step % 2 == 0)
+            for rank in range(accel.world_size()):
+                loss = reference.total(data(step, rank)) + reference(data(step, rank), "both").square().mean()
+                (loss / accel.world_size()).backward()
+            model.total(data(step, accel.rank())).backward()
+            model(data(step, accel.rank()), "both").square().mean().backward()
+            for one in (plain, optimizer):
+                one.step()
+                one.zero_grad()
+        whole = accel.full_state_dict(model)
+        found.append(max(float((whole[k] - v).abs().max()) for k, v in reference.state_dict().items()))
+        accel.teardown(model)
+    return found
+
+
+def test_a_method_may_train_before_the_forward_that_finds_the_change() -> None:
+    assert max(*run(2, frozen_before_a_method)[0]) < 1e-6
 
 
 def manual_refresh() -> None:

@@ -389,10 +389,12 @@ class Engine(ABC):
         if self.gradients.reduced and self.distributed and mask != self.mask.known:
             self.compare("a change of requires_grad", mask, lambda masks: explain(masks, self.names))
             if self.gradients.pending() and not self.gradients.deferred:
-                raise BackendError(
-                    "requires_grad changed while gradients are pending that were accumulated without reduction (accel."
-                    "no_sync): end the accumulation with optimizer.step() before freezing or unfreezing"
-                )
+                if self.gradients.accumulating:
+                    raise BackendError(
+                        "requires_grad changed while gradients are pending that were accumulated without reduction (accel."
+                        "no_sync): end the accumulation with optimizer.step() before freezing or unfreezing"
+                    )
+                self.gradients.settle()  # a method's, say, which looks for no change, or what is reduced at the step
             self.rebuild()
         self.mask.known = mask
 

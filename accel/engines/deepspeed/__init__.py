@@ -188,8 +188,7 @@ class ZeROGradients(AveragedGradients):
             self._note_fragments(zero, assigned)
             self.end_held_back()
             self._renewed.clear()
-        if self.buffers.stale:
-            self.buffers.synchronize()
+        self.buffers.synchronize()  # also where only a method, or the raw module, has changed them
 
     def _note_fragments(self, zero: Partitions, assigned: Iterable[int]) -> None:
         """The gradients since the last ``settle`` are there now, and those that were assigned."""
@@ -448,8 +447,6 @@ class DeepSpeedEngine(Engine):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; at stage 3 each module gathers its weights, for methods the root too."""
-        if function is self.entry and torch.is_grad_enabled():
-            self.gradients.buffers.touch()
         if self.zero is None:
             return function(*args, **kwargs)
         with self.gradients.forward(self.zero):

@@ -270,7 +270,10 @@ class FSDPGradients(Gradients):
         if pending := sharded.pending():
             names = engine.holdings.parameter_names
             engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
+            plain = self.log.plain
             sharded.reduce(not self.accumulating)
+            if not plain:  # what it notes came from backwards that were noted before
+                self.log.accept()
         # Every rank has scalars whole: also a gradient that was assigned by hand is to be their mean.
         assigned = optimizer is not None and (not parts.had_backward or parts.scalar_log.repeats(optimizer))
         if parts.scalar_log.entries or assigned:

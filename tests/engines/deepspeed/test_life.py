@@ -381,6 +381,17 @@ def zeroed_after_an_exception(stage: int) -> None:
     pair.check()
 
 
+def zeroed_while_frozen(stage: int) -> None:
+    """Zeros of parameters that are all frozen are stepped with, as in one process: momentum and decay move them."""
+    pair = Pair(zero(stage))
+    pair.train()
+    for optimizer, module in ((pair.optimizer, pair.raw), (pair.plain_optimizer, pair.plain)):
+        module.requires_grad_(False)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+    pair.check()
+
+
 def zeroed_without_a_forward(stage: int, steps: bool) -> None:
     """What a backward that failed left half-way is cleared also where no forward comes before a step or the end."""
     pair = Pair(zero(stage))
@@ -448,6 +459,11 @@ def test_gradients_after_an_exception(stage: int) -> None:
     run(2, zeroed_after_an_exception, stage)
     run(2, zeroed_without_a_forward, stage, False)
     run(2, zeroed_without_a_forward, stage, True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zeros_of_frozen_parameters_are_stepped_with(stage: int) -> None:
+    run(2, zeroed_while_frozen, stage)
 
 
 def other_branches(stage: int) -> None:

@@ -216,7 +216,7 @@ def test_an_overflow_in_one_shard_skips_the_step_on_all_ranks() -> None:
 
 
 def scaled_accumulation() -> dict[str, float]:
-    """16-mixed with three of four micro-batches in ``no_sync``, after a first one that is dropped there."""
+    """16-mixed with three of four micro-batches in ``no_sync``, later all four, after a first one that is dropped there."""
     found = {}
     for dtype in (None, torch.bfloat16):
         model, handle, _, _ = start(accel.FSDP(reduce_dtype=dtype), "sgd", precision="16-mixed")
@@ -228,7 +228,8 @@ def scaled_accumulation() -> dict[str, float]:
                 handle.zero_grad()
                 for micro in range(3):
                     accel.backward(local_loss(model, step + micro) / 4)
-            accel.backward(local_loss(model, step + 3) / 4)
+            with accel.no_sync(model) if step else contextlib.nullcontext():
+                accel.backward(local_loss(model, step + 3) / 4)
             accel.clip_grad_norm_(model, 0.5)
             handle.step()
             handle.zero_grad()
@@ -253,6 +254,7 @@ def plain_backward(unsynchronised: bool) -> None:
     if unsynchronised:
         with accel.no_sync(model):
             local_loss(model, 0).backward()
+        accel.clip_grad_norm_(model, 1.0)
     else:
         local_loss(model, 0).backward()
     handle.step()

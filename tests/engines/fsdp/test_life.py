@@ -170,7 +170,7 @@ def evaluation_then_training() -> float:
     optimizer = torch.optim.AdamW([{"params": raw.param_groups[0]["params"], "lr": 0.02}], lr=0.01)
     optimizer.add_param_group({"params": [p for p in old if all(p is not q for q in raw.param_groups[0]["params"])]})
     handle = accel.setup(model, optimizer).optimizers
-    late = torch.optim.SGD(model.parameters(), lr=0.0)
+    late = torch.optim.Adagrad(model.parameters(), lr=0.0)  # which has state, of parts, from the start
     accel.setup(model, late)
     train(model, handle, range(4))
     train(reference, ref_optimizer, range(4), mean_loss)
