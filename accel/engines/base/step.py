@@ -188,11 +188,9 @@ class Stepper:
             self._note(engine, self._prepare_scaled(engine, found_inf))
         else:
             prepare(engine, optimizer)
-            if self._serial != engine.loss_scale.serial:
+            if self._serial != engine.loss_scale.serial or self.skipped is not False:  # the same gradients once more
                 self._serial = engine.loss_scale.serial
                 self._note(engine, not engine.loss_scale.judge(engine.gradients.finite(optimizer)))
-            elif self.skipped is not False:
-                self.skipped = False
         # By this mark a scheduler built on the other object knows that a step came before its own.
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
