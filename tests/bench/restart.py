@@ -15,7 +15,14 @@ import psutil
 
 from .section import Data, Panel, Section, Verdict, answer, failures, table
 
-CONTENDERS = ("accel ddp", "torch DDP", "accel fsdp", "torch FSDP2")
+CONTENDERS = (
+    "accel ddp",
+    "accel ddp, deferred_init",
+    "torch DDP",
+    "accel fsdp",
+    "accel fsdp, deferred_init",
+    "torch FSDP2",
+)
 PHASES = (
     "torchrun",
     "import torch",
@@ -30,7 +37,9 @@ LIMIT_SECONDS = 600.0
 ABOUT = """A GPT of 114 million parameters with AdamW on 2 ranks over gloo, under torchrun on one host: rank 1 is killed \
 (SIGKILL) after a step, and the clock runs until the first step of the job that torchrun starts again has ended, on the slower \
 rank. All contenders run the same program (`tests/bench/restarted.py`): raw torch loads with `torch.load(mmap=True)`, and with \
-torch.distributed.checkpoint under FSDP2; accel's checks all bytes while it fills. *torchrun* is what passes until the new \
+torch.distributed.checkpoint under FSDP2; accel's checks all bytes while it fills. With *deferred_init* the model is built \
+without memory where there is a checkpoint, `setup` reads its weights from there, and `load` the rest \
+([recipe](checkpoints.md#starting-again)). *torchrun* is what passes until the new \
 processes are there; *import torch* has Python's own start in it; \
 *model* is the user's: its first values, and the import of torch's compiler that the first optimizer \
 of a process brings. *cpu* is what that rank computed until its first step ended, below by phase, and *touched* the memory \

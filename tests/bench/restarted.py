@@ -18,6 +18,7 @@ def mark(phase: str) -> None:
     MARKS.append((phase, time.clock_gettime(CLOCK), time.process_time(), touched))
 
 
+import contextlib  # noqa: E402
 import json  # noqa: E402
 import signal  # noqa: E402
 import sys  # noqa: E402
@@ -50,15 +51,19 @@ def accelerated(backend: str, blocks: int, folder: Path) -> Job:
     import accel
 
     mark("import library")
-    model, optimizer, loader = build(blocks)
+    backend, _, deferred = backend.partition(", ")
+    last = accel.latest(folder / "saved")
+    with accel.deferred_init(weights=last) if deferred else contextlib.nullcontext():
+        model, optimizer, loader = build(blocks)
     mark("model")
     accel.init()
     mark("process group")
     model, optimizer, loader = accel.setup(model, optimizer, loader, backend=backend, devices="cpu")
     mark("setup")
     state = {"model": model, "optimizer": optimizer}
-    if last := accel.latest(folder / "saved"):
-        accel.load(last, state, check="stream")  # a new process has nothing to lose
+    if last:
+        # A new process has nothing to lose; what is deferred has its weights.
+        accel.load(last, {"optimizer": optimizer} if deferred else state, check="stream")
     mark("load")
     return model, optimizer, loader, lambda: accel.save(state, folder / "saved")
 
