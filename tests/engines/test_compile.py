@@ -119,6 +119,34 @@ def test_compiled_before_or_after_setup(backend: str, world: int) -> None:
     run(world, alike, backend)
 
 
+def in_pieces() -> None:
+    """At stage 3, where weights are divided: in pieces, none of them again."""
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    weights = []
+    for way in (_nothing, _in_place):
+        raw = way(Net())
+        optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01)
+        model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.DeepSpeed(config=config))
+        graphs = []
+        for step in range(4):
+            optimizer.zero_grad()
+            model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
+            optimizer.step()
+            graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
+        assert graphs[1] == graphs[3]
+        assert bool(graphs[3]) == (way is _in_place)
+        weights.append(list(accel.full_state_dict(model).values()))
+        accel.teardown(model)
+    for p, q in zip(*weights, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_divided_model_is_compiled_in_pieces() -> None:
+    pytest.importorskip("deepspeed")
+    run(2, in_pieces)
+
+
 def compiled_steps(backend: str) -> float:
     """How far the weights are from those of steps that are not compiled."""
     weights = []

@@ -519,6 +519,23 @@ def test_two_backwards_of_a_static_graph_are_refused() -> None:
         assert "add the losses up" in message
 
 
+def grad_through_a_static_graph() -> None:
+    """The first iteration's reduction comes at the end of ``torch.autograd.grad``, before there are gradients."""
+    raw = net()
+    options = accel.DDP(static_graph=True)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=options)
+    x = data(0, accel.rank()).requires_grad_()
+    loss = model(x).square().mean()
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.square().sum()).backward()
+    optimizer.step()
+
+
+def test_a_gradient_of_the_inputs_through_a_static_graph_is_refused_at_the_first_step() -> None:
+    for message in refusals(2, grad_through_a_static_graph, error="BackendError"):
+        assert "torch.autograd.grad goes through" in message
+
+
 # -- met twice ---------------------------------------------------------------------------------------------------------
 
 

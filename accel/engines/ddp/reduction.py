@@ -116,6 +116,8 @@ class Reduction:
             if self.armed and not (self.noted or self.unfinished):
                 grad = self._trained[0].grad
                 self._usual, self._first = True, (grad, 0 if grad is None else grad._version)
+            elif self.armed:  # what torch.autograd.grad has ended, through a static graph, had no gradients
+                self.marks.clear()
         running.add(run)
         if not (self._usual or self._before[1]):
             self._remember()

@@ -151,6 +151,7 @@ _PRIVATE: Final = (
     (_OWN, f"{OF_COORDINATOR}params_to_release {OF_COORDINATOR}submodule_order", "letting go of models"),
     (_OWN, "is_invalid_trace _invalidate_trace", "a new start after an exception"),
     (_OWN, f"{OF_COORDINATOR}inflight_param_registry", "weights that one module reads from another"),
+    (_OWN, f"{OF_COORDINATOR}active_backward_submodules", "a second backward of one graph"),
     (_OWN, f"{OF_COORDINATOR}release_param", "what is gathered, and divided again"),
     (_OWN, f"{OF_COORDINATOR}allgather_stream", "weights that are gathered after they were written"),
     ("deepspeed.runtime.zero.utils:", "assert_lst_len_same_as_other_ranks get_lst_from_rank0", "where it compares"),

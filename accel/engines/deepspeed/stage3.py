@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 
 from ...process import Process
 from ...process.control import Waiting, announce, is_lost
@@ -112,10 +113,13 @@ def watch(coordinator: Any, announced: Callable[[Any, str], Waiting], backward: 
             enter()
         with announced(module, "forward" if forward else "backward"):
             fetch(module, forward)
-        for part in weights_of(module):
-            promise(part)
+        kept, others = weights_of(module)
+        promise(kept)
+        promise(others)
 
     def release_sub_module(module: Any, forward: bool = False) -> None:
+        if not (forward or getattr(coordinator, f"{OF_COORDINATOR}active_backward_submodules")):
+            return  # a second backward of one graph, which has gathered nothing
         kept, others = weights_of(module)
         for weight in kept:  # the library releases them too before it knows the order of the modules
             weight.ds_active_sub_modules.add(_KEPT)
@@ -129,7 +133,8 @@ def watch(coordinator: Any, announced: Callable[[Any, str], Waiting], backward: 
             reset()
 
     for method in (fetch_sub_module, release_sub_module, reset_step):
-        setattr(coordinator, method.__name__, recorded(plainly(method)))
+        # Outside of compiled graphs, as the library's own are.
+        setattr(coordinator, method.__name__, _disable_dynamo(recorded(plainly(method))))
     for name in ("trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
         setattr(coordinator, name, plainly(getattr(coordinator, name)))
 

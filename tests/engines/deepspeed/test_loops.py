@@ -212,6 +212,25 @@ def hooks_of_the_program(stage: int) -> None:
     pair.check()
 
 
+def two_backwards_over_a_checkpoint() -> None:
+    """DeepSpeed gathers nothing for the second one: small weights are here, the computation of the others gathers them."""
+    config = {"zero_optimization": {"stage3_param_persistence_threshold": 30}}
+    pair = Pair(accel.DeepSpeed(stage=3, config=config), momentum)
+    for step in range(3):
+        for model, optimizer, batches in (
+            (pair.model, pair.optimizer, [data(step, accel.rank())]),
+            (pair.plain, pair.plain_optimizer, list(data(step))),
+        ):
+            optimizer.zero_grad()
+            for x in batches:
+                out = model.left(checkpoint(model.body, x, use_reentrant=False))
+                loss = loss_of(out) / len(batches)
+                loss.backward(retain_graph=True)
+                loss.backward()
+            optimizer.step()
+    pair.check()
+
+
 LOOPS = [
     *(
         several_backwards,
@@ -232,3 +251,7 @@ LOOPS = [
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_loop_is_exact(stage: int, loop: Callable[[int], None]) -> None:
     run(2, loop, stage)
+
+
+def test_two_backwards_over_a_checkpoint_at_stage_3() -> None:
+    run(2, two_backwards_over_a_checkpoint)
