@@ -286,7 +286,9 @@ def foreign_wrapper() -> None:
     cut[0].weight = nn.Parameter(distribute_tensor(cut[0].weight, init_device_mesh("cpu", (2,)), [Shard(0)]))
     refuse(accel.BackendError, "0.weight is a DTensor.*before fully_shard or", lambda: accel.setup(cut))
     model = accel.setup(normalised()).model
-    refuse(accel.AccelError, "DistributedDataParallel around a model.*leave it out", lambda: DistributedDataParallel(model))
+    refuse(
+        accel.AccelError, "DistributedDataParallel around a model.*leave it out", lambda: DistributedDataParallel(model)
+    )
 
 
 def stranger_parameters() -> None:
