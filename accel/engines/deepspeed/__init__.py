@@ -358,11 +358,14 @@ class ZeROGradients(AveragedGradients):
     def after_step(self, optimizer: Optimizer) -> None:
         level_steps(optimizer)
         self.break_step()
-        if self.engine.zero is not None:
+        if (zero := self.engine.zero) is not None:
             if (folder := self.engine.configuration.state_folder) is not None:
-                store_state([optimizer.state[w] for w in self.engine.zero.stepped if w in optimizer.state], folder)
+                store_state([optimizer.state[w] for w in zero.stepped if w in optimizer.state], folder)
             self._spent = set(self._kept)
-            self.publish(self.engine.zero)
+            # Autograd tells by it that a graph was made with other values.
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            torch.autograd.graph.increment_version([p for p in parameters if zero.numbers[id(p)] in self._kept])
+            self.publish(zero)
 
 
 @final

@@ -231,6 +231,30 @@ def two_backwards_over_a_checkpoint() -> None:
     pair.check()
 
 
+def graphs_from_before_a_step(stage: int) -> None:
+    """As on one process: refused where the step has changed their weights, and right where it has changed others."""
+    for part in ("left", "right"):
+        pair = Pair(zero(stage), momentum)
+        for model, optimizer, batches in (
+            (pair.model, pair.optimizer, [data(0, accel.rank())]),
+            (pair.plain, pair.plain_optimizer, list(data(0))),
+        ):
+            raw = accel.unwrap(model) if model is pair.model else model
+            old = [raw.left(raw.body(x)).square().mean() / len(batches) for x in batches]
+            for x in batches:
+                (getattr(raw, part)(raw.body(x).detach()).abs().mean() / len(batches)).backward()
+            optimizer.step()
+            if part == "left":
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    old[0].backward()
+                optimizer.zero_grad()
+                continue
+            for loss in old:
+                loss.backward()
+            optimizer.step()
+        pair.check()
+
+
 LOOPS = [
     *(
         several_backwards,
@@ -244,6 +268,7 @@ LOOPS = [
     ),
     assigned_between,
     hooks_of_the_program,
+    graphs_from_before_a_step,
 ]
 
 
