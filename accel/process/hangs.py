@@ -34,6 +34,8 @@ logger = logging.getLogger("accel")
 _TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
 _TORCH: Final = os.path.join(os.path.dirname(torch.__file__), "")
 _COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
+#: By which a DTensor's collectives, and those that can be compiled, wait.
+_FUNCTIONAL: Final = os.path.join(_COLLECTIVES, "_functional_collectives.py")
 #: Functions of torch's in which a reducer is, or a hook of one, which have no frame.
 _REDUCERS: Final = {"_engine_run_backward": "backward", "_pre_forward": "forward"}
 #: accel's own files, the packages beside torch, and Python's own.
@@ -110,6 +112,8 @@ def _call(stack: Sequence[FrameType]) -> str:
         and stack[0].f_code.co_filename.startswith(_TORCH)
     ):
         return reducing
+    if any(frame.f_code.co_filename == _FUNCTIONAL and frame.f_code.co_name == "wait_tensor" for frame in stack[:2]):
+        return "wait_tensor"
     inside = takewhile(lambda code: code.co_filename.startswith(_COLLECTIVES), (frame.f_code for frame in stack))
     names = [code.co_name for code in inside if code.co_filename.endswith("distributed_c10d.py")]
     return names[-1] if names else ""

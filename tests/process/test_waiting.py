@@ -219,6 +219,27 @@ def test_what_only_one_rank_gathers_ends_on_every_rank_and_names_it(backend: str
             assert all(word in text for word in words), text
 
 
+def norm_on_main(folder: Path) -> tuple[str, float]:
+    """How it ends on this rank, and after how many seconds."""
+    began = time.monotonic()
+    with group(folder, "norm on main"):
+        loop = Loop("fsdp")
+        with pytest.raises((RuntimeError, accel.AccelError)) as info:
+            loop.train()
+            on_main(lambda: loop.model.head.weight.grad.norm().full_tensor())
+            loop.train()
+    return str(info.value), time.monotonic() - began
+
+
+def test_a_rank_that_waits_for_a_dtensor_alone_is_found(tmp_path: Path) -> None:
+    """On that rank DTensor's own error comes, on the others accel's, and in the log it is said on all."""
+    results = outcomes(2, norm_on_main, tmp_path, breaks=True)
+    text, _ = results[1].value
+    assert "rank 0 is in wait_tensor (test_waiting.py" in text
+    assert "the gathering of" in text
+    assert all(seconds < 30 for _, seconds in (result.value for result in results))
+
+
 def test_the_ranks_that_wait_together_are_named_together(tmp_path: Path) -> None:
     for text in refused("fsdp", ["evaluation, then barrier"], tmp_path, world=3)["evaluation, then barrier"]:
         assert "rank 1, 2 is in 'barrier'" in text
