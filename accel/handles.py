@@ -96,10 +96,10 @@ class ModelHandle(nn.Module):
         module = _engine(self).module
         if name == "_orig_mod" and module._compiled_call_impl is not None:  # as what torch.compile returns has it
             return module
-        if name == "_ddp_params_and_buffers_to_ignore":  # which DistributedDataParallel asks its module for
+        if name == "_ddp_params_and_buffers_to_ignore":  # which torch's wrapper asks its module for
             raise AccelError(
-                "DistributedDataParallel around a model that accel.setup returned: two reducers would take the same gradients; "
-                "leave it out, since the model trains on all processes already"
+                "torch's wrapper for several processes around a model that accel.setup returned: two reducers would take the "
+                "same gradients; leave it out, since the model trains on all processes already"
             )
         # Reached only when the raw module lacks the attribute: this raises the error that it would raise.
         return getattr(module, name)

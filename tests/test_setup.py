@@ -287,7 +287,7 @@ def foreign_wrapper() -> None:
     refuse(accel.BackendError, "0.weight is a DTensor.*before fully_shard or", lambda: accel.setup(cut))
     model = accel.setup(normalised()).model
     refuse(
-        accel.AccelError, "DistributedDataParallel around a model.*leave it out", lambda: DistributedDataParallel(model)
+        accel.AccelError, "torch's wrapper for several processes.*leave it out", lambda: DistributedDataParallel(model)
     )
 
 

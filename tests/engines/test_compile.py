@@ -125,6 +125,7 @@ def in_pieces() -> None:
     config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     weights = []
     for way in (_nothing, _in_place):
+        dynamo.utils.counters.clear()
         raw = way(Net())
         optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01)
         model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.DeepSpeed(config=config))

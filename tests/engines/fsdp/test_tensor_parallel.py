@@ -336,20 +336,19 @@ class PerHead(nn.Module):
         super().__init__()
         self.up, self.between, self.down = nn.Linear(8, 8), between, nn.Linear(8, 4)
         self.up.register_buffer("scale", torch.tensor(2.0))  # as Gemma's embedding has one
-        self.gain = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.gain * self.down(self.between(self.up(x).unflatten(-1, (-1, 2))).flatten(1))
+        return self.down(self.between(self.up(x).unflatten(-1, (-1, 2))).flatten(1))
 
 
 CUT = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
-def between(plan: Any, kind: Any) -> float:
+def between(plan: Any, kind: Any, model_class: type[PerHead] = PerHead) -> float:
     models = []
     for backend in (None, accel.FSDP(tensor_parallel=2, plan=plan)):
         torch.manual_seed(0)
-        raw = PerHead(kind())
+        raw: nn.Module = model_class(kind())
         model, optimizer = raw, torch.optim.SGD(raw.parameters(), lr=0.1)
         if backend is not None:
             model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
@@ -373,10 +372,20 @@ def test_a_weight_with_a_part_of_its_gradient_is_told_at_once() -> None:
     assert max(run(2, between, CUT | {"between": "replicated_with_grad_allreduce"}, layer_norm)) < 1e-5
 
 
+class Gain(PerHead):
+    """A model with a parameter of its own."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__(between)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * super().forward(x)
+
+
 def test_a_plan_may_name_the_model_itself() -> None:
-    """Which has a parameter of its own."""
     whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True)
-    assert max(run(2, between, CUT | {"": whole}, nn.Identity)) < 1e-5
+    assert max(run(2, between, CUT | {"": whole}, nn.Identity, Gain)) < 1e-5
 
 
 def test_memory_is_that_of_parts() -> None:
