@@ -132,6 +132,8 @@ def _judge(data: Data) -> Iterator[Verdict]:
             continue
         most = max(PHASES, key=lambda phase: job[phase])
         cause = f"most of it is {most}, {job[most]:.1f} s"
+        if (raw := data["jobs"].get("torch FSDP2" if "fsdp" in name else "torch DDP")) is not None:
+            cause += f"; raw torch took {raw['total']:.1f} s in this run"
         yield Verdict(
             f"from the kill to the first step, {name}",
             "6.5 s",
