@@ -454,18 +454,8 @@ class FSDPEngine(Engine):
             out = compute() if self._alike is None else self._alike.call(compute, args, kwargs, name)
         except BaseException as error:
             sharded.reset()
-            if not forward and "mixed torch.Tensor and DTensor" in str(error):
-                raise BackendError(
-                    f"the method {name} uses weights of {self.label}, whole inside of it, beside parts: of another model, whose "
-                    "raw module's method takes parts of both; or its own after a backward inside of it, which frees them: call "
-                    "loss.backward() and optimizer.step() in the loop, outside of it, or use backend='ddp'"
-                ) from error
-            if "RegisterPostBackwardFunction" in str(error):
-                raise BackendError(
-                    f"a block of {self.label}, or the model itself, writes in place to its own input (nn.ReLU(inplace=True) as "
-                    "its first layer, x += ...), or to an output that is its input: FSDP2 has made a view of it, to which torch "
-                    "lets nobody write; leave inplace out, or begin with x = x.clone()"
-                ) from error
+            if meant := self._meant(str(error), name):
+                raise BackendError(meant) from error
             raise
         # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
         if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
@@ -473,6 +463,29 @@ class FSDPEngine(Engine):
         if grad:
             self.gradients.buffers.touch()
         return out
+
+    def _meant(self, text: str, method: str) -> str:
+        """What an error of torch's in a forward, or a ``method``, says of divided weights; empty where that is nothing."""
+        if method and "mixed torch.Tensor and DTensor" in text:
+            return (
+                f"the method {method} uses weights of {self.label}, whole inside of it, beside parts: of another model, whose "
+                "raw module's method takes parts of both; or its own after a backward inside of it, which frees them: call "
+                "loss.backward() and optimizer.step() in the loop, outside of it, or use backend='ddp'"
+            )
+        if "RegisterPostBackwardFunction" in text:
+            return (
+                f"a block of {self.label}, or the model itself, writes in place to its own input (nn.ReLU(inplace=True) as "
+                "its first layer, x += ...), or to an output that is its input: FSDP2 has made a view of it, to which torch "
+                "lets nobody write; leave inplace out, or begin with x = x.clone()"
+            )
+        if self._alike is not None and " is invalid for input of size " in text:
+            ranks = self.parts.sharded.mesh.tensor.size()
+            return (
+                f"{text}, in {self.label}, whose plan cuts layers over {ranks} ranks: code between them sees the columns "
+                "of one rank, which must be whole heads (their number divisible by the ranks), and view(..., -1, ...) in place "
+                "of their number"
+            )
+        return ""
 
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""

@@ -388,6 +388,17 @@ def test_a_plan_may_name_the_model_itself() -> None:
     assert max(run(2, between, CUT | {"": whole}, nn.Identity, Gain)) < 1e-5
 
 
+class FourHeads(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(len(x), 4, 2)
+
+
+def test_a_number_of_heads_between_cut_layers_is_told() -> None:
+    for message in refusals(2, between, CUT, FourHeads, error="BackendError"):
+        assert "is invalid for input of size 16, in PerHead #" in message
+        assert "cuts layers over 2 ranks" in message
+
+
 def test_memory_is_that_of_parts() -> None:
     """Half of the planned layers on each rank, and half of these with two shards."""
     whole = run(1, measure, accel.DDP(), "adamw")[0][0]
