@@ -40,7 +40,7 @@ _COMMON: Final[Names] = (
     ("torch:", "_foreach_norm _foreach_mul_ _foreach_add_ _foreach_copy_", "many gradients at once"),
     ("torch.nn.modules.module:", "_WrappedHook", "whose hook of a module it is"),
     ("torch.utils.checkpoint:", "_checkpoint_without_reentrant_generator", "attention computed again in backward"),
-    ("torch._compile:", "_disable_dynamo", "a step that is compiled"),
+    ("torch._compile:", "_disable_dynamo", "what stays outside of compiled code"),
     ("torch:", "_has_compatible_shallow_copy_type", "whether a conversion keeps the parameter object"),
     ("torch.nn:Module.", _TABLES, "tensors where a module holds them"),
 )

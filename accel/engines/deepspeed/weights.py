@@ -260,10 +260,9 @@ def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
             parameters = list(holder.parameters())
         elif engine is not None:
             parameters = [engine.parameters[i] for i in engine.indices(holder)]
-        able = (p for p in parameters if p.is_floating_point())
-        probe: Any = max(
-            able, key=lambda p: p.requires_grad, default=None
-        )  # the class's own may leave frozen ones alone
+        # The class's own may leave frozen ones alone, so that these come last.
+        able = [p for p in parameters if p.is_floating_point()]
+        probe: Any = next((p for p in able if p.requires_grad), able[0] if able else None)
         whole = contextlib.nullcontext() if engine is None else engine.gradients.parameters_in_groups()
         with torch._C.DisableTorchFunctionSubclass(), whole:
             if lacking := probe is not None and probe.grad is None:
