@@ -22,6 +22,7 @@ from ..deferred import materialize, weights_of, without_setup
 from ..engines import Context, Engine, Options
 from ..engines.base.activations import checkpointed
 from ..engines.base.sequence import prepared
+from ..engines.base.step import take_added_groups
 from ..errors import (
     AccelError,
     BackendError,
@@ -132,7 +133,7 @@ def teardown(model: Any = None) -> Any:
         if engine.distributed and engine.gradients.partial and not engine.ended:
             engine.compare(f"accel.teardown after {engine.drift.progress}")
         for optimizer in engine.optimizers:
-            engine.look(optimizer)
+            take_added_groups(engine, optimizer)
         registry.remove(engine)
         engine.teardown()
         return engine.module

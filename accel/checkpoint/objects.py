@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .. import shard
 from ..data import LoaderHandle
 from ..engines import Engine
+from ..engines.base.step import take_added_groups
 from ..errors import CheckpointError
 from ..process.rng import RngState
 from ..shard import Manifest, Shard
@@ -276,7 +277,7 @@ class OptimizerObject(StateObject):
         self.engine = engine
         self._named = names is not None
         if engine is not None:
-            engine.look(optimizer)
+            take_added_groups(engine, optimizer)
         held = shard.parameters_of(optimizer)
         self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
         strangers = [tuple(p.shape) for p in held if id(p) not in self._names]

@@ -29,7 +29,7 @@ from .gradients import Gradients
 from .holdings import Holdings
 from .memory import Footprint, MemoryUse, whole
 from .sequence import SequenceParallel, sequence_size
-from .step import Stepper, refuse_changes
+from .step import Stepper, refuse_changes, take_added_groups
 
 logger = logging.getLogger("accel")
 
@@ -251,12 +251,6 @@ class Engine(ABC):
         end(self.optimizer_handles.pop(id(optimizer)))
         self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
 
-    @final
-    def look(self, optimizer: Optimizer) -> None:
-        """Take groups that were added to the raw optimizer since its last step, or refuse them (OptimizerError). Local."""
-        if (stepper := self.steppers.get(id(optimizer))) is not None:
-            stepper.look(self)
-
     def rebuild(self) -> None:
         """Make the changed trainable mask take effect; the ranks have agreed on it. Collective."""
         return
@@ -290,7 +284,7 @@ class Engine(ABC):
             optimizers = list(self.optimizers)
             for optimizer in optimizers:
                 with contextlib.suppress(OptimizerError):  # of a stranger, which stays what it is
-                    self.look(optimizer)
+                    take_added_groups(self, optimizer)
             last.callback(restore_dtypes, self.dtypes, optimizers)
             last.callback(self.undo.close)
             for optimizer in optimizers:

@@ -26,6 +26,7 @@ from .drift import digest, digest_bytes
 from .gather import Item, gather
 from .memory import MemoryUse
 from .raw_objects import FLOAT8, REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
+from .step import take_added_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -156,7 +157,7 @@ class Holdings(Raw):
         return {id(p): name for name, p in self.engine.named.items()}
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        self.engine.look(optimizer)
+        take_added_groups(self.engine, optimizer)
         return super().entries(optimizer)
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:

@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 _PROTOCOL: Final = "_step_supports_amp_scaling"
 
 
+def take_added_groups(engine: Engine, optimizer: Optimizer) -> None:
+    """Take groups that were added to the raw optimizer since its last step, or refuse them (OptimizerError). Local."""
+    if (stepper := engine.steppers.get(id(optimizer))) is not None:
+        stepper.look(engine)
+
+
 def refuse_changes(engine: Engine) -> None:
     """Refuse to go on with ended groups (AccelError), or with other parameters than ``setup`` found (BackendError). Local."""
     if engine.ended:

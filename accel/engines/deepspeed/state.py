@@ -21,7 +21,7 @@ from ...shard import Shard, StateEntry
 from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
-from ..base.step import refuse_steps
+from ..base.step import refuse_steps, take_added_groups
 from .config import Configuration
 from .library import without_groups
 from .offload import room
@@ -285,7 +285,7 @@ class DeepSpeedHoldings(Holdings):
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         if (zero := self.engine.zero) is None:
             return super().entries(optimizer)
-        self.engine.look(optimizer)
+        take_added_groups(self.engine, optimizer)
         found = []
         for index in self.engine.indices(optimizer):
             if (fragment := zero.fragments.get(index)) is not None:
