@@ -30,6 +30,7 @@ from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from .plan import (
+    CutColumns,
     Mesh,
     Plan,
     Planned,
@@ -342,6 +343,7 @@ class FSDPEngine(Engine):
         super().__init__(module, entry, context)
         #: Of tensor parallelism.
         self._alike: SameInputs | None = None
+        self._columns: CutColumns | None = None  # of a plan of the user's
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -434,6 +436,8 @@ class FSDPEngine(Engine):
         if mesh.parallel:
             place = mesh.place["replicate"], mesh.place["shard"]
             self._alike = SameInputs(self.label, place, mesh.tensor.get_group(), self.process)
+            if self.options.plan is not None:
+                self._columns = CutColumns(self.module, self.options.plan)
             states = torch_states() if mesh.place["tensor"] == 0 else None
             told = agree(f"the random numbers of {self.label}", (place, states))
             put_torch_states(next(theirs for where, theirs in told if where == place and theirs is not None))
@@ -447,11 +451,15 @@ class FSDPEngine(Engine):
         try:
             forward = function is self.entry
 
+            name = "" if forward else getattr(function, "__name__", type(function).__name__)
+
             def compute() -> Any:
                 return function(*args, **kwargs) if forward else sharded.compute(function, args, kwargs)
 
-            name = "" if forward else getattr(function, "__name__", type(function).__name__)
-            out = compute() if self._alike is None else self._alike.call(compute, args, kwargs, name)
+            def follow() -> Any:
+                return compute() if self._columns is None else self._columns.follow(compute, self.entry, name)
+
+            out = compute() if self._alike is None else self._alike.call(follow, args, kwargs, name)
         except BaseException as error:
             sharded.reset()
             if meant := self._meant(str(error), name):
@@ -466,6 +474,8 @@ class FSDPEngine(Engine):
 
     def _meant(self, text: str, method: str) -> str:
         """What an error of torch's in a forward, or a ``method``, says of divided weights; empty where that is nothing."""
+        if self._columns is not None and self._columns.problem not in ("", text):
+            return self._columns.problem
         if method and "mixed torch.Tensor and DTensor" in text:
             return (
                 f"the method {method} uses weights of {self.label}, whole inside of it, beside parts: of another model, whose "

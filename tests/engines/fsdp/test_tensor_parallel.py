@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,94 @@ def test_a_number_of_heads_between_cut_layers_is_told() -> None:
     for message in refusals(2, between, CUT, FourHeads, error="BackendError"):
         assert "is invalid for input of size 16, in PerHead #" in message
         assert "cuts layers over 2 ranks" in message
+
+
+class Between(nn.Module):
+    """A function of a cut layer's columns."""
+
+    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(x)
+
+
+class Plain(PerHead):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+class UpAlone(PerHead):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).tanh()
+
+
+def taken_for_all() -> None:
+    """What one process computes from 8 columns, and each rank from its 4, and no shape tells; each caught a second time."""
+    wrong: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "view(4, 4, -1) makes 4 heads": lambda x: x.view(len(x), 4, -1).flatten(1),
+        "reshape((4, 2, -1)) makes 2 heads": lambda x: torch.reshape(x.relu() * 2, (len(x), 2, -1)).flatten(1),
+        "unflatten(1, (2, -1)) makes 2 heads": lambda x: x.unflatten(1, (2, -1)).flatten(1),
+        "reshape(2, -1) joins them to rows": lambda x: x.reshape(2, -1).view_as(x),
+        "chunk takes some": lambda x: torch.cat([h.tanh() for h in x.chunk(2, -1)], -1),
+        "glu takes some": lambda x: nn.functional.glu(x).repeat(1, 2),
+        "__getitem__ takes some": lambda x: torch.cat([x[..., 1:], x[..., :1]], -1),
+        "softmax of them": lambda x: x.softmax(-1),
+        "mean takes some of them, or sums them": lambda x: x - x.mean(-1, keepdim=True),
+    }
+    for what, compute in wrong.items():
+        expected = f"cuts up by columns, of which each rank has 4, and the code takes them for all: {what}"
+        assert all(expected in told for told in refused_forward(Plain(Between(compute))))
+    assert all("they are what the model returns" in t for t in refused_forward(UpAlone(nn.Identity())))
+
+
+def refused_forward(raw: nn.Module) -> list[str]:
+    model, _, _ = accel.setup(raw, backend=accel.TensorParallel(plan=CUT))
+    told = []
+    for _ in range(2):
+        with pytest.raises(accel.BackendError) as caught:
+            model(rows(0, 4, 8))
+        told.append(str(caught.value))
+    accel.teardown(model)
+    return told
+
+
+def test_code_that_takes_the_columns_of_one_rank_for_all_is_refused() -> None:
+    run(2, taken_for_all)
+
+
+def taken_for_a_part() -> None:
+    """What is right over the columns of one rank, or is not of the columns."""
+    right: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: nn.functional.gelu(x) * torch.ones(len(x), 1) + 1,
+        lambda x: x.view(len(x), -1, 2).softmax(-1).flatten(1),
+        lambda x: (
+            x.view(len(x), -1, 2).transpose(0, 1).chunk(2, -1)[0].repeat(1, 1, 2).transpose(0, 1).reshape(len(x), -1)
+        ),
+        lambda x: x.reshape(2, -1, x.shape[-1]).view(len(x), -1).softmax(0),
+        lambda x: x + 0 * x.abs().mean().detach(),
+        lambda x: x.t().contiguous().t().clone()[:3][torch.tensor([0, 1, 2, 0])],
+        lambda x: torch.stack([x, x]).sum(0) / x.size(0),
+    ]
+    for compute in right:
+        models: list[nn.Module] = []
+        for backend in (None, accel.TensorParallel(plan=CUT)):
+            torch.manual_seed(0)
+            raw: nn.Module = Plain(Between(compute))
+            model, optimizer = raw, torch.optim.SGD(raw.parameters(), lr=0.1)
+            if backend is not None:
+                model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
+            for step in range(2):
+                optimizer.zero_grad()
+                model(rows(step, 4, 8)).square().mean().backward()
+                optimizer.step()
+            models.append(accel.teardown(model) if backend is not None else raw)
+        assert distance(*models) < 1e-6
+
+
+def test_code_that_is_right_for_the_columns_of_one_rank_is_not() -> None:
+    run(2, taken_for_a_part)
 
 
 def test_memory_is_that_of_parts() -> None:
