@@ -16,7 +16,7 @@ from torch import nn
 
 import accel
 from accel.checkpoint import background as saving
-from accel.checkpoint import layout, reader
+from accel.checkpoint import layout, reader, shards
 from accel.process import transfer
 
 REMOTE = torch.float64
@@ -66,8 +66,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
         torch.Tensor, "copy_", lambda to, values, non_blocking=False: late.copy(to, values, non_blocking)
     )
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    for module in (transfer, reader, saving, layout):
+    for module in (transfer, reader, saving, layout, shards):
         for name, stand_in in (
+            ("PIECE", 4 << 20),  # and what follows: smaller, as the tensors are
+            ("_STAGE", 4 << 20),
+            ("_BLOCK", 16 << 20),
             ("is_remote", lambda tensor: tensor.dtype is REMOTE),
             ("begun", late.events),
             ("host_memory", late.host_memory),
@@ -85,9 +88,9 @@ def state(value: float) -> dict[str, Any]:
     for parameter in net.parameters():
         parameter.data.normal_(generator=generator)
     return {
-        "large": torch.rand(9_000_003, dtype=REMOTE, generator=generator) + value,
-        "turned": (torch.rand(2500, 3000, dtype=REMOTE, generator=generator) + value).t(),
-        "host": torch.rand(3_000_000, generator=generator) + value,
+        "large": torch.rand(2_250_003, dtype=REMOTE, generator=generator) + value,
+        "turned": (torch.rand(1250, 1500, dtype=REMOTE, generator=generator) + value).t(),
+        "host": torch.rand(750_000, generator=generator) + value,
         "small": [torch.full((i,), value + i, dtype=REMOTE) for i in range(50)],
         "net": net,
         "frozen": nn.Linear(700, 700).double().requires_grad_(False),
