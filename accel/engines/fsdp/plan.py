@@ -390,6 +390,14 @@ def _dim(style: Any, child: nn.Module) -> int | None:
 _ACROSS: Final = {"softmax", "log_softmax", "softmin", "normalize", "layer_norm", "rms_norm", "cumsum", "sort"}
 
 
+class _Number(int):
+    """A number of columns, as a shape tells it, or what it is divided into."""
+
+    def __floordiv__(self, other: Any) -> Any:
+        made = super().__floordiv__(other)
+        return _Number(made) if isinstance(made, int) else made
+
+
 @final
 class CutColumns(TorchFunctionMode):
     """Follows what each layer of a plan gives of its columns through one forward, and notes code that takes them for all.
@@ -442,6 +450,10 @@ class CutColumns(TorchFunctionMode):
         cut = next((t for _, t in all_tensors((args, kwargs)) if t in self._names), None) if self._names else None
         if cut is not None:
             self._judge(getattr(function, "__name__", ""), cut, out, args, kwargs or {})
+            if isinstance(out, torch.Size) and len(out) == cut.dim():
+                return torch.Size([*out[:-1], _Number(out[-1])])
+            if function is torch.Tensor.size and out == cut.shape[-1]:
+                return _Number(out)
         return out
 
     def _judge(self, name: str, cut: torch.Tensor, out: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -470,8 +482,8 @@ def _parted(columns: int, shape: tuple[int, ...], sizes: Sequence[Any]) -> str:
     first = next((k for k in reversed(range(len(shape))) if math.prod(shape[k:]) == columns), None)
     if first is None:
         return "joins them to rows"
-    inferred = [i - len(sizes) + len(shape) for i, size in enumerate(sizes) if type(size) is int and size == -1]
-    return f"makes {shape[first]} heads, as if there were no others" if inferred and inferred[0] > first else ""
+    follow = [i for i, size in enumerate(sizes, len(shape) - len(sizes)) if type(size) is _Number or size == -1]
+    return f"makes {shape[first]} heads, as if there were no others" if any(i > first for i in follow) else ""
 
 
 def shrunk(footprint: Footprint, plan: Plan, size: int) -> Footprint:

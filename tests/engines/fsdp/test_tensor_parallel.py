@@ -427,6 +427,8 @@ def taken_for_all() -> None:
         "view(4, 4, -1) makes 4 heads": lambda x: x.view(len(x), 4, -1).flatten(1),
         "reshape((4, 2, -1)) makes 2 heads": lambda x: torch.reshape(x.relu() * 2, (len(x), 2, -1)).flatten(1),
         "unflatten(1, (2, -1)) makes 2 heads": lambda x: x.unflatten(1, (2, -1)).flatten(1),
+        "view(4, -1, 2, 2) makes 2 heads": lambda x: x.view(len(x), -1, 2, x.shape[-1] // 2).flatten(1),
+        "view(4, 2, 2) makes 2 heads": lambda x: x.view(len(x), 2, x.size(1) // 2).flatten(1),
         "reshape(2, -1) joins them to rows": lambda x: x.reshape(2, -1).view_as(x),
         "chunk takes some": lambda x: torch.cat([h.tanh() for h in x.chunk(2, -1)], -1),
         "glu takes some": lambda x: nn.functional.glu(x).repeat(1, 2),
@@ -460,6 +462,7 @@ def taken_for_a_part() -> None:
     right: list[Callable[[torch.Tensor], torch.Tensor]] = [
         lambda x: nn.functional.gelu(x) * torch.ones(len(x), 1) + 1,
         lambda x: x.view(len(x), -1, 2).softmax(-1).flatten(1),
+        lambda x: x.view(*x.shape[:-1], x.shape[-1] // 2, 2).softmax(-1).view(x.shape),
         lambda x: (
             x.view(len(x), -1, 2).transpose(0, 1).chunk(2, -1)[0].repeat(1, 1, 2).transpose(0, 1).reshape(len(x), -1)
         ),
