@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import Accumulator
 from ...process import Process
+from ...process.control import agree
 from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
@@ -362,6 +363,13 @@ class ZeROGradients(AveragedGradients):
             for fragment in self.engine.zero.fragments.values():
                 fragment.weights.grad = None
         self.held.clear()
+
+    def level_steps(self, zero: Partitions) -> None:
+        """After state was loaded, in which parameters that lie on other ranks may have the counts. Collective."""
+        for optimizer in self.engine.optimizers:
+            self._place(optimizer, zero)
+            level_steps(optimizer, None, lambda mine: agree(f"the steps of an optimizer ({self.engine.label})", mine))
+            self.break_step()
 
     def before_closure(self, optimizer: Optimizer) -> None:
         if self.engine.zero is not None:
