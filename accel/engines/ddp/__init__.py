@@ -159,7 +159,7 @@ class DDPGradients(Gradients):
 
         One whose gradients were dropped, as after an exception, is dropped too.
         """
-        if not (missing and self._kept()):
+        if not missing or all(p.grad is None for p in self.engine.parameters):
             self.recover()
             return
         if self.engine.options.static_graph or self.joining:
@@ -267,13 +267,10 @@ class DDPGradients(Gradients):
         engine.compare(f"a step after an unfinished reduction: {message}")
         raise BackendError(message)
 
-    def _kept(self) -> bool:
-        """Whether gradients are there, or a loop may have used them, as after a backward that came to its end."""
-        return self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.engine.parameters)
-
     def recover(self) -> None:
         """Start afresh after a backward that ended half-way, once its gradients are dropped. Collective."""
-        if self._kept():
+        # After a backward that came to its end, a loop may have used its gradients.
+        if self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.engine.parameters):
             self._refuse_broken()
         self.engine.compare("a new start after an unfinished backward")
         for parameter in self.engine.parameters:  # a reduction may still be under way in the memory of these zeros
