@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accel
 from tests.distributed import refusals, run
-from tests.models import FailingBackward, equal_on_all_ranks, rows
+from tests.models import FailingBackward, distance, equal_on_all_ranks, rows
 
 
 def net(bn: bool = False) -> nn.Sequential:
@@ -296,8 +296,32 @@ def exceptions() -> None:
     accel.setup(raw, object.__getattribute__(optimizer, "_accel_raw"))
 
 
-def test_an_exception_leaves_the_engine_usable() -> None:
+def around_the_handle(backend: Any) -> None:
+    """The first backward after one that failed comes by the raw module, or by a part of it."""
+    raw, other = Moody(), Moody()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+    ref_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for step, mood in enumerate(("late", "last") * 2):
+        raw.mood = mood
+        with pytest.raises(ZeroDivisionError):
+            model(data(step, accel.rank())).mean().backward()
+        raw.mood = ""
+        optimizer.zero_grad()
+        ref_optimizer.zero_grad()
+        first = raw.inner if step > 1 else raw
+        for m in (first, model):
+            m(data(step, accel.rank())).square().mean().backward()
+            torch.stack([other(data(step, rank)).square().mean() for rank in range(2)]).mean().backward()
+        optimizer.step()
+        ref_optimizer.step()
+    assert distance(raw.state_dict(), other.state_dict()) <= 1e-6
+    assert equal_on_all_ranks(raw)
+
+
+@pytest.mark.parametrize("options", [{}, {"batched_grad_copy": False}, {"find_unused_parameters": True}])
+def test_an_exception_leaves_the_engine_usable(options: dict[str, bool]) -> None:
     run(2, exceptions)
+    run(2, around_the_handle, accel.DDP(**options))
 
 
 class Watching(nn.Linear):

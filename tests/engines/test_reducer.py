@@ -118,6 +118,19 @@ def test_find_unused_parameters_with_other_branches_on_other_ranks() -> None:
     run(2, unused_allowed)
 
 
+def some_inputs() -> None:
+    raw = TwoHeads()
+    backend = accel.DDP(find_unused_parameters=True)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+    model(data(0, accel.rank()), "both").square().mean().backward(inputs=list(raw.left.parameters()))
+    with pytest.raises(accel.BackendError, match=r"right\.weight.* leave inputs= out of backward\(\)"):
+        optimizer.step()
+
+
+def test_a_backward_to_some_parameters_is_refused_with_what_helps() -> None:
+    run(2, some_inputs)
+
+
 def frozen_between() -> None:
     raw = net()
     model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.1))

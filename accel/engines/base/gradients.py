@@ -414,7 +414,7 @@ class Interruption:
         if self.incomplete:
             raise BackendError(
                 "an exception ended a backward, a reduction of its gradients, or a forward after one, so that gradients are "
-                "incomplete: call zero_grad(), then forward and backward again"
+                "incomplete: call zero_grad(), then the model's handle, and backward again"
             )
 
 

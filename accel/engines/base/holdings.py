@@ -354,7 +354,6 @@ class Holdings(Raw):
                 "of the state only: call super().load_state_dict(...) there, or use accel.save and accel.load"
             )
 
-    @final
     @torch.no_grad()
     def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
         """Keep this rank's part of the whole state of parameters, by name; that of others stays as it is. Local."""

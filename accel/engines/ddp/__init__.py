@@ -155,7 +155,13 @@ class DDPGradients(Gradients):
         return assigned or reduction.local or reduction.unfinished or bool(reduction.changed)
 
     def _end_without(self, missing: Sequence[int]) -> None:
-        """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses."""
+        """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses.
+
+        One whose gradients were dropped, as after an exception, is dropped too.
+        """
+        if not missing or all(p.grad is None for p in self.engine.parameters):
+            self.recover()
+            return
         if self.engine.options.static_graph or self.joining:
             setting = "accel.join" if self.joining else "static_graph=True"
             raise BackendError(
@@ -243,10 +249,13 @@ class DDPGradients(Gradients):
         late = " (frozen since: accel.refresh_trainable was not called)"
         texts = [engine.names[i] + ("" if engine.parameters[i].requires_grad else late) for i in missing]
         if texts:
+            allowed = f"pass backend=accel.{type(engine.options).__name__}(find_unused_parameters=True)"
+            if engine.options.find_unused_parameters:  # the reducer found them in the graph
+                allowed = "leave inputs= out of backward(), which kept their gradients from being made"
             message = (
                 f"{len(texts)} parameters got no gradient in the last backward, so that its reduction never ended: "
                 f"{', '.join(texts[:5])}{', ...' if len(texts) > 5 else ''}; use them in the loss, freeze them "
-                f"(requires_grad_(False)), or pass backend=accel.{type(engine.options).__name__}(find_unused_parameters=True)"
+                f"(requires_grad_(False)), or {allowed}"
             )
         else:
             message = (
@@ -264,6 +273,8 @@ class DDPGradients(Gradients):
         if self._incomplete or any(p.grad is not None and bool(p.grad.any()) for p in self.engine.parameters):
             self._refuse_broken()
         self.engine.compare("a new start after an unfinished backward")
+        for parameter in self.engine.parameters:  # a reduction may still be under way in the memory of these zeros
+            parameter.grad = None if parameter.grad is None else torch.zeros_like(parameter)
         self.reduction.finish()
         self.engine.rebuild()
 

@@ -34,7 +34,7 @@ class Reduction:
         parameters: all of the module.
         log: gets an entry for each backward that brought something.
         noted: parameters may go without a gradient, so that the end of a reduction is noted in ``marks``.
-        late: is given the parameters that a reduction waits for when another backward begins, and ends it without them.
+        late: is given the parameters that a reduction waits for when another backward begins: ends it without them, or drops it.
         leave_out: keeps the reducer out of a backward that makes gradients with graphs of their own.
     """
 
@@ -111,8 +111,8 @@ class Reduction:
             self._leave_out()
             self.armed = False
         if not running:
-            if self.unfinished and (missing := self.missing()):
-                self._late(missing)
+            if self.unfinished:
+                self._late(self.missing())
             if self.armed and not (self.noted or self.unfinished):
                 grad = self._trained[0].grad
                 self._usual, self._first = True, (grad, 0 if grad is None else grad._version)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import Accumulator
 from ...process import Process
+from ...process.control import agree
 from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
@@ -94,6 +95,7 @@ class ZeROGradients(AveragedGradients):
         self._unspread = False
         #: At stage 3, parameters in no optimizer that got gradients in the last backward.
         self._unseen: list[int] = []
+        self.listener = self
 
     def holders(self) -> Sequence[Accumulator]:
         """The fragments too: at stages 2 and 3 gradients come there while backward runs."""
@@ -146,6 +148,17 @@ class ZeROGradients(AveragedGradients):
     def _start_anew(self, zero: Partitions) -> None:
         self.engine.compare("a new start after an exception")
         zero.reset()
+
+    def begin(self, run: object, create_graph: bool) -> None:
+        """A backward whose forward may have been called around the engine, since an exception ended another one."""
+        if (zero := self.engine.zero) is None or zero.divides_weights:  # there such a forward has begun already
+            return
+        zero.interruption.notice()
+        if zero.interruption.cut and zero.eager:
+            self._start_anew(zero)
+
+    def end(self, run: object) -> None:
+        """Nothing: its end is noticed as it is reached."""
 
     def publish(self, zero: Partitions) -> None:
         """Let every rank see the stepped weights. Collective."""
@@ -350,6 +363,13 @@ class ZeROGradients(AveragedGradients):
             for fragment in self.engine.zero.fragments.values():
                 fragment.weights.grad = None
         self.held.clear()
+
+    def level_steps(self, zero: Partitions) -> None:
+        """After state was loaded, in which parameters that lie on other ranks may have the counts. Collective."""
+        for optimizer in self.engine.optimizers:
+            self._place(optimizer, zero)
+            level_steps(optimizer, None, lambda mine: agree(f"the steps of an optimizer ({self.engine.label})", mine))
+            self.break_step()
 
     def before_closure(self, optimizer: Optimizer) -> None:
         if self.engine.zero is not None:

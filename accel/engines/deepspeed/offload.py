@@ -57,13 +57,24 @@ def refuse_optimizer(optimizer: Optimizer, settings: Configuration, device: torc
         )
 
 
-def level_steps(optimizer: Optimizer) -> None:
-    """Where an optimizer counts the steps of a group in its last parameter, let all of them know: another may be last later."""
-    for group in optimizer.param_groups if _of_deepspeed(optimizer, _ON_DEVICE) else ():
-        states = [optimizer.state[p] for p in group["params"] if optimizer.state.get(p)]
-        count = max((state["step"] for state in states), default=0)
+def level_steps(
+    optimizer: Optimizer,
+    groups: Iterable[Iterable[Any]] | None = None,
+    over_ranks: Callable[[list[int]], list[list[int]]] = lambda mine: [mine],
+) -> None:
+    """Where an optimizer counts the steps of a group in its last parameter, let all of them know: another may be last later.
+
+    ``groups`` has the state of each parameter, None or empty where there is none; else it is the optimizer's own.
+    """
+    if not _of_deepspeed(optimizer, _ON_DEVICE):
+        return
+    if groups is None:
+        groups = (map(optimizer.state.get, group["params"]) for group in optimizer.param_groups)
+    held = [[state for state in states if state] for states in groups]
+    mine = [max((state["step"] for state in states), default=0) for states in held]
+    for states, *counts in zip(held, *over_ranks(mine), strict=True):
         for state in states:
-            state["step"] = count
+            state["step"] = max(counts)
 
 
 # -- DeepSpeed's Adam on the CPU ---------------------------------------------------------------------------------------

@@ -301,6 +301,11 @@ class Stage3(Partitions):
         super().spread()
         self._note_versions()
 
+    def enter_backward(self) -> None:
+        """Refuse one whose forward was called around the engine, which would have cleared what an exception left."""
+        self.interruption.incomplete |= self.interruption.cut
+        super().enter_backward()
+
     def buckets(self) -> list[torch.Tensor]:
         return [bucket.buffer for bucket in self.zero.ipg_buckets.values() if bucket.buffer is not None]
 

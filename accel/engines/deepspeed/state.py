@@ -24,7 +24,7 @@ from ..base.holdings import Holdings
 from ..base.step import refuse_steps, take_added_groups
 from .config import Configuration
 from .library import without_groups
-from .offload import room
+from .offload import level_steps, room
 from .partitions import Fragment, Partitions
 
 if TYPE_CHECKING:
@@ -293,6 +293,12 @@ class DeepSpeedHoldings(Holdings):
                 found.append(StateEntry(name, tuple(zero.shapes[index]), fragment.weights, state))
         return found
 
+    def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
+        groups, copies = self.groups(optimizer), {name: dict(state) for name, state in whole.items()}
+        states = ([s for name, s in copies.items() if groups.get(name) is g] for g in optimizer.param_groups)
+        level_steps(optimizer, states)
+        super().take(optimizer, copies)
+
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         divided, _ = self._fragment(entry.name)
         shape = tuple(entry.parameter.shape) if divided and shape == entry.shape else shape
@@ -314,6 +320,7 @@ class DeepSpeedHoldings(Holdings):
 
     def filled(self) -> None:
         if self.engine.zero is not None:
+            self.engine.gradients.level_steps(self.engine.zero)
             self.engine.gradients.publish(self.engine.zero)
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:

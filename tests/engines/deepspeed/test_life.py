@@ -313,15 +313,22 @@ def exceptions(stage: int) -> None:
         pair.model(x)
     hook.remove()
     pair.train()
-    hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
-    loss = loss_of(pair.model(x))
-    hook.remove()
-    with pytest.raises(ZeroDivisionError, match="this backward fails"):
-        loss.backward()
-    if stage > 1:  # stage 1 has reduced nothing yet, so nothing is incomplete
-        with pytest.raises(accel.BackendError, match="zero_grad"):
-            pair.optimizer.step()
-    pair.train()
+    by_handle, around_it = (lambda m, x: m(x)), (lambda m, x: accel.unwrap(m)(x))
+    for forward in (by_handle, around_it):  # the next one
+        hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
+        loss = loss_of(pair.model(x))
+        hook.remove()
+        with pytest.raises(ZeroDivisionError, match="this backward fails"):
+            loss.backward()
+        if stage > 1:  # stage 1 has reduced nothing yet, so nothing is incomplete
+            with pytest.raises(accel.BackendError, match="zero_grad"):
+                pair.optimizer.step()
+        if stage == 3 and forward is around_it:
+            pair.optimizer.zero_grad()
+            with pytest.raises(accel.BackendError, match="zero_grad.., then the model's handle"):
+                loss_of(pair.raw(x)).backward()
+            forward = by_handle
+        pair.train(forward=forward)
     hook = pair.raw_optimizer.register_step_pre_hook(fail)
     pair.optimizer.zero_grad()
     loss_of(pair.model(x)).backward()

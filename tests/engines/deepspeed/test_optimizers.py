@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
 import logging
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +65,58 @@ def theirs(stage: int) -> None:
 @pytest.mark.skipif(not any(built(op) for *_, op, _ in OWN), reason="none of DeepSpeed's ops is compiled here")
 def test_deepspeeds_own_optimizers_need_no_opt_in(stage: int) -> None:
     run(2, theirs, stage)
+
+
+class CountsInTheLast(torch.optim.Optimizer):
+    """Counts the steps of a group as DeepSpeed's ``FusedAdam`` does, for which it passes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, seen=torch.zeros_like(p))
+                state["seen"].add_(p.grad)
+            state["step"] += 1
+            for p in group["params"]:
+                p.sub_(self.state[p]["seen"], alpha=group["lr"] / state["step"])
+
+
+CountsInTheLast.__name__, CountsInTheLast.__module__ = "FusedAdam", "deepspeed.ops.adam.fused_adam"
+
+
+def counted_before(stage: int, folder: str) -> None:
+    """State from where an optimizer stepped whole parameters: handed over, loaded from a dict, and from a checkpoint."""
+    make = lambda m: CountsInTheLast(m.parameters())  # noqa: E731
+    first = Pair("ddp", make)
+    first.train()
+    accel.save({"model": first.model, "optimizer": first.optimizer}, folder)
+    for road in ("hand over", "load_state_dict", "load"):
+        pair = first if road == "hand over" else Pair(zero(stage), make)
+        if road == "hand over":
+            accel.teardown(pair.model)
+            pair.model, pair.optimizer, _ = accel.setup(pair.raw, pair.raw_optimizer, backend=zero(stage))
+            weights, state = copy.deepcopy((pair.plain.state_dict(), pair.plain_optimizer.state_dict()))
+        else:
+            pair.plain.load_state_dict(weights)
+            pair.plain_optimizer.load_state_dict(copy.deepcopy(state))
+        if road == "load_state_dict":
+            pair.model.load_state_dict(weights)
+            pair.optimizer.load_state_dict(state)
+        elif road == "load":
+            accel.load(folder, {"model": pair.model, "optimizer": pair.optimizer})
+        pair.train(range(3, 5))
+        assert distance(whole(pair.model), pair.plain.state_dict()) <= 1e-5
+        accel.teardown()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_count_in_the_last_parameter_is_known_to_every_rank(stage: int, tmp_path: Path) -> None:
+    run(2, counted_before, stage, str(tmp_path))
 
 
 def elsewhere() -> None:
