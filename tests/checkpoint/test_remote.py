@@ -334,6 +334,10 @@ def saved(url: str, wait: bool) -> None:
         (Fault("PUT ", (403, EXPIRED)), "token has expired.*renew the credentials"),
         (Fault("PUT .*safetensors", (403, DENIED)), "Access Denied.*the permission"),
         (Fault("PUT .*accel.json", (403, DENIED)), "Access Denied.*the permission"),
+        (
+            Fault("PUT .*accel.json", (200, b"")),
+            "the answer was that it is written, and it is not there",
+        ),  # of a portal, say
     ],
     ids=str,
 )
