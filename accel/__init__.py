@@ -86,7 +86,8 @@ if not TYPE_CHECKING:  # to a type checker any name would be there
         else:  # the option classes of the backends: a new backend brings its own
             value = engines.option_class(name)
         if value is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            advice = "the page docs/migrating.md tells what Accelerate's and Fabric's names are here"
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {advice}")
         globals()[name] = value
         return value
 

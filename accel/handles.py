@@ -55,6 +55,12 @@ for _method, _refuse in (("__call__", _refuse_call), ("__getattr__", _refuse_att
 _get = object.__getattribute__
 _set = object.__setattr__
 _TORCH_NAMES = frozenset(vars(nn.Module))
+#: What loops ask of other wrappers that a handle has not, where the user's module has not either.
+_OF_WRAPPERS: Final = {
+    "module": "a handle has the model's own attributes, methods and names; the model itself is accel.unwrap(model)",
+    "backward": "write loss.backward()",
+    "step": "write optimizer.step()",
+}
 
 
 class ModelHandle(nn.Module):
@@ -101,6 +107,8 @@ class ModelHandle(nn.Module):
                 "torch's wrapper for several processes around a model that accel.setup returned: two reducers would take the "
                 "same gradients; leave it out, since the model trains on all processes already"
             )
+        if name in _OF_WRAPPERS:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}: {_OF_WRAPPERS[name]}")
         # Reached only when the raw module lacks the attribute: this raises the error that it would raise.
         return getattr(module, name)
 

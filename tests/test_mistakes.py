@@ -189,6 +189,17 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.AccelError,
         f"{MODEL}a list: each model has a call of accel.setup of its own",
     ),
+    "a keyword that there is not": (
+        lambda: ANY.setup(net(), optimizer=sgd()),
+        accel.AccelError,
+        "accel.setup() got an unexpected keyword argument 'optimizer'; its arguments are model, optimizers, dataloaders, "
+        "backend, precision, devices, loader_options, scale_lr",
+    ),
+    "one argument too many": (
+        lambda: ANY.verify("here", "there"),
+        accel.AccelError,
+        "accel.verify() takes 1 positional argument but 2 were given; its arguments are dir, progress",
+    ),
     "a state dict": (
         lambda: ANY.setup(net().state_dict()),
         accel.AccelError,
@@ -224,6 +235,18 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         given(lambda handles: handles.train()),  # type: ignore[attr-defined]
         AttributeError,
         f"'Handles' object has no attribute 'train': {UNPACK}",
+    ),
+    "what another wrapper has": (
+        given(lambda handles: handles.model.module),
+        AttributeError,
+        "'Linear' object has no attribute 'module': a handle has the model's own attributes, methods and names; the model "
+        "itself is accel.unwrap(model)",
+    ),
+    "what another library has": (
+        lambda: ANY.prepare(net(), sgd()),
+        AttributeError,
+        "module 'accel' has no attribute 'prepare': the page docs/migrating.md tells what Accelerate's and Fabric's names "
+        "are here",
     ),
     "a class of options": (
         lambda: ANY.setup(net(), backend=accel.FSDP),

@@ -187,7 +187,15 @@ def _whole_files(directory: str, found: Record) -> int:
 
 def newest(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> str | None:
     """Of checkpoints by their names, as each rank sees them, the newest all of whose files some rank sees. Collective."""
-    return next((name for name, placed in _newest_first(own, told) if not placed.absent), None)
+    for name, placed in _newest_first(own, told):
+        # One that is not of hosts is read from a shared directory, by each rank itself.
+        alone = not placed.record.hosts and len({names.get(name) for names in told}) > 1
+        if not placed.absent and not alone:
+            return name
+        if current().place.rank == 0:
+            text = "%s is passed over: %s"
+            logger.warning(text, name, "not all ranks see it" if alone else "some of its files are whole on no host")
+    return None
 
 
 def _newest_first(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> Iterator[tuple[str, Placed]]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Final, final
 
 from ..errors import CheckpointError
-from .storage import RECORD, Claim, File, StoreError, Write, check_size, read_whole, unreadable
+from .storage import RECORD, Claim, File, StoreError, Write, check_size, unreadable
 
 logger = logging.getLogger("accel")
 
@@ -241,7 +241,7 @@ class Remote:
     def holds(self, path: str, content: bytes) -> bool:
         """Whether an object surely is this."""
         with contextlib.suppress(CheckpointError, OSError):
-            return read_whole(path, len(content), "this record") == content
+            return bool(self.ask("cat_file", path) == content)
         return False
 
     def unfinished(self, directory: str) -> list[Callable[[], Any]]:
@@ -333,8 +333,9 @@ class Turn:
         path = self._record
         left = self._store.unfinished(self._directory)
         problem = self._put(content)
-        # What failed may have been the answer alone.
-        if problem is not None and not self._store.holds(path, content):
+        # What failed may have been the answer alone; and what says that all is well may not be the store.
+        if not self._store.holds(path, content):
+            problem = problem or StoreError(0, "the answer was that it is written, and it is not there", path)
             if isinstance(problem, StoreError) and self._version() == self._seen:
                 raise problem
             raise CheckpointError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import os
 import pickle
 import re
@@ -95,8 +96,15 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with lock:
-            return function(*args, **kwargs)
+        try:
+            with lock:
+                return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            # The call itself: other libraries name their arguments otherwise.
+            names = ", ".join(inspect.signature(function).parameters)
+            raise AccelError(f"accel.{error}; its arguments are {names}") from None
 
     return call
 

@@ -17,7 +17,7 @@ from torch import nn
 import accel
 from accel.__main__ import main
 from accel.checkpoint import placement, record, storage
-from accel.checkpoint.save import Writer
+from accel.checkpoint.save import Writer, save_alone
 from accel.errors import CheckpointError
 from tests.distributed import run
 
@@ -98,6 +98,13 @@ def saves_and_loads(root: str) -> None:
         shutil.rmtree("copies")
         assert accel.latest(".") is None
         assert accel.latest(".", placement="host") == "./ckpt"
+        # An ordinary checkpoint is one where all ranks see it: no load could give one host's to the others.
+        if rank == 1:
+            save_alone({"value": 4.0}, "alone")
+        save_alone({"value": 5.0}, "each")
+        assert accel.latest(".", placement="host") == "./ckpt"
+    accel.save({"value": 6.0}, f"{root}/shared")
+    assert accel.latest(root, placement="host") == f"{root}/shared"
 
 
 def test_each_host_keeps_its_own_files(tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ def test_two_ranks(endpoint: str, prefix: str, tmp_path: Path) -> None:
     for fact in facts:
         assert fact["latest"] == f"{prefix}/b"
         assert "s3://no-such-bucket/x" in fact["error"]
-        assert max(fact["counts"]) <= 16, fact["counts"]
+        # One of them looks whether the record is there.
+        assert max(fact["counts"]) <= 17, fact["counts"]
     new = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 3))
     accel.load(f"{prefix}/b", {"m": new})
     assert all(torch.equal(tensor, facts[0]["whole"][name]) for name, tensor in new.state_dict().items())
@@ -334,6 +335,10 @@ def saved(url: str, wait: bool) -> None:
         (Fault("PUT ", (403, EXPIRED)), "token has expired.*renew the credentials"),
         (Fault("PUT .*safetensors", (403, DENIED)), "Access Denied.*the permission"),
         (Fault("PUT .*accel.json", (403, DENIED)), "Access Denied.*the permission"),
+        (
+            Fault("PUT .*accel.json", (200, b"")),
+            "the answer was that it is written, and it is not there",
+        ),  # of a portal, say
     ],
     ids=str,
 )
