@@ -118,8 +118,10 @@ _DTYPE: Final = operator.attrgetter("dtype")
 
 
 @torch.no_grad()
-def norm_over_ranks(mine: Sequence[torch.Tensor], norm_type: float, process: Process) -> torch.Tensor:
-    """The norm of all ranks' gradients together, a 0-dim tensor on the process's device. Collective.
+def norm_over_ranks(
+    parameters: Iterable[torch.Tensor], mine: Sequence[torch.Tensor], norm_type: float, process: Process
+) -> torch.Tensor:
+    """The norm of all ranks' gradients of some parameters together, a 0-dim tensor on the process's device. Collective.
 
     ``mine`` is what this rank counts; what is the same on all ranks is counted by one of them. BackendError for an order that is
     not above 0, of which a norm does not add up over the ranks; infinity is the largest absolute value.
@@ -129,7 +131,8 @@ def norm_over_ranks(mine: Sequence[torch.Tensor], norm_type: float, process: Pro
         raise BackendError(
             f"norm_type={norm_type!r}: a norm of this order does not add up over the ranks; use one above 0"
         )
-    dtype = torch.float64 if torch.float64 in map(_DTYPE, mine) else torch.float32
+    # By the parameters, not by what this rank counts, which may be nothing: all ranks clip by the very same number.
+    dtype = torch.float64 if torch.float64 in map(_DTYPE, parameters) else torch.float32
     total = _power(_merged(mine), order, process.device)
     if not math.isinf(order):
         dist.all_reduce(total, group=process.group)
@@ -188,6 +191,7 @@ def scale_(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tenso
 
 
 def clip_(
+    parameters: Iterable[torch.Tensor],
     mine: Sequence[torch.Tensor],
     max_norm: float,
     norm_type: float,
@@ -199,6 +203,6 @@ def clip_(
     ``copies`` are clipped, and counted by another rank: all ranks clip alike, whatever they were assigned.
     """
     mine, copies = _merged(mine), _merged(copies)
-    norm = norm_over_ranks(mine, norm_type, process)
+    norm = norm_over_ranks(parameters, mine, norm_type, process)
     scale_([*mine, *copies], max_norm, norm)
     return norm

@@ -74,6 +74,28 @@ def test_error_if_nonfinite_is_of_all_ranks() -> None:
     run(2, clip_strictly)
 
 
+def norms_of_one_number(backend: Any) -> list[torch.Tensor]:
+    raw = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double().requires_grad_(False)
+    raw[1].bias.requires_grad_(True)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+    norms = []
+    for clip in (lambda: accel.clip_grad_norm_(model, 0.1), lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 4, dtype=torch.float64)).sum() / 6).backward()
+        norms.append(clip())
+    accel.teardown()
+    return [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+
+
+@pytest.mark.parametrize("backend", [*DIVIDED, accel.FSDP(replicas=2)], ids=str)
+def test_a_rank_without_gradients_clips_by_the_others_number(backend: Any) -> None:
+    """Of float64, where a rank that counts no gradient does not see that they are."""
+    first, other = run(2, norms_of_one_number, backend)
+    for one, its in zip(first, other, strict=True):
+        assert one.dtype is its.dtype is torch.float64
+        assert one == its == 2 / 6
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -168,12 +168,12 @@ class Gradients:
         if not self.in_parts:
             return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
         mine, copies = self.parts(self.engine.parameters)
-        return clip_(mine, max_norm, norm_type, self.process, copies)
+        return clip_(self.engine.parameters, mine, max_norm, norm_type, self.process, copies)
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
         """The norm of gradients ``in_parts``, all that torch clips of the model; None where torch's own will do. Collective."""
         with self._final("torch.nn.utils.clip_grad_norm_"):
-            return norm_over_ranks(self.parts(parameters)[0], norm_type, self.process)
+            return norm_over_ranks(parameters, self.parts(parameters)[0], norm_type, self.process)
 
     @contextlib.contextmanager
     def _final(self, what: str) -> Iterator[None]:

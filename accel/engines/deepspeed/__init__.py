@@ -141,8 +141,10 @@ class ZeROGradients(AveragedGradients):
             self._renewed.update(assigned)
         try:
             yield
-        except BaseException:
-            zero.interruption.stale = zero.eager  # else nothing is in its buckets
+        except BaseException as error:
+            # torch's checkpoint ends a forward that runs again in backward by its own exception, once it has what it needs.
+            if type(error).__name__ != "_StopRecomputationError":
+                zero.interruption.stale = zero.eager  # else nothing is in its buckets
             raise
 
     def _start_anew(self, zero: Partitions) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError
 from ...process import Process
 from ...process.control import Waiting, announce
-from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
+from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly, recorded
 from .library import library
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _gathering(weight: Any, gather: Callable[..., Any], process: Process, what: 
         weights = [weight] if param_list is None else param_list
         announce(process, what, len(weights))
         with Waiting(process, what), torch._C.DisableTorchFunctionSubclass():
-            out = gather(weights, **options)
+            out = recorded(gather)(weights, **options)
         promise(weights)
         return out
 

@@ -154,24 +154,62 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     group.unshard, group.post_backward = gather, reduce
 
 
+@final
+class _Writes:
+    """Refuses what is written to one group's gathered parameters, in a forward or after it, which is lost when they are freed."""
+
+    def __init__(self, group: Any, label: str) -> None:
+        self._group, self._label = group, label
+        self.wholes: list[Any] = [p._unsharded_param for p in group.fsdp_params]
+        self._versions: list[int] = []
+        self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for whole in self.wholes:
+            whole.aliases = self._aliases
+        self._to_sharded, self._to_unsharded = group._to_sharded, group._to_unsharded
+        group._to_sharded, group._to_unsharded = self.free, self._gather
+
+    def note(self) -> None:
+        """What was written until now is known."""
+        self._versions = list(map(_VERSION, self.wholes))
+        self._aliases.clear()
+
+    def refuse(self, where: str) -> None:
+        """Free the group where something was written since the last note, and raise."""
+        if list(map(_VERSION, self.wholes)) != self._versions or any(alias._version for _, alias in self._aliases):
+            self.free(where)
+
+    def _gather(self) -> None:
+        if not self._group.is_unsharded:
+            self._to_unsharded()
+            self.note()
+
+    def free(self, where: str = "between a forward and its backward") -> None:
+        gathered = not self._group.is_sharded  # a step counts as a write to those that are freed
+        pairs = zip(self.wholes, self._versions, strict=True) if gathered else ()
+        changed = [whole for whole, before in pairs if whole._version != before]
+        changed += [whole for whole, alias in self._aliases if alias._version]
+        self.note()
+        self._to_sharded()
+        if changed:
+            written = [p for p in self._group.fsdp_params if any(p._unsharded_param is whole for whole in changed)]
+            names = ", ".join(p._param_fqn or p._module_info.param_name for p in written[:5])
+            raise BackendError(f"{names} of {self._label} changed {where}, {_LOST}")
+
+
 def watch_forward(state: Any, group: Any, label: str, given: dict[Any, Any]) -> None:
-    """Refuse what a forward writes to one group's gathered parameters, which would be lost when they are freed, and let what it
-    returns outlive that: weights are copied, and the backward gathers them again from wherever it comes. ``given`` is, by group,
-    what the forwards that run were given.
+    """Refuse what is written to one group's gathered parameters, and let what a forward returns outlive these: weights are
+    copied, and the backward gathers them again from wherever it comes. ``given`` is, by group, what the forwards that run were
+    given.
     """
     pre_forward, post_forward = group.pre_forward, group.post_forward
-    wholes: list[Any] = [p._unsharded_param for p in group.fsdp_params]
-    versions: list[int] = []
-    aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for whole in wholes:
-        whole.aliases = aliases
-
-    reached: list[torch.Tensor] = []
+    writes = _Writes(group, label)
+    wholes, reached = writes.wholes, list[torch.Tensor]()
 
     def enter(*args: Any) -> Any:
+        if not group.is_sharded:
+            writes.refuse("between a forward and its backward")
         given[group] = entered = pre_forward(*args)
-        versions[:] = map(_VERSION, wholes)
-        aliases.clear()
+        writes.note()
         return entered
 
     def outlive(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,14 +226,7 @@ def watch_forward(state: Any, group: Any, label: str, given: dict[Any, Any]) -> 
         return reached[-1]
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
-        changed = [whole for whole, alias in aliases if alias._version]
-        aliases.clear()
-        if changed or list(map(_VERSION, wholes)) != versions:
-            changed += [whole for whole, before in zip(wholes, versions, strict=True) if whole._version != before]
-            group._to_sharded()
-            written = [p for p in group.fsdp_params if any(p._unsharded_param is whole for whole in changed)]
-            names = ", ".join(p._param_fqn or p._module_info.param_name for p in written[:5])
-            raise BackendError(f"{names} of {label} changed in a forward or method of the model, {_LOST}")
+        writes.refuse("in a forward or method of the model")
         output = exchange(outlive, output, outlive_inside)
         state._register_pre_backward_hook(reached)
         given.pop(group, None)

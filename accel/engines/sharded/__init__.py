@@ -298,7 +298,8 @@ class ShardedGradients(Gradients):
         if not self.engine.distributed or any(parameters[i].requires_grad for i in self.unoptimized):
             return super().clip(max_norm, norm_type)
         self._settle("clipping by accel.clip_grad_norm_", range(len(parameters)), everywhere=False, weakest=LOCAL)
-        return clip_([p.grad for p in parameters if p.grad is not None], max_norm, norm_type, self.process)
+        mine = [p.grad for p in parameters if p.grad is not None]
+        return clip_(parameters, mine, max_norm, norm_type, self.process)
 
     def owns(self, gradient: torch.Tensor) -> bool:
         return bool(HiddenAttribute.get(gradient) == OWNED)

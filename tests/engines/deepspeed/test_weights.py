@@ -406,6 +406,33 @@ def test_training_goes_on_after_a_forward_in_inference_mode() -> None:
     run(2, inferred)
 
 
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.ones(5, 5), torch.ones(5, 5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x @ self.weights[0] @ self.weights[1]  # whose backward needs the second one
+        return out
+
+
+def inferred_first() -> None:
+    net = Listed()
+    plain = copy.deepcopy(net)
+    model, optimizer, _ = accel.setup(net, sgd(net), backend=accel.DeepSpeed(stage=3))
+    with torch.inference_mode():
+        model(data(0))
+    for one, its in ((plain, sgd(plain)), (model, optimizer)):
+        one(data(0)).pow(2).mean().backward()
+        its.step()
+    accel.teardown(model)
+    assert distance(net.state_dict(), plain.state_dict()) < 1e-6
+
+
+def test_a_list_of_weights_is_first_read_in_inference_mode() -> None:
+    run(2, inferred_first)
+
+
 def shown(stage: int) -> None:
     raw = nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2))
     plain = repr(nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2)))

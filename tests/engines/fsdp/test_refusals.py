@@ -375,6 +375,17 @@ def writes() -> None:
             with pytest.raises(accel.BackendError, match=f"{said}.*would be lost"):
                 model(torch.ones(2, 4))
         layer.how = ""
+    for write in (lambda: nn.init.ones_(net[1].weight), lambda: net[1].weight.data.fill_(1)):
+        for use in (
+            accel.full_state_dict,
+            lambda model: model(torch.ones(2, 4)),
+        ):  # the first forward's graph is dropped
+            model(torch.ones(2, 4))
+            write()
+            with pytest.raises(
+                accel.BackendError, match="1.weight.* between a forward and its backward.*would be lost"
+            ):
+                use(model)
     model(torch.ones(2, 4)).sum().backward()
     assert models.distance(accel.full_state_dict(model), before) == 0
     optimizer.step()
