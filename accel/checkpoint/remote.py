@@ -335,7 +335,7 @@ class Turn:
         problem = self._put(content)
         # What failed may have been the answer alone; and what says that all is well may not be the store.
         if not self._store.holds(path, content):
-            problem = problem or StoreError(0, "the answer was that it is written, and it is not there", path)
+            problem = problem or StoreError(0, "it is written, by the answer, and cannot be read back", path)
             if isinstance(problem, StoreError) and self._version() == self._seen:
                 raise problem
             raise CheckpointError(

@@ -337,7 +337,7 @@ def saved(url: str, wait: bool) -> None:
         (Fault("PUT .*accel.json", (403, DENIED)), "Access Denied.*the permission"),
         (
             Fault("PUT .*accel.json", (200, b"")),
-            "the answer was that it is written, and it is not there",
+            "it is written, by the answer, and cannot be read back",
         ),  # of a portal, say
     ],
     ids=str,

@@ -155,7 +155,7 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
 
 
 @final
-class _Writes:
+class _WrittenWholes:
     """Refuses what is written to one group's gathered parameters, in a forward or after it, which is lost when they are freed."""
 
     def __init__(self, group: Any, label: str) -> None:
@@ -175,8 +175,14 @@ class _Writes:
 
     def refuse(self, where: str) -> None:
         """Free the group where something was written since the last note, and raise."""
-        if list(map(_VERSION, self.wholes)) != self._versions or any(alias._version for _, alias in self._aliases):
+        if self._written():
             self.free(where)
+
+    def _written(self) -> list[Any]:
+        if list(map(_VERSION, self.wholes)) == self._versions and not self._aliases:  # a usual forward
+            return []
+        changed = [w for w, before in zip(self.wholes, self._versions, strict=True) if w._version != before]
+        return changed + [whole for whole, alias in self._aliases if alias._version]
 
     def _gather(self) -> None:
         if not self._group.is_unsharded:
@@ -184,10 +190,7 @@ class _Writes:
             self.note()
 
     def free(self, where: str = "between a forward and its backward") -> None:
-        gathered = not self._group.is_sharded  # a step counts as a write to those that are freed
-        pairs = zip(self.wholes, self._versions, strict=True) if gathered else ()
-        changed = [whole for whole, before in pairs if whole._version != before]
-        changed += [whole for whole, alias in self._aliases if alias._version]
+        changed = [] if self._group.is_sharded else self._written()  # a step counts as a write to those that are freed
         self.note()
         self._to_sharded()
         if changed:
@@ -202,7 +205,7 @@ def watch_forward(state: Any, group: Any, label: str, given: dict[Any, Any]) -> 
     given.
     """
     pre_forward, post_forward = group.pre_forward, group.post_forward
-    writes = _Writes(group, label)
+    writes = _WrittenWholes(group, label)
     wholes, reached = writes.wholes, list[torch.Tensor]()
 
     def enter(*args: Any) -> Any:
@@ -519,6 +522,10 @@ def _tell(state: Any, context: Any, before: Callable[[], None], after: Callable[
         register()
 
     def end() -> None:
+        for group in (g for other in context.all_states for g in other._fsdp_param_groups):
+            # Gathered once more since it was reduced, as by a second reentrant checkpoint of the same block.
+            if not group.is_sharded and group._training_state is TrainingState.POST_BACKWARD:
+                group._training_state = TrainingState.IDLE
         finish()
         after()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.registry import registry
@@ -19,6 +20,38 @@ from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, 
 from tests.models import FailingBackward, rows
 
 # -- gradients --------------------------------------------------------------------------------------------------------
+
+
+class Again(nn.Module):
+    """Blocks that FSDP2 gathers one by one, each computed again in a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True).tanh()
+        return x
+
+
+def one_loss_of_two_forwards() -> None:
+    torch.manual_seed(3)
+    raw = Again()
+    reference = copy.deepcopy(raw)
+    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.FSDP(wrap=(nn.Sequential,)))
+    norms = []
+    for net, x in ((reference, rows(0, 4, 4)), (model, rows(0, 4, 4).chunk(2)[accel.rank()])):
+        x = x.requires_grad_()
+        (net(x).square().mean() + net(x * 0.5).abs().mean()).backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1))
+    assert float(norms[1]) == pytest.approx(float(norms[0]), rel=1e-5)
+    for mine, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(mine.grad.full_tensor(), whole.grad, atol=1e-6)
+
+
+def test_a_block_in_two_reentrant_checkpoints_of_one_loss() -> None:
+    run(2, one_loss_of_two_forwards)
 
 
 def dropped(how: str) -> float:
