@@ -190,11 +190,10 @@ def newest(own: Mapping[str, Record], told: Sequence[Mapping[str, Sight]]) -> st
     for name, placed in _newest_first(own, told):
         # One that is not of hosts is read from a shared directory, by each rank itself.
         alone = not placed.record.hosts and len({names.get(name) for names in told}) > 1
-        if not placed.absent and not alone:
+        if not (placed.absent or alone):
             return name
-        if current().place.rank == 0:
-            text = "%s is passed over: %s"
-            logger.warning(text, name, "not all ranks see it" if alone else "some of its files are whole on no host")
+        if alone and current().place.rank == 0:
+            logger.warning("%s is passed over: not all ranks see it", name)
     return None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -61,8 +61,7 @@ def by_load(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[st
 class Unchanged:
     """As an engine to whose optimizers no group was added."""
 
-    def look(self, optimizer: torch.optim.Optimizer) -> None:
-        pass
+    steppers: ClassVar[dict[int, Any]] = {}
 
 
 def by_parts(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[str, str]:
