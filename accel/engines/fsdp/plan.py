@@ -420,7 +420,7 @@ class CutColumns(TorchFunctionMode):
         if method in self._seen:
             return run()
         self._seen.add(method)
-        if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in entry.modules()):
+        if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in entry.modules()):
             return run()  # whose graphs would be others without this
         with contextlib.ExitStack() as hooks:
             for name, layer in self._layers:
