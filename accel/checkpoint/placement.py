@@ -145,13 +145,21 @@ def _folder(directory: str, make: bool = False) -> str | None:
                 os.close(os.open(mark, os.O_CREAT | os.O_NOFOLLOW, 0o666))
         file = None if is_url(directory) else os.lstat(mark)
         status = os.lstat(home)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if own and status.st_mode & 0o077 and not make:
+            _warn_of_open(home)
+        if not own or status.st_mode & 0o077:
             raise CheckpointError(f"{home} is not a directory of this user alone, and others may read it: remove it")
     except (OSError, CheckpointError) as error:
         if make:
             raise CheckpointError(f"in_memory=True needs shared memory in {MEMORY}: {explain(error)}") from error
         return None
     return os.path.join(home, digest([directory] if file is None else [file.st_ino, file.st_mtime_ns]))
+
+
+@functools.cache
+def _warn_of_open(home: str) -> None:
+    logger.warning("what was saved in memory is passed over: others may look into %s: chmod 700 it, or remove it", home)
 
 
 @atexit.register

@@ -321,6 +321,29 @@ def test_memory_that_is_not_ones_own(tmp_path: Path) -> None:
     accel.teardown()
 
 
+def test_memory_that_others_may_look_into_is_passed_over_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    with memory_in(str(memory)):
+        accel.save({"n": 1}, tmp_path / "run/step-1")
+        accel.save({"n": 2}, tmp_path / "run/step-2", in_memory=True)
+        assert accel.latest(tmp_path / "run").endswith("step-2")  # type: ignore[union-attr]
+        home = memory / f"accel-{os.geteuid()}"
+        assert not any("passed over" in one.message for one in caplog.records)
+        home.chmod(0o755)
+        for _ in range(2):  # it is said once
+            assert accel.latest(tmp_path / "run").endswith("step-1")  # type: ignore[union-attr]
+        (said,) = (one.message for one in caplog.records if "passed over" in one.message)
+        assert said == (
+            f"what was saved in memory is passed over: others may look into {home}: chmod 700 it, or remove it"
+        )
+        home.chmod(0o700)
+        assert accel.load(accel.latest(tmp_path / "run"))["n"] == 2  # type: ignore[arg-type]
+    accel.teardown()
+
+
 def test_a_restart_of_torchrun_goes_on_from_memory(tmp_path: Path) -> None:
     """Rank 1 is killed in step 7, when memory has step 6 and the disk step 2; it ends as a run that nothing disturbs."""
     torchrun = [

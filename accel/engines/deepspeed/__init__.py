@@ -141,9 +141,9 @@ class ZeROGradients(AveragedGradients):
             self._renewed.update(assigned)
         try:
             yield
-        except BaseException as error:
-            # torch's checkpoint ends a forward that runs again in backward by its own exception, once it has what it needs.
-            if type(error).__name__ != "_StopRecomputationError":
+        except BaseException:
+            # Inside a backward it is activation checkpointing that ends early, or the backward itself that ends by it.
+            if torch._C._current_graph_task_id() == -1:
                 zero.interruption.stale = zero.eager  # else nothing is in its buckets
             raise
 

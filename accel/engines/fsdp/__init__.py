@@ -482,6 +482,12 @@ class FSDPEngine(Engine):
                 "raw module's method takes parts of both; or its own after a backward inside of it, which frees them: call "
                 "loss.backward() and optimizer.step() in the loop, outside of it, or use backend='ddp'"
             )
+        if "mixed torch.Tensor and DTensor" in text:
+            return (
+                f"a forward of {self.label} uses weights of a block outside of the block's own forward (nn.MultiheadAttention "
+                "those of its out_proj, F.linear(x, self.embedding.weight)), and there they are parts: let wrap name the "
+                "classes whose forward uses them, not those of the layers inside, or leave wrap out"
+            )
         if "RegisterPostBackwardFunction" in text:
             return (
                 f"a block of {self.label}, or the model itself, writes in place to its own input (nn.ReLU(inplace=True) as "

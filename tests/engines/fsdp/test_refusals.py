@@ -395,6 +395,44 @@ def test_what_a_forward_writes_to_a_weight_is_refused_and_changes_nothing() -> N
     run(2, writes)
 
 
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up = nn.Embedding(6, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.up(self.embedding(tokens)), self.embedding.weight)
+
+
+def uses_weights_of_a_block() -> None:
+    cases = ((Attending, nn.Linear, torch.randn(2, 3, 8)), (Tied, nn.Embedding, torch.tensor([[1, 2, 3]])))
+    for kind, wrapped, x in cases:
+        torch.manual_seed(0)
+        net = kind()
+        expected = net(x)
+        model, _, _ = accel.setup(copy.deepcopy(net), backend=accel.FSDP(wrap=(wrapped,)))
+        with pytest.raises(accel.BackendError, match="uses weights of a block outside of .*let wrap name the classes"):
+            model(x)
+        accel.teardown(model)
+        for wrap in (None, (kind,)):
+            model, _, _ = accel.setup(copy.deepcopy(net), backend=accel.FSDP(wrap=wrap))
+            assert torch.allclose(model(x), expected, atol=1e-6)
+            accel.teardown(model)
+
+
+def test_a_forward_that_uses_weights_of_a_block_is_told_what_to_choose() -> None:
+    run(2, uses_weights_of_a_block)
+
+
 def test_options_as_text() -> None:
     assert repr(accel.FSDP()).startswith("FSDP(wrap=None, plan=None, ")
     assert repr(accel.FSDP(wrap=(nn.Linear,))).startswith("FSDP(wrap=['Linear'], ")
