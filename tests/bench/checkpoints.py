@@ -17,7 +17,7 @@ import torch.distributed as dist
 import accel
 
 from . import movers, placed
-from .movers import ACCEL, READ, STREAM, Movers, build, trained
+from .movers import ACCEL, STREAM, Movers, build, trained
 from .ranks import run
 from .section import Data, Panel, Section, Verdict, answer, brief, failures, table
 from .timing import Row, Times, over_ranks, summarise
@@ -230,16 +230,7 @@ def _judge(data: Data) -> Iterator[Verdict]:
 
 
 def _judge_layout(layout: str, told: Data) -> Iterator[Verdict]:
-    """What the rounds of one layout alone decide; saves, loads and stalls `placed.judge` decides."""
-    found, what, limit = _rows(told, "verify"), f"verify against reading (0.8 of its speed), {layout}", 1 / 0.8
-    if ACCEL in found and READ in found:
-        own = found[ACCEL]
-        cause = "from a warm page cache the bytes come nearly as fast as they are hashed"
-        verdict = answer(own.wall_ratio, limit, own.wall_noise / found[READ].wall, cause)
-        yield Verdict(what, f"{limit:.2f}", f"{own.wall_ratio:.2f}", verdict)
-    else:
-        error = told["verify"]["failed"].get(ACCEL, "not run")
-        yield Verdict(what, f"{limit:.2f}", "none", f"**not measured**: {error}")
+    """What the rounds of one layout alone decide; times `placed.judge` decides."""
     for group, name in (("save", ACCEL), ("load", STREAM), ("load", ACCEL)):
         extra = told[group]["extra"].get(name)
         if extra is not None:

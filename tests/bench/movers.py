@@ -28,16 +28,17 @@ Act = Callable[[], Any]
 
 
 class Block(nn.Module):
-    """The weights of a transformer's block of width 768, without a use for them."""
+    """The weights of a transformer's block, without a use for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        shapes = [(768, 2304), (2304,), (768, 768), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
+        shapes = [(width, 3 * width), (3 * width,), (width, width), (width,)]
+        shapes += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(*shape)) for shape in shapes)
 
 
-def build(layers: int) -> nn.Module:
-    return nn.Sequential(nn.Embedding(8000, 768), *(Block() for _ in range(layers)))
+def build(layers: int, width: int = 768) -> nn.Module:
+    return nn.Sequential(nn.Embedding(8000, width), *(Block(width) for _ in range(layers)))
 
 
 def trained(net: nn.Module) -> torch.optim.Optimizer:
@@ -81,6 +82,8 @@ class Movers:
         self.layers = layers
         self.model, self.optimizer, _ = accel.setup(*self._new(), backend=backend, devices="cpu")
         self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.thin: dict[str, Any] = {}
+        self.backend = backend
         self.replicated = backend == "ddp"
         held = [v for s in self.optimizer.state.values() for v in s.values() if v.dim() > 0]
         self.whole = {str(i): t.detach() for i, t in enumerate([*self.model.parameters(), *held])}
@@ -99,9 +102,9 @@ class Movers:
         self.group = dist.new_group(backend="gloo")
         self.accelerator: Any = None
 
-    def _new(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _new(self, width: int = 768) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        net = build(self.layers)
+        net = build(self.layers, width)
         return net, trained(net)
 
     def digest(self) -> list[int]:
@@ -127,7 +130,7 @@ class Movers:
             return found | ({"Accelerate": self.accelerate_load} if self.replicated else {})
         if group == "async":
             return {MEMCPY: self.memcpy, ACCEL: self.accel_stall, "DCP": self.dcp_stall, REUSED: self.dcp_reused}
-        return {READ: self.raw_read, ACCEL: self.accel_verify}
+        return {READ: self.raw_read, HASHED_READ: lambda: self.raw_read(hashed=True), ACCEL: self.accel_verify}
 
     # -- by hand --------------------------------------------------------------------------------------------------
 
@@ -169,9 +172,11 @@ class Movers:
             state.update(piece)
         self.raw_load()
 
-    def raw_read(self) -> None:
-        for _ in self._pieces(self.rank, PIECE):
-            pass
+    def raw_read(self, hashed: bool = False) -> None:
+        state = xxhash.xxh3_64()
+        for piece in self._pieces(self.rank, STEP if hashed else PIECE):
+            if hashed:
+                state.update(piece)
 
     def memcpy(self) -> None:
         """What this rank writes, into buffers that are there already."""
@@ -194,6 +199,13 @@ class Movers:
 
     def accel_stall(self) -> Any:
         return accel.save(self.state, self.directory / "background", wait=False)
+
+    def thin_stall(self) -> Any:
+        """What a save takes beside the copy: the same tensors, of a hundredth of the width."""
+        if not self.thin:
+            model, optimizer, _ = accel.setup(*self._new(8), backend=self.backend, devices="cpu")
+            self.thin = {"model": model, "optimizer": optimizer}
+        return accel.save(self.thin, self.directory / "thin", wait=False)
 
     def accel_verify(self) -> None:
         accel.verify(self.directory / "accel")
@@ -281,5 +293,7 @@ ACCEL = "accel"
 STREAM = 'accel, `check="stream"`'
 RAW_SAVE, RAW_LOAD, READ = "raw write and fsync", "raw pread", "raw pread of a share"
 HASHED_SAVE, HASHED_LOAD = "raw write and fsync, with xxh3", "raw pread, with xxh3"
+HASHED_READ = "raw pread of a share, with xxh3"
 CHECKED_LOAD = "a pass of raw pread and xxh3, then raw pread"
 MEMCPY, REUSED = "memcpy into reused buffers", "DCP, its copy reused"
+THIN = "accel, as many tensors without bytes"
