@@ -315,7 +315,8 @@ class Reader:
         steps: list[list[memoryview]] = [[] for _ in range(-(-(end - begin) // step))]
 
         def add(low: int, high: int, view: memoryview | None) -> None:
-            for number in range(low // step, -(-high // step)):
+            # Nothing between two pieces is no part: it would ask for this thread's buffer.
+            for number in range(low // step, -(-high // step) if low < high else 0):
                 a, b = max(low, number * step), min(high, (number + 1) * step)
                 part = self._threads.buffer[a % step : a % step + b - a] if view is None else view[a - low : b - low]
                 steps[number].append(part)
