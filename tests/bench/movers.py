@@ -77,13 +77,11 @@ def _views(tensors: list[torch.Tensor], first: int, last: int, step: int = PIECE
 class Movers:
     """One state, replicated (``ddp``) or in shards (``fsdp``), with every way to move it."""
 
-    def __init__(self, directory: str, backend: str, layers: int) -> None:
+    def __init__(self, directory: str, backend: str, layers: int, width: int = 768) -> None:
         self.directory = Path(directory)
-        self.layers = layers
+        self.layers, self.width = layers, width
         self.model, self.optimizer, _ = accel.setup(*self._new(), backend=backend, devices="cpu")
         self.state = {"model": self.model, "optimizer": self.optimizer}
-        self.thin: dict[str, Any] = {}
-        self.backend = backend
         self.replicated = backend == "ddp"
         held = [v for s in self.optimizer.state.values() for v in s.values() if v.dim() > 0]
         self.whole = {str(i): t.detach() for i, t in enumerate([*self.model.parameters(), *held])}
@@ -102,9 +100,9 @@ class Movers:
         self.group = dist.new_group(backend="gloo")
         self.accelerator: Any = None
 
-    def _new(self, width: int = 768) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _new(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        net = build(self.layers, width)
+        net = build(self.layers, self.width)
         return net, trained(net)
 
     def digest(self) -> list[int]:
@@ -200,13 +198,6 @@ class Movers:
     def accel_stall(self) -> Any:
         return accel.save(self.state, self.directory / "background", wait=False)
 
-    def thin_stall(self) -> Any:
-        """What a save takes beside the copy: the same tensors, of a hundredth of the width."""
-        if not self.thin:
-            model, optimizer, _ = accel.setup(*self._new(8), backend=self.backend, devices="cpu")
-            self.thin = {"model": model, "optimizer": optimizer}
-        return accel.save(self.thin, self.directory / "thin", wait=False)
-
     def accel_verify(self) -> None:
         accel.verify(self.directory / "accel")
 
@@ -296,4 +287,3 @@ HASHED_SAVE, HASHED_LOAD = "raw write and fsync, with xxh3", "raw pread, with xx
 HASHED_READ = "raw pread of a share, with xxh3"
 CHECKED_LOAD = "a pass of raw pread and xxh3, then raw pread"
 MEMCPY, REUSED = "memcpy into reused buffers", "DCP, its copy reused"
-THIN = "accel, as many tensors without bytes"
