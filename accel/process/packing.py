@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -179,6 +180,9 @@ class _Line:
         """At most ``limit`` elements in all; of a tensor with more than ``uncut``, which is contiguous, a flat part."""
         part: list[torch.Tensor] = []
         room, rest = limit, self._rest
+        if _numel(rest) <= limit:
+            self._rest = []
+            return rest[::-1]
         while rest:
             size = rest[-1].numel()
             if size > room:
@@ -199,14 +203,12 @@ def _pieces(
 
     ``share`` gives how many share a collective, for a device and the number of owners that have something left.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    kinds: defaultdict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]]
+    kinds = defaultdict(lambda: [[] for _ in by_owner])
     for owner, tensors in enumerate(by_owner):
         for tensor in tensors:
-            kind = (tensor.dtype, tensor.device)
-            if kind not in kinds:
-                kinds[kind] = [[] for _ in by_owner]
             if tensor.numel():
-                kinds[kind][owner].append(tensor)
+                kinds[tensor.dtype, tensor.device][owner].append(tensor)
     for (dtype, device), same in kinds.items():
         lines = list(map(_Line, same))
         while holders := sum(map(bool, lines)):
@@ -341,7 +343,9 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
         if mine:
             rows = came.view(sent.dtype).view(world - 1, -1)
             torch._foreach_add_(mine, _unflatten_dense_tensors(rows.sum(0) if world > 2 else rows[0], mine))
-            torch._foreach_mul_(mine, 1 / world)
+            # By a tensor, which takes a third of the time that a number does, of a dtype in which 1/3 is exact enough.
+            exact = torch.promote_types(sent.dtype, torch.float32).to_real()
+            torch._foreach_mul_(mine, torch.full((), 1 / world, dtype=exact, device=sent.device))
     _put_back(by_owner[rank], used[rank])
 
 
