@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .engines import FOREIGN, Engine, Holdings, foreign_part
-from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
 from .gradients.log import remove_hooks
@@ -36,7 +35,6 @@ from .gradients.patches import (
     clip_patches,
     compile_patch,
     data_patch,
-    leaf_patch,
     run_patches,
 )
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
@@ -73,8 +71,7 @@ class Registry:
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = clip_patches(self)
-        self._runs = run_patches(self._listeners)
-        self._leaves = leaf_patch(self._leaf)
+        self._runs = run_patches(self._listeners, self._leaf)
         self._compiling = compile_patch(ModelHandle)
         self._data = data_patch(self._data_used, self._data_set)
         self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
@@ -112,8 +109,6 @@ class Registry:
         needed = [self._compiling, *(self._clipping if engine.gradients.watched else ())]
         if engine.gradients.watched and engine.distributed:
             needed += self._runs
-        if engine.distributed and type(engine.gradients).leaf is not Gradients.leaf:
-            needed.append(self._leaves)
         if engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data):
             needed.append(self._data)
         return needed + (engine.sequence.patches if engine.sequence is not None else [])

@@ -166,35 +166,14 @@ class _Attributes:
         delattr(self._owner, name)
 
 
-# -- Makes `backward(inputs=...)` find the parameters in its graph ------------------------------------------------------
-# An engine may have put other tensors in the parameters' places: autograd finds no way to those, and leaves their gradients
-# alone without a word. ``Tensor.backward`` looks ``torch.autograd.backward`` up in its module: replacing it there reaches
-# every loop.
-
-_INPUTS: Final = 5  # its place among the arguments
-
-
-def leaf_patch(leaf: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
-    """The replaced function; ``leaf`` gives the tensor in the graph that a given one stands for."""
-
-    def leaves(inputs: Any) -> Any:
-        some = [inputs] if isinstance(inputs, torch.Tensor | torch.autograd.graph.GradientEdge) else inputs
-        return [leaf(i) if isinstance(i, torch.Tensor) else i for i in some]
-
-    def backward(original: Callable[..., None], *args: Any, inputs: Any = None, **kwargs: Any) -> None:
-        if len(args) > _INPUTS:
-            args, inputs = args[:_INPUTS], args[_INPUTS]
-        original(*args, inputs=None if inputs is None else leaves(inputs), **kwargs)
-
-    return around(vars(torch.autograd), "backward", backward)
-
-
 # -- Tells of the begin and the end of each backward; a lost rank there raises accel's error ---------------------------
-# What ``torch.autograd.backward`` calls, however a loop imported that, and the checkpointing that computes a part again. It is
-# replaced in both modules that have it: torch's tracer puts the one that it finds in the second into the first.
+# What ``torch.autograd.backward`` and ``grad`` call, however a loop imported them, and the checkpointing that computes a part
+# again. It is replaced in both modules that have it: torch's tracer puts the one that it finds in the second into the first.
+# Of ``inputs`` it is given what stands in the graph: an engine may have put other tensors in the parameters' places, to which
+# autograd finds no way, and without a word leaves their gradients alone, or gives None.
 
 
-_CREATE_GRAPH: Final = 3  # its place among the arguments
+_CREATE_GRAPH, _INPUTS = 3, 4  # their places among the arguments
 #: What torch says by itself where a backward cannot go on, and what is meant.
 _MEANT: Final = {
     re.compile("mark a variable ready only once|undefined, but still allreduced"): (
@@ -225,14 +204,24 @@ class BackwardListener(Protocol):
     def end(self, run: object) -> None: ...
 
 
-def run_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Patch, ...]:
-    """The replaced functions; ``listeners`` are those that are there then."""
+def _with_leaves(args: tuple[Any, ...], leaf: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    if not args[_INPUTS]:
+        return args
+    return (*args[:_INPUTS], map_tensors(leaf, args[_INPUTS], others=True), *args[_INPUTS + 1 :])
+
+
+def run_patches(
+    listeners: Sequence[weakref.ref[BackwardListener]], leaf: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Patch, ...]:
+    """The replaced functions; ``listeners`` are those that are there then, ``leaf`` gives what a parameter is in the graph."""
 
     def make(found: Callable[..., Any], needed: Callable[[], bool]) -> Callable[..., Any]:
         @functools.wraps(found)
         def patched(*args: Any, **kwargs: Any) -> Any:
-            # torch.autograd.grad leaves no gradients; where something listens, it is needed.
-            if not kwargs.get("accumulate_grad", True) or not (listeners or needed()):
+            if not (listeners or needed()):
+                return found(*args, **kwargs)
+            args = _with_leaves(args, leaf)
+            if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
                 return found(*args, **kwargs)
             run, heard = object(), listeners[:]  # an engine that is collected meanwhile would leave the list
             try:

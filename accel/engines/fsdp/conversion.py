@@ -246,6 +246,7 @@ class StandIn(Absent, nn.Parameter):
     """A replaced parameter: ``grad`` and ``requires_grad`` are its shard's; any use of its values raises."""
 
     shard: nn.Parameter
+    plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # which are given what stands in the graph
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 

@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, cast, final
+from typing import Any, ClassVar, Final, cast, final
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
 from ...shard import Box
-from ...trees import all_tensors, exchange
-from ..base.absent import refuse_other_tensor
+from ...trees import all_tensors, exchange, map_tensors
+from ..base.absent import FOR_AUTOGRAD, refuse_other_tensor
 from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
@@ -86,7 +86,7 @@ def require_same(what: str, values: Sequence[torch.Tensor]) -> None:
         other = next(rank for rank, theirs in enumerate(told) if theirs != told[0])
         raise RankMismatchError(
             f"{what}: rank {other} writes other values than rank 0, and each rank would write its part of its own: compute them "
-            "alike on all ranks, or take rank 0's (accel.broadcast(values))"
+            "alike on all ranks, or take rank 0's (accel.broadcast(values)), of gradients the mean (accel.all_reduce(g, 'mean'))"
         )
 
 
@@ -155,8 +155,11 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
 
 
 @final
-class _WrittenWholes:
-    """Refuses what is written to one group's gathered parameters, in a forward or after it, which is lost when they are freed."""
+class _Wholes:
+    """Refuses what is written to one group's gathered parameters, in a forward or after it, which is lost when they are freed.
+
+    While they are freed, their shards answer for them.
+    """
 
     def __init__(self, group: Any, label: str) -> None:
         self._group, self._label = group, label
@@ -187,12 +190,16 @@ class _WrittenWholes:
     def _gather(self) -> None:
         if not self._group.is_unsharded:
             self._to_unsharded()
+            for whole in self.wholes:
+                whole.__class__ = whole.gathered
             self.note()
 
     def free(self, where: str = "between a forward and its backward") -> None:
         changed = [] if self._group.is_sharded else self._written()  # a step counts as a write to those that are freed
         self.note()
         self._to_sharded()
+        for whole in self.wholes:
+            whole.__class__ = whole.freed
         if changed:
             written = [p for p in self._group.fsdp_params if any(p._unsharded_param is whole for whole in changed)]
             names = ", ".join(p._param_fqn or p._module_info.param_name for p in written[:5])
@@ -205,7 +212,7 @@ def watch_forward(state: Any, group: Any, label: str, given: dict[Any, Any]) -> 
     given.
     """
     pre_forward, post_forward = group.pre_forward, group.post_forward
-    writes = _WrittenWholes(group, label)
+    writes = _Wholes(group, label)
     wholes, reached = writes.wholes, list[torch.Tensor]()
 
     def enter(*args: Any) -> Any:
@@ -453,6 +460,9 @@ class _OfShard:
     ``p.data`` is noted, since a write through it moves no version but its own.
     """
 
+    #: The class while it is gathered, and while it is freed.
+    gathered: ClassVar[type[Any]]
+    freed: ClassVar[type[Any]]
     shard: nn.Parameter | None = None  # none of what a compiler makes of it
     #: What reading ``p.data`` gave in a forward, of all parameters that are gathered with this one.
     aliases: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -485,6 +495,42 @@ class _OfShard:
         return self
 
 
+_OF_ITSELF: Final = FOR_AUTOGRAD | {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
+
+
+class _Freed(_OfShard):
+    """While it is freed, for a loop that holds it since it was gathered: its shard is used but for autograd and its memory."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        assert self.shard is not None
+        return self.shard.data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        assert self.shard is not None
+        self.shard.data = value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _OF_ITSELF:
+            args, kwargs = (map_tensors(_that_lives, given, others=True) for given in (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _that_lives(tensor: Any) -> Any:
+    return tensor.shard if isinstance(tensor, _Freed) else tensor
+
+
+class FreedWhole(_Freed, nn.Parameter):
+    """One that every rank has whole while it is gathered."""
+
+
+class FreedPart(_Freed, DTensor):
+    """One that tensor parallelism has cut before."""
+
+
 class Gathered(_OfShard, nn.Parameter):
     """One that every rank has whole then."""
 
@@ -497,6 +543,11 @@ class GatheredPart(_OfShard, DTensor):
         made: Any = DTensor.__tensor_unflatten__(*args)
         made.__class__ = GatheredPart  # which compiled code expects again where it was traced with one
         return made
+
+
+for _pair in ((Gathered, FreedWhole), (GatheredPart, FreedPart)):
+    for _kind in _pair:
+        _kind.gathered, _kind.freed = _pair
 
 
 def kept_whole(module: nn.Module) -> list[nn.Parameter]:

@@ -462,3 +462,61 @@ def written_views() -> None:
 
 def test_views_that_blocks_return_are_written_to_and_their_inputs_are_not() -> None:
     run(2, written_views)
+
+
+def asked_for() -> dict[str, torch.Tensor]:
+    """A second loss weighed by gradients of a layer, as adversarial autoencoders have it; and all gradients, used or not."""
+    net, optimizer = build()
+    net.unused = nn.Linear(2, 2)
+    last = net.blocks[-1].down.weight
+    model, optimizer, _ = accel.setup(net, optimizer, backend="fsdp")
+    found = {}
+    for step in range(3):
+        tokens = (torch.arange(16).view(2, 8) * (step + 3)) % 10  # the same on all ranks
+        first, second = (nn.functional.cross_entropy(model(row), row.flip(0)) for row in tokens)
+        ratio = torch.autograd.grad(first, last, retain_graph=True)[0].norm()
+        ratio /= torch.autograd.grad(second, [last], retain_graph=True)[0].norm()
+        every = torch.autograd.grad(first, model.parameters(), retain_graph=True, allow_unused=True)
+        names = [name for name, _ in model.named_parameters()]
+        found |= {f"{step}.{n}": g.clone() for n, g in zip(names, every, strict=True) if g is not None}
+        optimizer.zero_grad()
+        (first + ratio * second).backward()
+        optimizer.step()
+    assert all(found[f"2.{n}"].shape == p.shape for n, p in model.named_parameters() if "unused" not in n)
+    return found | accel.full_state_dict(model)
+
+
+def test_gradients_that_are_asked_for_are_of_what_stands_in_the_graph() -> None:
+    (alone,) = run(1, asked_for)
+    for found in run(2, asked_for):
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def held_since_it_was_gathered(how: str) -> dict[str, torch.Tensor]:
+    """Steps by hand with a list of parameters from between a forward and its backward, which frees what is in it."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model, _, _ = accel.setup(net, backend="fsdp")
+    norms = []
+    for step in range(3):
+        loss = model(rows(step, 8, 4)).square().mean()
+        held = list(model.parameters())
+        gradients = torch.autograd.grad(loss, held)
+        with torch.no_grad():
+            for p, gradient in zip(held, gradients, strict=True):
+                if how == "data":
+                    p.data -= 0.1 * gradient
+                else:
+                    p -= 0.1 * gradient
+        norms.append(torch.stack([accel.full_state_dict(model)[n].norm() for n, _ in model.named_parameters()]))
+    return accel.full_state_dict(model) | {"norms": torch.stack(norms)}
+
+
+@pytest.mark.parametrize("how", ["itself", "data"])
+def test_a_parameter_held_since_it_was_gathered_is_its_shard(how: str) -> None:
+    (alone,) = run(1, held_since_it_was_gathered, how)
+    for found in run(2, held_since_it_was_gathered, how):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
