@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .engines import FOREIGN, Engine, Holdings, foreign_part
+from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
 from .gradients.log import remove_hooks
@@ -292,6 +293,11 @@ class Registry:
         self._warnings.add(said)
         return not known
 
+    def canonical(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What has the final gradients of these, of which a loop may hold what an engine has put in their places for a time."""
+        engines = [e for e in self.engines if type(e.gradients).canonical is not Gradients.canonical]
+        return [_canonical(p, engines) for p in parameters] if engines else parameters
+
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
         if not gradients:
@@ -405,6 +411,10 @@ class Registry:
 def _other_parameters(given: Sequence[Sequence[str]]) -> str:
     some = {name for names in given for name in names if any(name not in others for others in given)}
     return f"some were not given {', '.join(sorted(some)[:5])} (their p.grad was None?); give all of model.parameters()"
+
+
+def _canonical(parameter: Any, engines: Sequence[Engine]) -> torch.Tensor:
+    return next((e.gradients.canonical(parameter) for e in engines if id(parameter) in e.known), parameter)
 
 
 def _of(engine: Engine, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

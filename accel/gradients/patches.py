@@ -273,6 +273,7 @@ _MULTIPLY: Final = "_clip_grads_with_norm_"
 class ClipListener(Protocol):
     """What hears of clipping: the registry, which says what each is for."""
 
+    def canonical(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None: ...
     def before_clipping_of(self, parameters: Sequence[torch.Tensor]) -> None: ...
     def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]: ...
@@ -341,7 +342,7 @@ class _Clip:
         if self._inside or caller.f_code.co_name != "clip_grad_norm_":
             return original(tensors, *args, **kwargs)  # `given` sees to it
         # The helper sees gradients only, of which a rank may have none.
-        parameters, gradients = list(caller.f_locals["parameters"]), _as_list(tensors)
+        parameters, gradients = self._listener.canonical(list(caller.f_locals["parameters"])), _as_list(tensors)
         if not (parameters or gradients):  # maybe all that have a p.grad, where an engine keeps the gradients elsewhere
             self._listener.before_clipping(())
         return self._total_of(parameters, original, gradients, *args, **kwargs)
@@ -426,7 +427,7 @@ class _Clip:
         return self._total_of(whose, original, gradients, *args, **kwargs)  # torch cannot add up over two meshes
 
     def _holders(self, parameters: Any) -> list[Accumulator]:
-        given = _as_list(parameters)
+        given = self._listener.canonical(_as_list(parameters))
         return [*given, *self._listener.behind(given)]
 
     @contextlib.contextmanager

@@ -520,3 +520,30 @@ def test_a_parameter_held_since_it_was_gathered_is_its_shard(how: str) -> None:
     for found in run(2, held_since_it_was_gathered, how):
         for name, value in alone.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def clipped_as_held(how: str) -> dict[str, torch.Tensor]:
+    """Torch's clipping of a list from between a forward and its backward, after which the gradients are the shards'."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.5), backend="fsdp")
+    norms = []
+    for step in range(3):
+        loss = model(rows(step, 8, 4)).square().mean()
+        held = list(model.parameters())
+        optimizer.zero_grad()
+        loss.backward()
+        if how == "norm":
+            norms.append(float(nn.utils.clip_grad_norm_(held, 0.01)))
+        else:
+            nn.utils.clip_grad_value_(held, 0.01)
+        optimizer.step()
+    return accel.full_state_dict(model) | {"norms": torch.tensor(norms)}
+
+
+@pytest.mark.parametrize("how", ["norm", "value"])
+def test_clipping_of_parameters_held_since_they_were_gathered(how: str) -> None:
+    (alone,) = run(1, clipped_as_held, how)
+    for found in run(2, clipped_as_held, how):
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
