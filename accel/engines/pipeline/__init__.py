@@ -48,7 +48,8 @@ from .stages import (
 class Elsewhere(Absent, nn.Parameter):
     """A parameter of another rank's stage."""
 
-    plain = FOR_AUTOGRAD | {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
+    # Asked for its gradient, autograd would find no way to it: with `allow_unused` there were none, without a word.
+    plain = FOR_AUTOGRAD - {torch.autograd.grad} | {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
     place: str
 
     @classmethod

@@ -126,6 +126,8 @@ def refused_forwards() -> None:
     with pytest.raises(accel.BackendError, match="not its parameters"):
         optimizer.step()
     optimizer.zero_grad()
+    with pytest.raises(accel.BackendError, match="grad uses .* lies on rank . of this pipeline"):
+        torch.autograd.grad(model(x).sum(), list(raw.parameters()), allow_unused=True)
     penalised = x.clone().requires_grad_()
     with pytest.raises(accel.BackendError, match="gradient penalties"):
         torch.autograd.grad(model(penalised).sum(), penalised, create_graph=True)
