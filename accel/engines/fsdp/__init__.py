@@ -22,7 +22,7 @@ from ...shard import Shard, StateEntry, parameters_of
 from ..base.activations import Choice
 from ..base.drift import GRADIENT
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
-from ..base.gradients import Gradients, refuse_overlaps, refuse_scripts, refuse_sparse
+from ..base.gradients import Gradients, refuse_inside_backward, refuse_overlaps, refuse_scripts, refuse_sparse
 from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
 from ..base.local import LocalSteps, elementwise
@@ -264,6 +264,8 @@ class FSDPGradients(Gradients):
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         engine, parts = self.engine, self.engine.parts
+        if optimizer is not None:  # it would free what the backward still needs
+            refuse_inside_backward()
         parts.backwards.notice_exception()
         parts.backwards.interruption.refuse()
         parts.backwards.take_markers()

@@ -436,3 +436,17 @@ def test_a_forward_that_uses_weights_of_a_block_is_told_what_to_choose() -> None
 def test_options_as_text() -> None:
     assert repr(accel.FSDP()).startswith("FSDP(wrap=None, plan=None, ")
     assert repr(accel.FSDP(wrap=(nn.Linear,))).startswith("FSDP(wrap=['Linear'], ")
+
+
+def stepped_in_backward() -> None:
+    """As in torch's tutorial, an optimizer for each parameter, which steps where its gradient is there."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model, optimizers, _ = accel.setup(net, [torch.optim.SGD([p], 0.1) for p in net.parameters()], backend="fsdp")
+    for parameter, optimizer in zip(model.parameters(), optimizers, strict=True):
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with pytest.raises(accel.BackendError, match="an optimizer steps inside a backward"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_an_optimizer_that_steps_inside_a_backward_is_refused() -> None:
+    run(2, stepped_in_backward)
