@@ -205,8 +205,6 @@ class BackwardListener(Protocol):
 
 
 def _with_leaves(args: tuple[Any, ...], leaf: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    if not args[_INPUTS]:
-        return args
     return (*args[:_INPUTS], map_tensors(leaf, args[_INPUTS], others=True), *args[_INPUTS + 1 :])
 
 
@@ -220,7 +218,7 @@ def run_patches(
         def patched(*args: Any, **kwargs: Any) -> Any:
             if not (listeners or needed()):
                 return found(*args, **kwargs)
-            args = _with_leaves(args, leaf)
+            args = _with_leaves(args, leaf) if args[_INPUTS] else args
             if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
                 return found(*args, **kwargs)
             run, heard = object(), listeners[:]  # an engine that is collected meanwhile would leave the list
