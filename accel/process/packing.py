@@ -343,9 +343,10 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
         if mine:
             rows = came.view(sent.dtype).view(world - 1, -1)
             torch._foreach_add_(mine, _unflatten_dense_tensors(rows.sum(0) if world > 2 else rows[0], mine))
-            # By a tensor, which takes a third of the time that a number does, of a dtype in which 1/3 is exact enough.
-            exact = torch.promote_types(sent.dtype, torch.float32).to_real()
-            torch._foreach_mul_(mine, torch.full((), 1 / world, dtype=exact, device=sent.device))
+            factor: Any = 1 / world
+            if not _calls_are_dear(sent.device) and sent.dtype in (torch.float32, torch.float64):
+                factor = torch.full((), factor, dtype=sent.dtype)  # takes a third of the time that a number does
+            torch._foreach_mul_(mine, factor)
     _put_back(by_owner[rank], used[rank])
 
 

@@ -405,6 +405,7 @@ class ShardedModule:
             for param in self.params:  # it asks groups, of which an interrupt may have left some parameters gathered
                 if param.sharded_state is not ShardedState.SHARDED:
                     param.to_sharded()
+                    param._unsharded_param.__class__ = param._unsharded_param.freed
             self._given.clear()
 
     def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
