@@ -6,6 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -464,6 +465,15 @@ def test_views_that_blocks_return_are_written_to_and_their_inputs_are_not() -> N
     run(2, written_views)
 
 
+def as_alone(function: Callable[..., dict[str, torch.Tensor]], *args: Any, rtol: float) -> None:
+    """Two ranks find what one process does, under the same names."""
+    (alone,) = run(1, function, *args)
+    for found in run(2, function, *args):
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            torch.testing.assert_close(found[name], value, rtol=rtol, atol=1e-6, msg=name)
+
+
 def asked_for() -> dict[str, torch.Tensor]:
     """A second loss weighed by gradients of a layer, as adversarial autoencoders have it; and all gradients, used or not."""
     net, optimizer = build()
@@ -487,11 +497,7 @@ def asked_for() -> dict[str, torch.Tensor]:
 
 
 def test_gradients_that_are_asked_for_are_of_what_stands_in_the_graph() -> None:
-    (alone,) = run(1, asked_for)
-    for found in run(2, asked_for):
-        assert found.keys() == alone.keys()
-        for name, value in alone.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    as_alone(asked_for, rtol=1e-4)
 
 
 def held_since_it_was_gathered(how: str) -> dict[str, torch.Tensor]:
@@ -516,10 +522,7 @@ def held_since_it_was_gathered(how: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("how", ["itself", "data"])
 def test_a_parameter_held_since_it_was_gathered_is_its_shard(how: str) -> None:
-    (alone,) = run(1, held_since_it_was_gathered, how)
-    for found in run(2, held_since_it_was_gathered, how):
-        for name, value in alone.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    as_alone(held_since_it_was_gathered, how, rtol=1e-5)
 
 
 def clipped_as_held(how: str) -> dict[str, torch.Tensor]:
@@ -543,7 +546,4 @@ def clipped_as_held(how: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("how", ["norm", "value"])
 def test_clipping_of_parameters_held_since_they_were_gathered(how: str) -> None:
-    (alone,) = run(1, clipped_as_held, how)
-    for found in run(2, clipped_as_held, how):
-        for name, value in alone.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    as_alone(clipped_as_held, how, rtol=1e-5)
