@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -287,7 +288,7 @@ def _from_environment(variable: str, asked: Any, default: Any = None) -> Iterato
 
 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
-    if not (isinstance(optimizer, Optimizer) and hasattr(optimizer, _HOOKS)):
+    if not (isinstance(optimizer, Optimizer) and isinstance(getattr(optimizer, _HOOKS, None), OrderedDict)):
         raise OptimizerError(
             f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer: {_instead_of_optimizer(optimizer)}"
         )

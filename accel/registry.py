@@ -7,7 +7,7 @@ import gc
 import logging
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -296,7 +296,10 @@ class Registry:
     def canonical(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What has the final gradients of these, of which a loop may hold what an engine has put in their places for a time."""
         engines = [e for e in self.engines if type(e.gradients).canonical is not Gradients.canonical]
-        return [_canonical(p, engines) for p in parameters] if engines else parameters
+        if not engines:
+            return parameters
+        owners: list[tuple[Any, Engine | None]] = [(p, _owner(p, engines)) for p in parameters]
+        return [p if owner is None else owner.gradients.canonical(p) for p, owner in owners]
 
     def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
         """Make final the gradients that one of torch's clipping functions was given."""
@@ -344,10 +347,8 @@ class Registry:
                 )
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        for engine in self.engines:
-            if id(tensor) in engine.known:
-                return engine.gradients.leaf(tensor)
-        return tensor
+        owner = _owner(tensor, self.engines)
+        return tensor if owner is None else owner.gradients.leaf(tensor)
 
     def _data_used(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
         for engine in self.engines:
@@ -413,8 +414,8 @@ def _other_parameters(given: Sequence[Sequence[str]]) -> str:
     return f"some were not given {', '.join(sorted(some)[:5])} (their p.grad was None?); give all of model.parameters()"
 
 
-def _canonical(parameter: Any, engines: Sequence[Engine]) -> torch.Tensor:
-    return next((e.gradients.canonical(parameter) for e in engines if id(parameter) in e.known), parameter)
+def _owner(tensor: torch.Tensor, engines: Iterable[Engine]) -> Engine | None:
+    return next((e for e in engines if id(tensor) in e.known), None)
 
 
 def _of(engine: Engine, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import os
@@ -42,14 +43,32 @@ def step(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
+HOOKS = [name for name in vars(sgd()) if name.endswith("_hooks")]
+
+
 class Wrapper(torch.optim.Optimizer):
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    """As they are written where torch's own ``__init__`` is not called; some give it what it would have made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, hooks: Callable[[], object] | None = None) -> None:
         self.optimizer, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+        if hooks is not None:
+            vars(self).update({name: hooks() for name in HOOKS})
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
 
 
-def wrapped() -> object:
+def wrapped(hooks: Callable[[], object] | None = None) -> Any:
     raw = net()
-    return accel.setup(raw, Wrapper(torch.optim.SGD(raw.parameters(), lr=0.1)))
+    return accel.setup(raw, Wrapper(torch.optim.SGD(raw.parameters(), lr=0.1), hooks))
+
+
+def test_a_wrapper_that_has_what_torch_would_have_made_is_taken() -> None:
+    model, optimizer, _ = wrapped(collections.OrderedDict)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
 
 
 def nested() -> torch.Tensor:
@@ -99,6 +118,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     ),
     "a wrapper of an optimizer that torch did not make": (
         wrapped,
+        accel.OptimizerError,
+        f"optimizers is a tests.test_mistakes.Wrapper{OPTIMIZER}give the one that this wraps, or call super().__init__(): "
+        "without that of torch its steps call no hooks",
+    ),
+    "one with other hooks than torch makes": (
+        lambda: wrapped(dict),
         accel.OptimizerError,
         f"optimizers is a tests.test_mistakes.Wrapper{OPTIMIZER}give the one that this wraps, or call super().__init__(): "
         "without that of torch its steps call no hooks",

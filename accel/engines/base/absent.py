@@ -60,6 +60,9 @@ FOR_AUTOGRAD: Final = frozenset(
     ]
 )
 
+#: The same, and where it lies.
+OF_ITSELF: Final = FOR_AUTOGRAD | {_T.data_ptr, _T.untyped_storage}
+
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, for which parameters are plain tensors."""

@@ -28,7 +28,7 @@ from ...process import Process
 from ...process.control import Waiting, agree, announce
 from ...shard import Box
 from ...trees import all_tensors, exchange, map_tensors
-from ..base.absent import FOR_AUTOGRAD, refuse_other_tensor
+from ..base.absent import OF_ITSELF, refuse_other_tensor
 from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
@@ -496,9 +496,6 @@ class _OfShard:
         return self
 
 
-_OF_ITSELF: Final = FOR_AUTOGRAD | {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
-
-
 class _Freed(_OfShard):
     """While it is freed, for a loop that holds it since it was gathered: its shard is used but for autograd and its memory."""
 
@@ -514,7 +511,7 @@ class _Freed(_OfShard):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _OF_ITSELF:
+        if func not in OF_ITSELF:
             args, kwargs = (map_tensors(_that_lives, given, others=True) for given in (args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

@@ -17,7 +17,7 @@ from ...precision import convert_module, convert_optimizer
 from ...process import Process
 from ...process.control import agree
 from ...shard import Shard, StateEntry
-from ..base.absent import FOR_AUTOGRAD, Absent, blank, bring_back, name_of, plainly, take_away
+from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, plainly, take_away
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients, refuse_overlaps
@@ -49,7 +49,7 @@ class Elsewhere(Absent, nn.Parameter):
     """A parameter of another rank's stage."""
 
     # Asked for its gradient, autograd would find no way to it: with `allow_unused` there were none, without a word.
-    plain = FOR_AUTOGRAD - {torch.autograd.grad} | {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
+    plain = OF_ITSELF - {torch.autograd.grad}
     place: str
 
     @classmethod
