@@ -45,20 +45,26 @@ def split_all() -> None:
     for length in (0, 1, 2, 7):
         items = [f"text {i}" for i in range(length)]
         part = accel.split(items)
-        assert accel.all_gather(part, objects=True) == items
+        assert accel.all_gather(part, objects=True) == accel.gather_for_metrics(part, items, objects=True) == items
         sizes = [len(theirs) for theirs in accel.all_gather([part], objects=True)]
         assert sum(sizes) == length
         assert max(sizes) - min(sizes) <= 1
         padded = accel.split(items, pad=True)
         assert len(padded) == math.ceil(length / world)
         assert accel.all_gather(padded, objects=True)[:length] == items
+        assert accel.gather_for_metrics(padded, items, objects=True) == items
         rows = torch.arange(2 * length).reshape(length, 2)
         assert torch.equal(accel.all_gather(accel.split(rows)), rows)
-        assert torch.equal(accel.all_gather(accel.split(rows, pad=True))[:length], rows)
+        for pad in (False, True):
+            mine = accel.split(rows, pad=pad)
+            both = accel.gather_for_metrics({"rows": mine, "first": mine[:, 0]}, rows)
+            assert torch.equal(both["rows"], rows)
+            assert torch.equal(both["first"], rows[:, 0])
+        assert torch.equal(accel.all_gather(mine)[:length], rows)
     pair = accel.split(Pair(torch.arange(4), list("abcd")))  # fields are not items
     assert [("a", "b", "c", "d")[i] for i in pair.x.tolist()] == pair.y
-    both = accel.split({"x": torch.arange(5), "y": {"words": tuple("abcde")}})
-    assert both["y"]["words"] == tuple("abcde"[i] for i in both["x"].tolist())  # type: ignore[index]
+    dicts = accel.split({"x": torch.arange(5), "y": {"words": tuple("abcde")}})
+    assert dicts["y"]["words"] == tuple("abcde"[i] for i in dicts["x"].tolist())  # type: ignore[index]
     assert accel.all_gather(accel.split(range(5), pad=True), objects=True) == [0, 1, 2, 3, 4, *[4] * (-5 % world)]
 
     for wrong, what in (
@@ -69,24 +75,48 @@ def split_all() -> None:
     ):
         with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():
             accel.split(wrong)
+    for rows, of, what in (
+        (torch.ones(9), range(8 * world), "expected dim 0 to be this rank's batch of 8, found shape \\(9,\\)"),
+        (torch.ones(()), range(8), "found shape \\(\\)"),
+        (torch.ones(8), {"x": range(8)}, "or the list or tensor that accel.split has cut, found a dict"),
+        (
+            torch.ones(8 // world),
+            range(7 + rank),
+            "the number of items that accel.split has cut is 7 on rank 0 and 8 on" if world > 1 else "batch of 7",
+        ),
+    ):
+        with pytest.raises(accel.AccelError, match=what):
+            accel.gather_for_metrics(rows, of)
     with pytest.raises(accel.AccelError, match="expected pad to be True or False, found 2"):
         accel.split([1, 2, 3], 2)  # type: ignore[arg-type]
 
 
-def split_by_place() -> list[int]:
+def split_by_place(backend: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    handle, _, _ = accel.setup(model, backend="pipeline")
-    part = accel.split([1, 2, 3])
+    handle, _, _ = accel.setup(model, backend=backend)
+    parts = [accel.split([1, 2, 3], pad=pad) for pad in (False, True)]
+    for part in parts:
+        assert accel.gather_for_metrics(part, [1, 2, 3], objects=True) == [1, 2, 3]
     del handle, model
-    return part
+    return parts
+
+
+def gather_before_a_split() -> None:
+    with pytest.raises(accel.LoaderError, match="accel.split has cut nothing yet"):
+        accel.gather_for_metrics(torch.ones(1), [1, 2])
 
 
 def test_split_gives_each_rank_its_part_and_gathering_brings_back_the_order() -> None:
+    run(2, gather_before_a_split)
     run(2, split_all)
-    assert run(2, split_by_place) == [[1, 2, 3]] * 2  # the stages of a pipeline have one batch
     split_all()
     accel.teardown()
+
+
+def test_ranks_that_read_one_batch_have_one_part_which_is_gathered_once() -> None:
+    assert run(2, split_by_place, "pipeline") == [[[1, 2, 3]] * 2] * 2
+    assert run(4, split_by_place, accel.DDP(sequence_parallel=2)) == [[[1, 2]] * 2] * 2 + [[[3], [3, 3]]] * 2
 
 
 # -- the largest batch -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from .. import data, process
+from ..data.iteration import latest
 from ..data.sampling import Division, fingerprint
 from ..engines.base.step import Stepper
 from ..errors import AccelError, RankMismatchError, described, text_of_error, whole_number
@@ -37,13 +38,13 @@ T = TypeVar("T")
 def split(items: T, pad: bool = False) -> T:
     """This rank's part of what all ranks have: neighbours stay neighbours, and the ranks' parts are in order. Collective.
 
-    ``all_gather`` of what is made of the parts is in the order of the items: of tensors with a row for each, or of a list with
-    ``objects=True``, also where the parts are not equally long, or empty. The ranks of one data-parallel place, as in
-    ``data_parallel_place``, have one part. It needs no model.
+    ``gather_for_metrics(rows, items)`` of what is made of the parts, tensors with a row for each or lists with ``objects=True``,
+    has one for each item, in their order, also where parts are not equally long, or empty. The ranks of one data-parallel place,
+    as in ``data_parallel_place``, have one part. It needs no model.
 
     Args:
         items: a list, tuple, range, array or tensor (by its first dimension), or nested dicts of them, equally long.
-        pad: makes all parts equally long by repeating the last item: ``all_gather(part)[:len(items)]`` leaves that out.
+        pad: makes all parts equally long by repeating the last item, for models whose forwards communicate.
 
     Raises:
         RankMismatchError: the ranks have other items, as far as their tensors, texts and numbers tell; on every rank.
@@ -78,6 +79,7 @@ def split(items: T, pad: bool = False) -> T:
             "split: the ranks have other items: every rank gives all of them, in one order (sorted)"
         )
     ((rank, world),) = places
+    latest.part = rank, world
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
     first, size, _ = division.share(next(iter(lengths.values()), 0))
     return walk(lambda path, leaf: _part(leaf, first, first + size, pad), items, "items", _has_parts)

@@ -12,6 +12,7 @@ from typing import Final, TypeVar, final
 import torch
 import xxhash
 
+from ..process.packing import row_of
 from ..process.transfer import PIECE, on_host
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
 from .steps import Progress
@@ -88,7 +89,7 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
         return
     step = PIECE // tensor.element_size()
     if tensor.is_contiguous() and not is_lazy(tensor):
-        yield tensor.view(-1) if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
+        yield row_of(tensor) if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
     elif tensor.numel() <= step:
         # reshape() of one dimension is a view, which may skip elements.
         yield resolve(tensor).reshape(-1)[start:stop].contiguous()

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LoaderError, RankMismatchError, described, whole_number
 from ..process import rank, world_size
-from ..process.collectives import ORDER, gather, walked
+from ..process.collectives import gather, walked
 from ..process.control import agree, locked, raise_together
 from ..process.rng import Generators, from_plain, to_plain
 from ..process.transfer import Prints, Read, other_values
@@ -33,7 +33,7 @@ from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
 from .readers import check_options as check_options
 from .readers import describe as describe
-from .sampling import fingerprint, own_generators
+from .sampling import Division, fingerprint, own_generators
 from .sampling import first_sample as first_sample
 from .sampling import loader_seed as loader_seed
 from .streams import StreamComparisons
@@ -324,7 +324,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
 
 @locked
 def gather_for_metrics(
-    data: T, loader: LoaderHandle | DataLoader[Any] | None = None, *, pad: float | None = None, objects: bool = False
+    data: T, loader: DataLoader[Any] | Any | None = None, *, pad: float | None = None, objects: bool = False
 ) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 
@@ -332,7 +332,8 @@ def gather_for_metrics(
 
     Args:
         data: nested tensors whose dim 0 is this rank's batch; on one process it comes back as it is.
-        loader: the loader that gave the batch; by default the one that gave the last batch.
+        loader: the loader that gave the batch, by default the one that gave the last batch; or the items that ``split`` has
+            cut, a list, tuple, range, array or tensor, of whose part ``data`` has a row for each.
         pad: fills the other dimensions to the longest of all ranks, as in ``all_gather``.
         objects: takes lists of anything that can be pickled too, such as texts, with one item for each sample; as in
             ``all_gather``.
@@ -341,11 +342,12 @@ def gather_for_metrics(
         LoaderError: no loader gave a batch, dim 0 is not the batch, or another thread reads the loader, so that its padding is
             not known.
     """
-    if loader is not None and not isinstance(loader, LoaderHandle):
-        raise LoaderError(
-            f"gather_for_metrics: expected the loader that accel.setup returned, found {described(loader)}"
-        )
-    kept = latest.kept if loader is None else loader._accel.kept
+    if loader is None:
+        kept, replica = latest.kept, latest.replica
+    elif isinstance(loader, LoaderHandle):
+        kept, replica = loader._accel.kept, loader._accel.place[:2]
+    else:
+        kept, replica = _cut(loader, data, objects), latest.part
     if kept is None and world_size() == 1:
         kept = WHOLE
     if kept is None:
@@ -359,11 +361,28 @@ def gather_for_metrics(
             "not known then: let num_workers of the DataLoader read ahead, or use drop_last=True"
         )
     rows = walked(lambda _, leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
-    replica = latest.replica if loader is None else loader._accel.place[:2]
     if replica is not None and replica[1] < world_size():
         rows = _once(rows, replica[0], objects)
-    gathered: T = gather(rows, pad=pad, objects=objects, alike={ORDER: str(kept.order)})
+    gathered: T = gather(rows, pad=pad, objects=objects, alike={kept.about: str(kept.order)})
     return gathered
+
+
+def _cut(items: Any, data: Any, objects: bool) -> Kept:
+    """What is kept of rows for this rank's part of items that ``split`` has cut, with padding or without."""
+    if isinstance(items, DataLoader | Mapping | str) or not callable(getattr(items, "__len__", None)):
+        raise LoaderError(
+            "gather_for_metrics: expected the loader that accel.setup returned, or the list or tensor that accel.split has cut, "
+            f"found {described(items)}"
+        )
+    if latest.part is None and world_size() > 1:
+        raise LoaderError("gather_for_metrics: accel.split has cut nothing yet that these could be rows of")
+    place, world = latest.part or (0, 1)
+    ways = [Division(rank=place, world=world, batch=0, even=even, drop_last=False) for even in (False, True)]
+    shares = {share.size: share.real for share in (way.share(len(items)) for way in reversed(ways))}
+    sizes: set[int] = set()
+    walked(lambda _, leaf: sizes.add(len(leaf) if isinstance(leaf, list) or leaf.dim() else -1), data, objects)
+    rows = next((size for size in shares if sizes == {size}), ways[0].share(len(items)).size)
+    return Kept(True, rows, shares[rows], len(items), get_ident(), "the number of items that accel.split has cut")
 
 
 def _once(data: Any, replica: int, objects: bool) -> Any:

@@ -165,6 +165,8 @@ class Latest:
 
     kept: Kept | None = None
     replica: tuple[int, int] | None = None
+    #: The data-parallel place, and how many there are, for which ``split`` has cut last.
+    part: tuple[int, int] | None = None
 
 
 latest = Latest()

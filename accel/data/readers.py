@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ..errors import LoaderError, described, refuse_unknown
 from ..process import Process, world_size
+from ..process.collectives import ORDER
 from ..process.rng import Generators, InPlace, Private
 from .sampling import TORCHS, Division, SampleOrder, digest, divide, drawn_from, mix, notify, own_generators, parts
 
@@ -72,10 +73,12 @@ class Kept(NamedTuple):
     pads: bool
     rows: int | None
     real: int
-    #: What tells the order that the batch is of, the same on all ranks: its loader's name and how that order began.
-    order: tuple[str, int] | None = None
+    #: What is the same on all ranks whose batches belong together: their loader's name and how its order began.
+    order: Any = None
     #: That asked for it: one that reads ahead of the loop may be in its next epoch on some ranks.
     thread: int = 0
+    #: What ``order`` is, for messages.
+    about: str = ORDER
 
 
 WHOLE = Kept(False, None, 1)

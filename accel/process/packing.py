@@ -82,9 +82,18 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return not (odd or tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
 
 
+def row_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in one dimension, in which bytes can be seen.
+
+    A dimension of one element may have any stride, as that of ``x[:1, 0]`` has: it is contiguous, and torch sees none then.
+    """
+    row = tensor.view(-1)
+    return row if row.stride(0) == 1 else row.as_strided(row.shape, (1,))
+
+
 def bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Those of its values, on a device: no backend refuses a dtype then."""
-    return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return row_of(tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
 
 
 class _Pickler(pickle.Pickler):
@@ -237,7 +246,7 @@ def _numel(tensors: Iterable[torch.Tensor]) -> int:
 def _flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors one after the other; one that is contiguous is its own memory."""
     flat: torch.Tensor = _flatten_dense_tensors(tensors)
-    return flat.resolve_conj().resolve_neg()
+    return row_of(flat.resolve_conj().resolve_neg())
 
 
 def _unflatten_into(tensors: list[torch.Tensor], flat: torch.Tensor) -> None:

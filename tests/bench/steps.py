@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from . import ranks
 from .section import Data, Panel, Verdict, answer, brief, failures, table
-from .timing import Contender, Row, Times, build, interleave, over_ranks, summarise
+from .timing import Contender, Row, Times, build, interleave, joined, over_ranks, summarise
 
 Step = Callable[[], None]
 #: The ways to do the same work, by title; the first is what the others are compared with.
@@ -22,7 +22,8 @@ Makers = dict[str, Callable[[], Step]]
 class Comparison:
     """One table. ``makers(*args)`` runs in the ranks and lives at the top level of a module.
 
-    ``share`` is of the seconds that a table has: more where the figure is close to its limit.
+    ``share`` is of the seconds that a table has: more where the figure is close to its limit. ``launches`` divide it: which
+    contender was made first, and where its memory came to lie, is worth half a per cent for as long as a process lives.
     """
 
     title: str
@@ -31,6 +32,7 @@ class Comparison:
     args: tuple[Any, ...]
     repeat: int = 1
     share: float = 1.0
+    launches: int = 1
 
 
 def together() -> dict[str, Any]:
@@ -61,17 +63,20 @@ def _try(name: str, make: Callable[[], Step]) -> tuple[Contender | None, str]:
     return (None, error) if error else (contender, "")
 
 
-def _take_turns(comparison: Comparison, seconds: float) -> tuple[dict[str, Times], dict[str, str]]:
-    running, failed = [], {}
-    for name, make in comparison.makers(*comparison.args).items():
-        contender, error = _try(name, make)
+def _take_turns(comparison: Comparison, seconds: float, launch: int) -> tuple[dict[str, Times], dict[str, str]]:
+    """The times, and why some are missing; each launch makes another contender first."""
+    makers = comparison.makers(*comparison.args)
+    running: dict[str, Contender] = {}
+    failed, names = {}, list(makers)
+    for name in (*names[launch:], *names[:launch]):
+        contender, error = _try(name, makers[name])
         if contender is not None:
-            running.append(contender)
-            continue
-        if not running:
+            running[name] = contender
+        elif name == names[0]:
             raise RuntimeError(f"{name}, which the others are compared with, failed: {error}")
-        failed[name] = error
-    return interleave(running, seconds, comparison.repeat, **together()), failed
+        else:
+            failed[name] = error
+    return interleave([running[n] for n in names if n in running], seconds, comparison.repeat, **together()), failed
 
 
 def compare(comparisons: dict[str, Comparison], seconds: float) -> Data:
@@ -81,12 +86,16 @@ def compare(comparisons: dict[str, Comparison], seconds: float) -> Data:
         print(f"  {comparison.title}", flush=True)
         found: Data = {"title": comparison.title, "rows": [], "failed": {}}
         try:
-            results = ranks.run(comparison.world, _take_turns, comparison, seconds * comparison.share)
+            each = seconds * comparison.share / comparison.launches
+            launches = [
+                ranks.run(comparison.world, _take_turns, comparison, each, n) for n in range(comparison.launches)
+            ]
         except RuntimeError as error:
             found["failed"] = {"the whole comparison": brief(error)}
         else:
-            found["rows"] = [asdict(row) for row in summarise(over_ranks([times for times, _ in results]))]
-            found["failed"] = results[0][1]
+            times = joined([over_ranks([times for times, _ in results]) for results in launches])
+            found["rows"] = [asdict(row) for row in summarise(times)]
+            found["failed"] = {name: why for results in launches for name, why in results[0][1].items()}
         tables[key] = found
     return {"tables": tables}
 

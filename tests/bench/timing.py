@@ -111,6 +111,16 @@ def over_ranks(results: Sequence[dict[str, Times]]) -> dict[str, Times]:
     return {name: Times(mean(name, "wall"), mean(name, "cpu"), mean(name, "thread")) for name in results[0]}
 
 
+def joined(launches: Sequence[dict[str, Times]]) -> dict[str, Times]:
+    """The rounds of all of them, of what took part in all."""
+
+    def values(name: str, clock: str) -> list[float]:
+        return [value for times in launches for value in getattr(times[name], clock)]
+
+    names = [name for name in launches[0] if all(name in times for times in launches)]
+    return {name: Times(values(name, "wall"), values(name, "cpu"), values(name, "thread")) for name in names}
+
+
 @dataclass(frozen=True)
 class Row:
     """A contender's figures, in microseconds; ratios and overheads are medians of those of each round.

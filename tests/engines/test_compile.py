@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
@@ -97,6 +98,34 @@ def alike(backend: str) -> None:
     for before, after in [*befores, (_nothing, _in_place), (_nothing, _returned), (_nothing, _block)]:
         for p, q in zip(trained(backend, before, after), plain, strict=True):
             torch.testing.assert_close(p, q, msg=f"{before.__name__}, {after.__name__}")
+
+
+def wrapped_one_by_one() -> None:
+    """Each block in a wrapper of its own: fsdp gathers them one by one as without, and activations are computed again."""
+    found = []
+    for compiles in (False, True):
+        raw = nn.Sequential(nn.Linear(4, 8), *(Block() for _ in range(3)))
+        for p, number in zip(raw.parameters(), range(100), strict=False):
+            nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(number))
+        for number in (1, 2, 3) if compiles else ():
+            raw[number] = torch.compile(raw[number], backend="eager")
+        optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+        model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.FSDP(activation_checkpointing=True))
+        for step in range(2):
+            optimizer.zero_grad()
+            model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
+            optimizer.step()
+        groups = [name.replace("._orig_mod", "") for name, m in raw.named_modules() if isinstance(m, FSDPModule)]
+        accel.teardown(model)
+        found.append((groups, [p.detach() for p in raw.parameters()]))
+    (plain, expected), (groups, weights) = found
+    assert groups == plain == ["", "1", "2", "3"]
+    for p, q in zip(weights, expected, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_blocks_that_are_wrapped_one_by_one_stay_blocks() -> None:
+    run(2, wrapped_one_by_one)
 
 
 def wrapped_in_stage_3() -> None:

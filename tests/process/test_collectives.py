@@ -329,6 +329,7 @@ def gather_all() -> Any:
         "scalar": torch.tensor(rank, dtype=torch.bfloat16),
         "bool": torch.tensor([[rank == 1]]),
         "strided": (torch.arange(6).reshape(2, 3) + rank).t(),
+        "one row": (torch.arange(6).reshape(2, 3) + rank)[:1, 1],
         "complex": torch.tensor([1j * rank]).conj(),
         "big": torch.tensor([2**64 - 1 - rank], dtype=torch.uint64),
         "pair": Pair(torch.tensor([rank]), [torch.zeros(0)]),
@@ -347,6 +348,7 @@ def test_all_gather_concatenates() -> None:
         assert (data["scalar"].tolist(), data["scalar"].dtype) == ([0, 1, 2], torch.bfloat16)
         assert data["bool"].tolist() == [[False], [True], [False]]
         assert torch.equal(data["strided"], torch.cat([(torch.arange(6).reshape(2, 3) + r).t() for r in range(3)]))
+        assert data["one row"].tolist() == [1, 2, 3]
         assert data["complex"].tolist() == [0, -1j, -2j]
         assert data["big"] == [2**64 - 1, 2**64 - 2, 2**64 - 3]
         assert data["pair"] == Pair(data["pair"].left, data["pair"].right)
@@ -547,6 +549,9 @@ def packed() -> list[Any]:
     process.current()
     sent, averaged = layouts(rank + 1.0), layouts(rank + 1.0)
     packing.broadcast_(sent, None, 1)
+    one = torch.full((2, 3), rank + 1.0)[:1, 1]  # contiguous, with a stride of 3
+    packing.broadcast_([one], None, 1)
+    assert one.item() == 2
     packing.average_(averaged, 2, dist.all_reduce)
     owned = [layouts(rank + 1.0), layouts(rank + 5.0)]
     packing.reduce_to_owners(owned, rank, None)

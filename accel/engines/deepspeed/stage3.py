@@ -18,6 +18,7 @@ from torch._compile import _disable_dynamo
 
 from ...process import Process
 from ...process.control import Waiting, announce, is_lost
+from ...process.packing import row_of
 from ...trees import exchange
 from ..base.absent import plainly, recorded, refuse_other_tensor
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
@@ -223,8 +224,9 @@ class Stage3(Partitions):
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         for parameter in self.parameters:
-            if not parameter.is_contiguous():  # channels_last: the library sends a weight's memory
-                parameter.data = parameter.data.contiguous()
+            # Of channels_last, or of one element: the library sends a weight's memory.
+            if not parameter.is_contiguous() or parameter.stride()[-1:] not in ((), (1,)):
+                parameter.data = row_of(parameter.data.contiguous()).view(parameter.shape)
         super().start(config, device)
         self._note_versions()
         self._order_gathers()

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ...errors import AccelError, BackendError, RankMismatchError
 from ...process import Process
 from ...process.control import agree, lost
-from ...process.packing import framed, to_bytes, to_tensor, unframed
+from ...process.packing import bytes_of, framed, to_bytes, to_tensor, unframed
 from ...process.transfer import Prints, refuse_other_values
 from ...trees import put_back
 from ..base.absent import refuse_second_derivatives
@@ -78,8 +78,7 @@ class Message(NamedTuple):
 
     def contents(self) -> list[torch.Tensor]:
         """Those of the tensors, as bytes, since not every backend knows every dtype."""
-        full = [t.detach().resolve_conj().resolve_neg() for t in self.tensors if t is not None and t.numel()]
-        return [t.contiguous().view(-1).view(torch.uint8) for t in full]
+        return [bytes_of(t, t.device) for t in self.tensors if t is not None and t.numel()]
 
 
 def _sendable(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
