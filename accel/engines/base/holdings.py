@@ -257,7 +257,7 @@ class Holdings(Raw):
         whole = self._whole_state(what, optimizer, entries, torch.device("cpu"), keep)
         if not keep:
             return {}
-        kept = {id(entry.parameter) for entry in entries}
+        kept = {id(entry.parameter) for entry in entries}.union(names)  # a rank may hold state of what another steps
         state: Any = {names[id(p)]: p for p in parameters_of(optimizer)}
         state = {parameter: whole[name] for name, parameter in state.items() if name in whole}
         state |= {key: value for key, value in optimizer.state.items() if id(key) not in kept}

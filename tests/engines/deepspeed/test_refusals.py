@@ -135,6 +135,50 @@ def test_gradients_assigned_by_hand(stage: int) -> None:
     run(2, assigned_by_hand, stage)
 
 
+def state_under_parameters(stage: int, folder: Path) -> None:
+    """What is put under a parameter would be without effect, what is read there is nothing; the ways that are right pass."""
+    net = nn.Linear(4, 2)
+    model, optimizer, _ = accel.setup(net, torch.optim.Adam(net.parameters(), lr=0.1), backend=zero(stage))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    def change() -> None:
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+        full = accel.full_state_dict(optimizer)
+        assert not any(state["exp_avg"].any() for state in full["state"].values())
+        optimizer.load_state_dict(full)
+        optimizer.state.clear()
+
+    step()
+    change()
+    step()
+    weights = {name: value.clone() for name, value in accel.full_state_dict(model).items()}
+    for edit in (
+        lambda: optimizer.state[net.bias],
+        lambda: optimizer.state.update({net.bias: {"exp_avg": torch.ones(2)}}),
+    ):
+        edit()
+        for use in (step, lambda: accel.save({"optimizer": optimizer}, folder)):
+            with pytest.raises(
+                accel.OptimizerError, match=rf"optimizer.state\[parameter\] of bias: DeepSpeed stage {stage}"
+            ):
+                use()
+        del optimizer.state[net.bias]
+    assert all(torch.equal(value, weights[name]) for name, value in accel.full_state_dict(model).items())
+    step()
+    assert not torch.equal(accel.full_state_dict(model)["bias"], weights["bias"])
+    accel.save({"optimizer": optimizer}, folder)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_under_parameters_is_refused(stage: int, tmp_path: Path) -> None:
+    run(2, state_under_parameters, stage, tmp_path)
+
+
 def never_dropped(stage: int) -> list[str]:
     net = nn.Linear(4, 2)
     model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))

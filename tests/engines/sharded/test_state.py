@@ -101,6 +101,26 @@ def test_full_states_go_out_and_in(use_raw: bool) -> None:
         assert max(found) <= 1e-5
 
 
+def state_set_by_the_loop() -> None:
+    """As in one process: on every process for every parameter, of which each steps some."""
+    raw, reference = net(), net()
+    optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (raw, reference))
+    model, handle = sharded(raw, optimizer)
+    for step in range(3):
+        for o, m, x in ((handle, model, data(step, accel.rank())), (plain, reference, everywhere(step))):
+            o.zero_grad()
+            loss_of(m, x).backward()
+            o.step()
+            for p in m.parameters() if step == 1 else ():
+                o.state[p]["momentum_buffer"] = torch.full_like(p, 0.5)
+    assert distance(raw, reference) <= 1e-5
+    assert state_distance(accel.full_state_dict(handle), plain.state_dict()) <= 1e-5
+
+
+def test_state_that_the_loop_sets_is_that_of_the_owner() -> None:
+    run(2, state_set_by_the_loop)
+
+
 def shards_and_slots() -> list[Any]:
     """The shards of all ranks together are one process's; filled into another engine they continue its training."""
     raw, other, reference = net(), net(), net()
