@@ -279,6 +279,7 @@ def shutdown(how: str = "called accel.teardown(), and does not come") -> None:
         process.group = process.control = None
         process.meshes.clear()
         process.subgroups.clear()
+        process.given_groups.clear()
     _state.process, _state.ended, _state.mismatch = None, "", False
 
 

@@ -363,11 +363,12 @@ def missing_ranks(open_store: Callable[[], distributed_c10d.Store], place: Place
 # -- connections -------------------------------------------------------------------------------------------------------
 
 
-def counts(own: dist.ProcessGroup | None, world: int) -> dict[str, int]:
-    """How many collectives and messages this rank has begun on each group of all ranks but ``own``."""
+def counts(own: dist.ProcessGroup | None, world: int, parts: Sequence[dist.ProcessGroup]) -> dict[str, int]:
+    """How many collectives and messages this rank has begun on each group of all ranks but ``own``, and on those ``parts``."""
     found: dict[str, int] = {}
     for group in list(distributed_c10d._world.pg_map):
-        if group is not own and isinstance(group, dist.ProcessGroup) and group.size() == world:
+        known = isinstance(group, dist.ProcessGroup) and (group.size() == world or group in parts)
+        if group is not own and known:
             carriers: set[Any] = {group._get_backend(device) for device in group._device_types}
             with contextlib.suppress(RuntimeError):  # not every backend counts
                 found[str(group.group_name)] = sum(one._get_sequence_number_for_group() for one in carriers)

@@ -142,6 +142,8 @@ class Process:
     #: By their axes, meshes of all ranks; and the process groups along these that were made for them.
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
     subgroups: list[dist.ProcessGroup] = field(default_factory=list)
+    #: The groups of meshes that the user made, and an engine uses.
+    given_groups: list[dist.ProcessGroup] = field(default_factory=list)
     #: What lets go of the groups that other libraries keep for themselves.
     releases: list[Callable[[], None]] = field(default_factory=list)
 
@@ -171,14 +173,16 @@ class Process:
         return over
 
     def note_common_point(self) -> None:
-        self.common = self.rounds, counts(self.control, self.place.world_size)
+        self.common = self.rounds, self._counts()
 
     def begun(self) -> dict[str, int]:
         """How many collectives this rank has begun, by group, so that ranks can compare: since they were together last."""
         number, before = self.common
-        now = counts(self.control, self.place.world_size)
-        since = {f"{name} since {number}": count - before.get(name, 0) for name, count in now.items()}
+        since = {f"{name} since {number}": count - before.get(name, 0) for name, count in self._counts().items()}
         return {"accel": self.rounds, **since}
+
+    def _counts(self) -> dict[str, int]:
+        return counts(self.control, self.place.world_size, [*self.subgroups, *self.given_groups])
 
     def shares(self, device: torch.device) -> bool:
         """Whether ranks may use one such device together."""

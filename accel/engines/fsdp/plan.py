@@ -84,6 +84,8 @@ class Mesh:
         if options.mesh is None:
             # What has one rank is no axis, but that along which FSDP2 divides.
             self.whole = mesh_of(process, {role: n for role, n in self.sizes.items() if n > 1 or role == "shard"})
+        else:
+            process.given_groups += [g for g in self.whole.get_all_groups() if g not in process.given_groups]
         names = self.whole.mesh_dim_names
         assert names is not None
         #: Of the axes that it has, as it calls them.
