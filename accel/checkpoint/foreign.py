@@ -46,8 +46,8 @@ def import_checkpoint(
 
     ``source`` is a file of ``torch.save``, a directory of ``torch.distributed.checkpoint``, or one that a backend's own
     library wrote (ZeRO). Models, optimizers, tensors and plain values keep their keys; a state dict alone is ``"model"``.
-    The prefixes ``module.`` and ``_orig_mod.`` of wrappers are taken off. Needs no process group; on several ranks rank 0 writes,
-    and all wait and see its error.
+    The prefixes ``module.`` and ``_orig_mod.`` of wrappers are taken off. Needs no process group; where accel
+    runs on several ranks (``init``, ``setup``), rank 0 writes, and all wait and see its error.
 
     Args:
         source: what is read. Nothing in it is run: pickled objects other than tensors and plain values are refused.

@@ -14,7 +14,7 @@ from pickle import PickleError
 from typing import Any, Final, TypeVar, final
 
 from ..errors import AccelError, CheckpointError
-from ..process import rank, running
+from ..process import rank, running, world_size
 from ..process.control import agree, raise_together
 
 logger = logging.getLogger("accel")
@@ -64,6 +64,11 @@ def on_running_ranks(what: str, look: Callable[[], Hashable], act: Callable[[int
         return act(0, 1)
     except OSError as error:
         raise CheckpointError(f"{what}: {explain(error)}") from error
+    except CheckpointError as error:
+        if world_size() == 1:
+            raise
+        alone = "accel does not run yet, so that each process that comes here does this alone: accel.init() above it"
+        raise CheckpointError(f"{error} ({alone} lets them do it together)") from error
 
 
 def on_any_rank(what: str, here: bool) -> bool:

@@ -371,7 +371,8 @@ def export(
 
     That is what transformers and vLLM load, and with ``library="diffusers"`` it has the names that diffusers loads
     (``diffusion_pytorch_model.safetensors``); a ``config.json`` of theirs belongs beside it. Tied weights are there once,
-    under the first of their names. Needs no process group; on several ranks rank 0 writes, and all wait and see its error.
+    under the first of their names. Needs no process group; where accel runs on several ranks, rank 0 writes, and all wait and see
+    its error.
 
     Args:
         dir: a checkpoint.

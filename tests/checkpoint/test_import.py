@@ -148,7 +148,21 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     assert (found["optimizers"], found["left out"]) == ([], ["opt"])
     with pytest.raises(CheckpointError, match="not in the checkpoint"):
         accel.load(tmp_path / "d", {"opt": make()[1]})
-    with pytest.raises(CheckpointError, match="has a checkpoint already"):
+    with pytest.raises(CheckpointError, match="has a checkpoint already: import into another directory$"):
+        accel.import_checkpoint(tmp_path / "f.pt", tmp_path / "c")
+
+
+def test_each_process_of_a_job_in_which_accel_does_not_run_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accel.teardown()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "f.pt")
+    accel.import_checkpoint(tmp_path / "f.pt", tmp_path / "c")
+    with pytest.raises(
+        CheckpointError, match=r"has a checkpoint already: .*accel\.init\(\) above it lets them do it together"
+    ):
         accel.import_checkpoint(tmp_path / "f.pt", tmp_path / "c")
 
 
