@@ -117,7 +117,9 @@ class SequenceParallel:
         tensors = [tokens] if tokens is not None else list(_tensors(batch).values())
         lengths = [t.shape[dim] for t in tensors if t.dim() > dim >= 0]
         if not lengths:
-            raise BackendError(f"accel.shard_sequence(dim={dim!r}): no tensor of the batch has such a dimension")
+            raise BackendError(
+                f"accel.shard_sequence(dim={dim!r}): no tensor of the batch has such a dimension (the first is 0)"
+            )
         if (length := lengths[0]) % self.size:
             raise BackendError(
                 f"accel.shard_sequence: sequences of {length} tokens do not divide over {self.size} ranks: pad them to a "

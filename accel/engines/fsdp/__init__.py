@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 import torch
 from torch import nn
@@ -212,12 +212,21 @@ class FSDP(Planned, SequenceOptions):
         ranks = self.replicas * self.tensor_parallel
         if world_size % ranks:
             parts = f", each of {self.tensor_parallel} ranks or a multiple" if self.tensor_parallel > 1 else ""
+            options = f"replicas={self.replicas}" + (f", tensor_parallel={self.tensor_parallel}" if parts else "")
             raise BackendError(
-                f"FSDP(replicas={self.replicas}): {world_size} processes do not divide into {self.replicas} copies of the "
-                f"model{parts}"
+                f"FSDP({options}): {world_size} processes do not divide into {self.replicas} copies of the model{parts}"
             )
         return {"replicate": self.replicas, "shard": world_size // ranks, "tensor": self.tensor_parallel}
 
+
+#: What torch says of tensors that do not fit, as where code takes a part of a layer's columns for all of them.
+_SHAPES: Final = (
+    " is invalid for input of size ",
+    " don't multiply up to the size of dim ",
+    " shapes cannot be multiplied ",
+    " must have same reduction dim",
+    " must match the size of tensor ",
+)
 
 FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
 
@@ -496,12 +505,13 @@ class FSDPEngine(Engine):
                 "its first layer, x += ...), or to an output that is its input: FSDP2 has made a view of it, to which torch "
                 "lets nobody write; leave inplace out, or begin with x = x.clone()"
             )
-        if self._alike is not None and " is invalid for input of size " in text:
+        if self._alike is not None and any(part in text for part in _SHAPES):
             ranks = self.parts.sharded.mesh.tensor.size()
             return (
                 f"{text}, in {self.label}, whose plan cuts layers over {ranks} ranks: code between them sees the columns "
                 "of one rank, which must be whole heads (their number divisible by the ranks), and view(..., -1, ...) in place "
-                "of their number"
+                "of their number; and what a layer gives that is cut by columns is for one that is cut by rows, and only for "
+                "that, but for ColwiseParallel(output_layouts=Replicate()) and RowwiseParallel(input_layouts=Replicate())"
             )
         return ""
 

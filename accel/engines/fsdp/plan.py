@@ -331,11 +331,16 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 def _planned(module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:
     """The modules that the plan names, each with its name and style."""
+    by: dict[str, str] = {}
     for pattern, style in plan.items():
         found = False
         for name, child in module.named_modules():
             if matches(name, pattern):
                 found = True
+                if (other := by.setdefault(name, pattern)) != pattern:
+                    raise BackendError(
+                        f"the plan names {name} twice, by {other!r} and by {pattern!r}: leave one of them out"
+                    )
                 yield name, child, style
         if not found:
             raise BackendError(f"the plan's {pattern!r} names no module of this {type(module).__name__}")

@@ -400,6 +400,14 @@ def test_a_number_of_heads_between_cut_layers_is_told() -> None:
         assert "cuts layers over 2 ranks" in message
 
 
+def test_a_layer_that_is_cut_without_the_one_that_fits_is_told() -> None:
+    for plan in ({"up": ColwiseParallel()}, {"down": RowwiseParallel()}):
+        for message in refusals(2, between, plan, nn.Identity, error="BackendError"):
+            assert (
+                "what a layer gives that is cut by columns is for one that is cut by rows, and only for that" in message
+            )
+
+
 class Between(nn.Module):
     """A function of a cut layer's columns."""
 
@@ -527,6 +535,7 @@ REFUSALS = {
     ),
     "1 is a Tanh, and ColwiseParallel cuts a Linear": (functools.partial(mlp, 8, 8, 4), {"1": ColwiseParallel()}),
     "needs a plan, and this Sequential has none of its own": (functools.partial(mlp, 8, 8, 4), None),
+    r"the plan names 0 twice, by '0' and by '\*'": (functools.partial(mlp, 8, 8, 4), {**MLP, "*": ColwiseParallel()}),
     "is tied to .*, and the plan cuts them differently": (tied, {"0": ColwiseParallel()}),
     "0 computes its weight from others": (normed, MLP),
 }
@@ -535,7 +544,7 @@ REFUSALS = {
 def test_what_cannot_be_cut_is_refused() -> None:
     """On every rank, and before anything changes."""
     run(2, refuse, 2, REFUSALS)
-    copies = "2 processes do not divide into 1 copies of the model, each of 3 ranks or a multiple"
+    copies = r"tensor_parallel=3\): 2 processes do not divide into 1 copies of the model, each of 3 ranks or a multiple"
     run(2, refuse, 3, {copies: (functools.partial(mlp, 8, 8, 4), MLP)})
     for wrong, message in (
         ({"tensor_parallel": 0}, "expected a whole number of at least 1"),
