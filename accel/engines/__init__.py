@@ -106,7 +106,7 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
             raise BackendError(
-                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}' (docs/hosts.md)"
+                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}' (docs/installation.md)"
             )
     return engine, options
 
