@@ -242,3 +242,5 @@ def test_a_handle_is_refused_where_it_is_not_called_as_a_whole() -> None:
             compiled(model)
     assert not hasattr(model, "_orig_mod")
     accel.teardown(model)
+    with pytest.raises(accel.BackendError, match="compile the children instead"):
+        accel.setup(_in_place(nn.Sequential(nn.Linear(4, 4))), backend="pipeline")

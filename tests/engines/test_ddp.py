@@ -93,7 +93,9 @@ def test_a_usual_step_makes_few_calls() -> None:
 def compressed(hook: str) -> list[float]:
     raw, plain = net(), net()
     model, handle, _ = accel.setup(
-        raw, torch.optim.SGD(raw.parameters(), lr=0.05), backend=accel.DDP(comm_hook=hook, powersgd_rank=2)
+        raw,
+        torch.optim.SGD(raw.parameters(), lr=0.05),
+        backend=accel.DDP(comm_hook=hook, powersgd_rank=2 if hook == "powersgd" else 1),
     )
     reference, plain_handle, _ = accel.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
     for step in range(12):
@@ -120,6 +122,7 @@ def refused_options() -> None:
         {"comm_hook": "x"},
         {"bucket_cap_mb": 0},
         {"powersgd_rank": 0},
+        {"powersgd_rank": 4},
         {"bucket_cap_mb": "25"},
         {"static_graph": 1},
     ):

@@ -67,6 +67,10 @@ class DDP(SequenceOptions):
         name, size = type(self).__name__, self.bucket_cap_mb
         if size is not None and (type(size) not in (int, float) or not size > 0):
             raise BackendError(f"{name}(bucket_cap_mb={self.bucket_cap_mb!r}): expected a positive number of MiB")
+        if self.powersgd_rank != 1 and self.comm_hook != "powersgd":
+            raise BackendError(
+                f"{name}(powersgd_rank={self.powersgd_rank}) is without effect: comm_hook='powersgd' uses it"
+            )
         if self.sync_every is not None or self.outer is not None:
             self._check_periodic(name)
 

@@ -14,6 +14,7 @@ from torch import nn
 from ...errors import BackendError, PrecisionError
 from ..base import memory
 from ..base.memory import Footprint, MemoryUse
+from .library import library
 from .offload import check_folder
 
 #: Keys that are handed on as they are.
@@ -53,6 +54,15 @@ _REFUSED: Final = {
     "offload_optimizer.ratio": "accel offloads all of what the optimizer steps: remove it",
     "offload_optimizer.super_offload": "SuperOffload steps by itself: remove it",
 }
+#: The class of other keys' values, or all that there are.
+_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
+    "train_batch_size": (int, "a whole number"),
+    "train_micro_batch_size_per_gpu": (int, "a whole number"),
+    "zero_allow_untested_optimizer": (bool, "True or False"),
+    "zero_force_ds_cpu_optimizer": (bool, "True or False"),
+    "communication_data_type": (("fp16", "bf16", "fp32"), "'fp16', 'bf16' or 'fp32'"),
+    "seq_parallel_communication_data_type": (("fp16", "bf16", "fp32"), "'fp16', 'bf16' or 'fp32'"),
+}
 #: Elements of a bucket, which is allocated whole: DeepSpeed's default is 5e8. Over gloo small ones are faster.
 _BUCKET: Final = 200_000_000
 _GLOO_BUCKET: Final = 8_000_000
@@ -78,6 +88,8 @@ def _contradiction(key: str, found: Any, expected: str) -> BackendError:
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if config is None or isinstance(config, Mapping):
         return copy.deepcopy(dict(config or {}))
+    if not isinstance(config, str | Path):
+        raise BackendError(f"DeepSpeed(config={config!r}): expected a dict, or the path of a JSON file")
     try:
         found = json.loads(Path(config).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -93,6 +105,8 @@ class Configuration:
     def __init__(self, options: Any) -> None:
         self._given = _read(options.config)
         self._zero: dict[str, Any] = self._given.get("zero_optimization", {})
+        if not isinstance(self._zero, Mapping):
+            raise _contradiction("zero_optimization", self._zero, "a dict was expected, such as {'stage': 2}")
         #: The ZeRO stage; 2 where neither says.
         self.stage = self._stage(options.stage)
         #: Whether what the optimizer steps is in CPU memory, and whether the parts of weights are; where in files, their folder.
@@ -108,6 +122,8 @@ class Configuration:
         #: Whether the optimizer steps fp32 copies of bfloat16 weights.
         self.masters = not _off(self._given.get("bf16"))
         norm: Any = self._given.get("gradient_clipping")
+        if not (_off(norm) or (isinstance(norm, int | float) and norm >= 0)):
+            raise _contradiction("gradient_clipping", norm, "a number of at least 0 was expected")
         #: The norm to which every step clips; 0.0 for none.
         self.clipping = 0.0 if _off(norm) else float(norm)
         #: Whether it vouches for optimizers that are not torch's.
@@ -119,9 +135,9 @@ class Configuration:
         if stage is not None and given not in (None, stage):
             raise _contradiction("zero_optimization.stage", given, f"DeepSpeed(stage={stage}) was asked for: drop one")
         found = stage if stage is not None else 2 if given is None else given
-        if found not in (0, 1, 2, 3):
+        if type(found) is not int or found not in (0, 1, 2, 3):
             raise BackendError(f"DeepSpeed(stage={found!r}): expected 0, 1, 2 or 3")
-        return int(found)
+        return found
 
     def _offloaded(self, key: str, option: bool) -> tuple[bool, str | None]:
         given = self._zero.get(key)
@@ -129,7 +145,7 @@ class Configuration:
         folder = given.get("nvme_path") if isinstance(given, Mapping) and device == "nvme" else None
         if device not in ("cpu", "nvme", "none"):
             raise _contradiction(f"zero_optimization.{key}.device", device, "'cpu', 'nvme' or 'none' was expected")
-        if device == "nvme" and not folder:
+        if device == "nvme" and not (folder and isinstance(folder, str | Path)):
             raise _contradiction(f"zero_optimization.{key}.device", device, "there is no 'nvme_path', a folder on it")
         return option or device != "none", folder and str(folder)
 
@@ -139,6 +155,11 @@ class Configuration:
             if key not in _PASSED and key not in _READ and not _off(value):
                 instead = _INSTEAD.get(key, _IGNORED)
                 raise BackendError(f"DeepSpeed configuration: {key!r} has no place in a raw loop: {instead}")
+        for key, (allowed, expected) in _KINDS.items():
+            value = self._given.get(key)
+            fits = value in allowed if isinstance(allowed, tuple) else type(value) is allowed
+            if not (fits or _off(value)):
+                raise _contradiction(key, value, f"{expected} was expected")
         steps = self._given.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None):
             raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
@@ -158,14 +179,35 @@ class Configuration:
         for key, reason in _REFUSED.items():
             parent, _, name = key.rpartition(".")
             given: Any = self._zero.get(parent) if parent else self._zero
-            if isinstance(given, Mapping) and not _off(value := given.get(name)) and (value is True or value != 1):
+            usual = 1 if name == "ratio" else False
+            if isinstance(given, Mapping) and not _off(value := given.get(name)) and value != usual:
                 raise _contradiction(f"zero_optimization.{key}", value, reason)
-        key, found = "zero_hpz_partition_size", self._zero.get("zero_hpz_partition_size", 1)
-        if found not in (0, 1, "auto", None) and (self.stage != 3 or world_size % found):
+        key, found = "zero_hpz_partition_size", self._checked_by_library("zero_hpz_partition_size", 1)
+        if found not in (0, 1) and (self.stage != 3 or world_size % found):
             expected = (
                 f"it needs stage 3 and must divide the number of processes: the stage is {self.stage}, on {world_size}"
             )
             raise _contradiction(f"zero_optimization.{key}", found, expected)
+
+    def _checked_by_library(self, key: str, usual: Any) -> Any:
+        """A value of ``zero_optimization``; BackendError names what the library's own schema refuses of all of it."""
+        given = {k: v for k, v in _without_auto(self._zero).items() if v is not None}
+        for name in ("offload_optimizer", "offload_param"):
+            if isinstance(given.get(name), str | bool):  # in accel's short form
+                del given[name]
+        if not given:
+            return usual
+        try:
+            return getattr(library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(**given), key)
+        except ValueError as error:
+            found = [
+                (".".join(map(str, one["loc"])), one["msg"], one["input"]) for one in getattr(error, "errors", list)()
+            ]
+            told = (
+                "; ".join(f"{where!r} is {value!r} ({why[:1].lower()}{why[1:]})" for where, why, value in found)
+                or error
+            )
+            raise BackendError(f"DeepSpeed configuration: zero_optimization: {told}") from error
 
     def _check_divided(self, world_size: int) -> None:
         asked = {

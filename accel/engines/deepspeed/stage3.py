@@ -61,7 +61,7 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
         made = dict(zip(found, changed, strict=True))  # attention(x, x, x) computes otherwise with three tensors
         return _exchange(lambda tensor: made.get(id(tensor), tensor), tree)
 
-    return call
+    return _disable_dynamo(call)
 
 
 def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

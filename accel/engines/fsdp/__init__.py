@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -219,6 +220,8 @@ class FSDP(Planned, SequenceOptions):
         return {"replicate": self.replicas, "shard": world_size // ranks, "tensor": self.tensor_parallel}
 
 
+logger = logging.getLogger("accel")
+
 #: What torch says of tensors that do not fit, as where code takes a part of a layer's columns for all of them.
 _SHAPES: Final = (
     " is invalid for input of size ",
@@ -431,6 +434,9 @@ class FSDPEngine(Engine):
             self.holdings.synchronize()
             names = [name for name, _ in blocks(self.module, self.options.wrap)]
             self.compare("the choice of FSDP(wrap=...)", names)
+            if self.options.wrap is not None and not names and self.process.place.rank == 0:
+                what = "FSDP(wrap=...) chooses no module of this %s, which is gathered as a whole: is a class in it missing?"
+                logger.warning(what, self.kind)
             self.parts, self.divided = Conversion(self), True
             self.parts.shard(names, self.holdings.whole)
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))

@@ -277,7 +277,7 @@ class PipelineEngine(Engine):
 
     def wrap(self) -> None:
         """Place the stages on this process's devices, where it has the whole model."""
-        if self.entry is not self.module:
+        if self.entry is not self.module or self.module._compiled_call_impl is not None:
             self.compile()
         if not self.distributed and (self._balance != "time" or len(self.process.devices) == 1):
             self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))

@@ -273,6 +273,22 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, {}, "super_offload"),
     ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, {}, "'cpu', 'nvme' or 'none' was expected"),
     ({"bf16": {"enabled": True}}, {"stage": 0}, "stage 0 has no master weights"),
+    ([1], {}, r"config=\[1\]\): expected a dict, or the path"),
+    ({"zero_optimization": 3}, {}, "'zero_optimization' is 3, but a dict was expected"),
+    ({"zero_optimization": {"zero_quantized_weights": 1}}, {}, "'zero_optimization.zero_quantized_weights' is 1, but"),
+    ({"zero_optimization": {"overlap_com": True}}, {}, r"zero_optimization: 'overlap_com' is True \(extra inputs"),
+    ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, {}, "'offload_optimizer.devise' is 'cpu'"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memry": True}}},
+        {},
+        "'offload_param.pin_memry' is True",
+    ),
+    ({"zero_optimization": {"zero_hpz_partition_size": -2}}, {}, "'zero_hpz_partition_size' is -2"),
+    ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "'reduce_bucket_size' is 'big'"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": 7}}}, {}, "no 'nvme_path'"),
+    *(({"gradient_clipping": x}, {}, "'gradient_clipping' is .*, but a number") for x in ("big", -1.0, float("nan"))),
+    ({"communication_data_type": "fp8"}, {}, "'communication_data_type' is 'fp8', but 'fp16', 'bf16' or 'fp32'"),
+    ({"zero_force_ds_cpu_optimizer": "yes"}, {}, "'zero_force_ds_cpu_optimizer' is 'yes', but True or False"),
 ]
 
 
