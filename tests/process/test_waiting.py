@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
 from accel import process
@@ -35,7 +36,15 @@ BACKENDS: dict[str, Any] = {
     "zero3": ZERO3,
     "ddp": "ddp",
     "sharded": "sharded",
+    "copies": accel.FSDP(replicas=2),
+    "layers": accel.TensorParallel(size=2, plan={"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}),
 }
+
+
+def backend_of(name: str) -> Any:
+    if name != "mesh":
+        return BACKENDS[name]
+    return accel.FSDP(mesh=dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 class Block(nn.Module):
@@ -70,7 +79,7 @@ class Loop:
         torch.manual_seed(0)
         net = Net()
         self.model, self.optimizer, _ = accel.setup(
-            net, torch.optim.SGD(net.parameters(), lr=0.1), backend=BACKENDS[backend]
+            net, torch.optim.SGD(net.parameters(), lr=0.1), backend=backend_of(backend)
         )
         self.x = torch.ones(2, 4)
 
@@ -243,6 +252,12 @@ def test_a_rank_that_waits_for_a_dtensor_alone_is_found(tmp_path: Path) -> None:
 def test_the_ranks_that_wait_together_are_named_together(tmp_path: Path) -> None:
     for text in refused("fsdp", ["evaluation, then barrier"], tmp_path, world=3)["evaluation, then barrier"]:
         assert "rank 1, 2 is in 'barrier'" in text
+
+
+@pytest.mark.parametrize("backend", ["copies", "layers", "mesh"])
+def test_a_wait_in_a_group_of_some_ranks_is_found(backend: str, tmp_path: Path) -> None:
+    for text in refused(backend, ["evaluation, then barrier"], tmp_path, world=4)["evaluation, then barrier"]:
+        assert "rank 1, 2, 3 is in 'barrier'" in text
 
 
 @pytest.mark.parametrize("backend", ["zero1", "zero2"])
