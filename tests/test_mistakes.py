@@ -385,6 +385,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.CheckpointError,
         "filter='model': expected a function of a tensor's name, as lambda name: name.startswith('model/')",
     ),
+    "a raw dataloader in a state": (
+        lambda: ANY.save({"loader": loader()}, "here"),
+        accel.CheckpointError,
+        'state["loader"] is a raw DataLoader, which knows no position: give the one that accel.setup returned',
+    ),
     "save of a model": (lambda: ANY.save(net(), "here"), accel.CheckpointError, NO_DICT),
     "save, swapped, with a large state": (
         lambda: ANY.save("here", {f"layer {i}": torch.zeros(9) for i in range(1000)}),

@@ -77,6 +77,10 @@ class Encoder:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
             return self._numpy(value, path, isinstance(value, numpy.generic))
+        if isinstance(value, torch.utils.data.DataLoader):
+            raise CheckpointError(
+                f"{path} is a raw DataLoader, which knows no position: give the one that accel.setup returned"
+            )
         raise CheckpointError(
             f"{path} is a {_kind(value)}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
             "bytes, dicts, lists, tuples, sets, tensors, numpy arrays), or give it state_dict() and load_state_dict()"
