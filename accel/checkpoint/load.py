@@ -555,7 +555,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)
         loading = Loading(whole, state, undo, 0, stream=False, convert=True, planned=True)
-        report(directory, [loading.differences], loading.unneeded.values(), True, 0)
+        report(directory, [loading.differences], loading.unneeded.values(), True, 0, way_out="")
 
     def fill(handle: nn.Module) -> None:
         load(directory, _state_for(directory, handle), convert=True)

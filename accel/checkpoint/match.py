@@ -231,7 +231,12 @@ _FIRST: Final = 10  # differences that a message lists
 
 
 def report(
-    directory: str, differences: Sequence[Differences], unneeded: Iterable[str], strict: bool, rank: int
+    directory: str,
+    differences: Sequence[Differences],
+    unneeded: Iterable[str],
+    strict: bool,
+    rank: int,
+    way_out: str = " (strict=False loads what fits)",
 ) -> None:
     """Raise, or warn of, what does not fit on any rank; ``unneeded`` are tensors of which none needs anything."""
     lines = []
@@ -250,8 +255,7 @@ def report(
         lines.append(f"and {len(unfit) - _FIRST} more")
     if lines and strict:
         raise CheckpointError(
-            f"{directory} does not fit the state, and nothing was changed (strict=False loads what fits):\n  "
-            + "\n  ".join(lines)
+            f"{directory} does not fit the state, and nothing was changed{way_out}:\n  " + "\n  ".join(lines)
         )
     if lines and rank == 0:
         logger.warning("%s does not fit the state; skipped:\n  %s", directory, "\n  ".join(lines))

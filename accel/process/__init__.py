@@ -421,7 +421,8 @@ def _at_exit() -> None:
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
-    shutdown("ended its program, by its end or sys.exit, and does not come")
+    why = "its loop was shorter, for which there are accel.any_rank and accel.join, or others make a call that it does not"
+    shutdown(f"ended its program, by its end or sys.exit, and does not come ({why})")
     _state.over = True
 
 
