@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,8 @@ def interleave(
 ) -> dict[str, Times]:
     """Rounds of one block of ``repeat`` runs for each contender, for about ``seconds``, after a warm-up.
 
-    Each round begins with another contender. ``meet`` lets the ranks start a block together, ``agree`` gives them
+    Each round has an order of its own, the same on all ranks: after whom a contender comes is worth more than what is measured
+    (what is left in the caches). ``meet`` lets the ranks start a block together, ``agree`` gives them
     the number of rounds. Times are those of one of the ``units`` of work that a run does.
     """
     for contender in contenders:
@@ -91,8 +93,7 @@ def interleave(
     for number in range(rounds):
         gc.collect(0)
         gc.disable()
-        turn = number % len(contenders)
-        for contender in (*contenders[turn:], *contenders[:turn]):
+        for contender in random.Random(number).sample(contenders, len(contenders)):
             meet()
             wall, cpu, thread = contender.block(repeat)
             times[contender.name].wall.append(wall / (repeat * units))
