@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGE, PICTURES, KEPT = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks", ROOT / "build" / "bench"
 
 METHOD = """Every comparison of times comes from one run in which the contenders take turns in the same processes: a round \
-is one short block of work of each, and each round begins with another. A ratio or an overhead is the median over the \
+is one short block of work of each, and each round has an order of its own. A ratio or an overhead is the median over the \
 rounds of what is computed within one round, so that a disturbance hits both sides; *best* is the shortest \
 block. Times of several ranks are their mean, a barrier starts each block. *cpu* is the process's own time with all \
 its threads (`time.process_time`), *thread* is that of the thread that runs the loop (`time.thread_time`), \
