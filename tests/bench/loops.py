@@ -12,7 +12,9 @@ from .workloads import WORKLOADS
 
 STEP_CAUSE = "the calls of the handles, of the engine and of the optimizer's hooks around raw torch's own"
 COMPILED = "compiled gpt"
-DDP_CAUSE = "these calls, and `requires_grad` of each parameter, which is looked at before a forward and after its backward"
+DDP_CAUSE = (
+    "these calls, and `requires_grad` of each parameter, which is looked at before a forward and after its backward"
+)
 ABOUT = """zero_grad, forward, loss, backward and step in fp32, by each library's own loop (`accelerator.backward`, \
 `fabric.backward`); times in microseconds per step. Overheads are held against their targets in *thread* time: all that \
 a library adds to a step in Python runs there, and gloo's waiting threads, whose cpu time varies by more than any \
