@@ -261,7 +261,7 @@ class DeepSpeedHoldings(Holdings):
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         if optimizer is not None and self.engine.zero is not None:
-            self.engine.gradients.refuse_state(optimizer, self.engine.zero)
+            self.engine.gradients.refuse_state(optimizer)
         found: list[Shard] = plainly(super().shards)(optimizer)
         return found
 

@@ -174,6 +174,27 @@ def state_under_parameters(stage: int, folder: Path) -> None:
     accel.save({"optimizer": optimizer}, folder)
 
 
+def a_group_taken_out(stage: int) -> None:
+    """Its state stays where the loop has it."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    raw = torch.optim.Adam([{"params": list(m.parameters())} for m in net], lr=0.1)
+    net(torch.ones(2, 4)).sum().backward()
+    raw.step()
+    raw.param_groups.pop()
+    model, optimizer, _ = accel.setup(net, raw, backend=zero(stage))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    accel.teardown(model)
+    assert [int(raw.state[p]["step"]) for p in net.parameters()] == [3, 3, 1, 1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_of_what_no_group_has_any_more_is_kept(stage: int) -> None:
+    run(2, a_group_taken_out, stage)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_state_under_parameters_is_refused(stage: int, tmp_path: Path) -> None:
     run(2, state_under_parameters, stage, tmp_path)
