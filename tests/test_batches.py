@@ -57,7 +57,8 @@ def split_all() -> None:
         assert torch.equal(accel.all_gather(accel.split(rows)), rows)
         for pad in (False, True):
             mine = accel.split(rows, pad=pad)
-            both = accel.gather_for_metrics({"rows": mine, "first": mine[:, 0]}, rows)
+            both = accel.gather_for_metrics({"rows": mine, "first": mine[:, 0], "none": None}, rows)
+            assert both["none"] is None
             assert torch.equal(both["rows"], rows)
             assert torch.equal(both["first"], rows[:, 0])
         assert torch.equal(accel.all_gather(mine)[:length], rows)
@@ -78,6 +79,8 @@ def split_all() -> None:
     for rows, of, what in (
         (torch.ones(9), range(8 * world), "expected dim 0 to be this rank's batch of 8, found shape \\(9,\\)"),
         (torch.ones(()), range(8), "found shape \\(\\)"),
+        (torch.ones(8), torch.tensor(8), "or the list or tensor that accel.split has cut, found a torch.Tensor"),
+        (torch.ones(8), nn.Sequential(nn.Tanh()), "or the list or tensor that accel.split has cut, found a "),
         (torch.ones(8), {"x": range(8)}, "or the list or tensor that accel.split has cut, found a dict"),
         (
             torch.ones(8 // world),

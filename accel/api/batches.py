@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from .. import data, process
 from ..data.iteration import latest
-from ..data.sampling import Division, fingerprint
+from ..data.sampling import Division, fingerprint, has_parts
 from ..engines.base.step import Stepper
 from ..errors import AccelError, RankMismatchError, described, text_of_error, whole_number
 from ..handles import HiddenAttribute
@@ -54,13 +54,13 @@ def split(items: T, pad: bool = False) -> T:
     problems: list[str] = []
 
     def note(path: str, leaf: Any) -> Any:
-        if not _has_parts(leaf):
+        if not has_parts(leaf):
             problems.append(f"{path} is {described(leaf)}; expected a list, tuple, tensor, or dicts of them")
             return leaf
         lengths[path] = len(leaf)
         return leaf
 
-    walk(note, items, "items", _has_parts)
+    walk(note, items, "items", has_parts)
     meant = f"expected pad to be True or False, found {pad!r}; each rank gets its part, there is no number of parts"
     problems += [] if type(pad) is bool else [meant]
     if len(set(lengths.values())) > 1:
@@ -82,12 +82,7 @@ def split(items: T, pad: bool = False) -> T:
     latest.part = rank, world
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
     first, size, _ = division.share(next(iter(lengths.values()), 0))
-    return walk(lambda path, leaf: _part(leaf, first, first + size, pad), items, "items", _has_parts)
-
-
-def _has_parts(leaf: Any) -> bool:
-    array = isinstance(leaf, torch.Tensor) or type(leaf).__module__ == "numpy"
-    return bool(leaf.shape) if array else isinstance(leaf, list | tuple | range) and not hasattr(leaf, "_fields")
+    return walk(lambda path, leaf: _part(leaf, first, first + size, pad), items, "items", has_parts)
 
 
 def _places() -> list[tuple[int, int]]:

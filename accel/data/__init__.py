@@ -33,7 +33,7 @@ from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
 from .readers import check_options as check_options
 from .readers import describe as describe
-from .sampling import Division, fingerprint, own_generators
+from .sampling import Division, fingerprint, has_parts, own_generators
 from .sampling import first_sample as first_sample
 from .sampling import loader_seed as loader_seed
 from .streams import StreamComparisons
@@ -369,7 +369,7 @@ def gather_for_metrics(
 
 def _cut(items: Any, data: Any, objects: bool) -> Kept:
     """What is kept of rows for this rank's part of items that ``split`` has cut, with padding or without."""
-    if isinstance(items, DataLoader | Mapping | str) or not callable(getattr(items, "__len__", None)):
+    if not has_parts(items):
         raise LoaderError(
             "gather_for_metrics: expected the loader that accel.setup returned, or the list or tensor that accel.split has cut, "
             f"found {described(items)}"
@@ -378,11 +378,18 @@ def _cut(items: Any, data: Any, objects: bool) -> Kept:
         raise LoaderError("gather_for_metrics: accel.split has cut nothing yet that these could be rows of")
     place, world = latest.part or (0, 1)
     ways = [Division(rank=place, world=world, batch=0, even=even, drop_last=False) for even in (False, True)]
-    shares = {share.size: share.real for share in (way.share(len(items)) for way in reversed(ways))}
-    sizes: set[int] = set()
-    walked(lambda _, leaf: sizes.add(len(leaf) if isinstance(leaf, list) or leaf.dim() else -1), data, objects)
-    rows = next((size for size in shares if sizes == {size}), ways[0].share(len(items)).size)
-    return Kept(True, rows, shares[rows], len(items), get_ident(), "the number of items that accel.split has cut")
+    shares = [way.share(len(items)) for way in ways]
+    leaves: list[Any] = []
+    walked(lambda _, leaf: leaves.append(leaf), data, objects)
+    found = {_shape(leaf)[:1] for leaf in leaves if leaf is not None}
+    share = next((share for share in shares if found == {(share.size,)}), shares[0])
+    about = "the number of items that accel.split has cut"
+    return Kept(True, share.size, share.real, len(items), get_ident(), about)
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    """That of rows; empty where there are none."""
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),) if isinstance(leaf, list) else ()
 
 
 def _once(data: Any, replica: int, objects: bool) -> Any:
@@ -413,7 +420,7 @@ def _trim(leaf: Any, kept: Kept, objects: bool) -> Any:
     """The rows of a batch that are not padding."""
     if leaf is None and not objects:
         return None
-    shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),) if isinstance(leaf, list) else ()
+    shape = _shape(leaf)
     if not shape or kept.rows not in (None, shape[0]):
         found = f"shape {shape}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__qualname__} of shape {shape}"
         raise LoaderError(
