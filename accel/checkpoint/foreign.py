@@ -27,7 +27,7 @@ from .background import background
 from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
-from .steps import Progress, check_flags, naming, on_running_ranks, parsing, progress_bar
+from .steps import Progress, beside_others, check_flags, naming, on_running_ranks, parsing, progress_bar
 from .storage import reserve, storage_of
 from .values import DEPTH, TAG, Encoder, Json, place
 from .weights import is_weights_alone
@@ -73,7 +73,7 @@ def import_checkpoint(
 
 def _convert(source: str, directory: str, optimizer: bool, progress: Progress) -> dict[str, list[str]]:
     if record.exists(directory):
-        raise CheckpointError(f"{directory} has a checkpoint already: import into another directory")
+        raise CheckpointError(f"{directory} has a checkpoint already: import into another directory{beside_others()}")
     background.settle()
     workplace = storage_of(directory).workplace(directory)
     with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=workplace) as scratch:

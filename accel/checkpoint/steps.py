@@ -64,11 +64,14 @@ def on_running_ranks(what: str, look: Callable[[], Hashable], act: Callable[[int
         return act(0, 1)
     except OSError as error:
         raise CheckpointError(f"{what}: {explain(error)}") from error
-    except CheckpointError as error:
-        if world_size() == 1:
-            raise
-        alone = "accel does not run yet, so that each process that comes here does this alone: accel.init() above it"
-        raise CheckpointError(f"{error} ({alone} lets them do it together)") from error
+
+
+def beside_others() -> str:
+    """What an error of something that is there already says where other processes of the job may be at the same work."""
+    if running() is not None or world_size() == 1:
+        return ""
+    alone = "accel does not run yet, so that each process that comes here does this alone"
+    return f" ({alone}: accel.init() above it lets them do it together)"
 
 
 def on_any_rank(what: str, here: bool) -> bool:

@@ -39,7 +39,7 @@ from .safetensors import (
 )
 from .shards import Written, batched, checksum
 from .state import State, below, component
-from .steps import Progress, check_flags, log_end, on_running_ranks, parsing, progress_bar
+from .steps import Progress, beside_others, check_flags, log_end, on_running_ranks, parsing, progress_bar
 from .storage import File, Write, read_whole, storage_of
 from .values import TAG, Decoder, Json, place
 from .verify import check_record
@@ -406,7 +406,8 @@ def _export(planned: Export, out: str, library: str, overwrite: bool, progress: 
     if record.exists(out):
         raise CheckpointError(f"{out} is a checkpoint itself: export into another directory")
     if (there := _weights(out)) and not overwrite:
-        raise CheckpointError(f"{out} has weights already ({', '.join(there[:3])}); overwrite=True replaces them")
+        known = f"{out} has weights already ({', '.join(there[:3])}); overwrite=True replaces them"
+        raise CheckpointError(known + beside_others())
     storage = storage_of(out)
     storage.make(out)
     claim = storage.claim(out)
