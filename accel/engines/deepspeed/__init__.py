@@ -298,14 +298,16 @@ class ZeROGradients(AveragedGradients):
         self.stepping = optimizer
         zero = self.engine.zero
         if zero is not None:
-            self.refuse_state(optimizer)
+            self.refuse_state(optimizer, zero)
             self.announce_step(optimizer)
             self._place(optimizer, zero)  # at once: some optimizers write before their closure
             if (folder := self.engine.configuration.state_folder) is not None:
                 self._creating.enter_context(new_state(zero.stepped, folder))
 
-    def refuse_state(self, optimizer: Optimizer) -> None:
+    def refuse_state(self, optimizer: Optimizer, zero: Partitions) -> None:
         """Refuse (OptimizerError) what the loop has put, or looked for, under the keys that it has in one process."""
+        if zero.numbers.keys().isdisjoint(map(id, optimizer.state)):  # each step comes here
+            return
         keys, engine = set(map(id, optimizer.state)), self.engine
         # State of what is in none of its groups any more is kept as it is.
         if others := [i for i in engine.indices(optimizer) if id(engine.parameters[i]) in keys]:

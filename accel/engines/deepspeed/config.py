@@ -85,6 +85,12 @@ def _contradiction(key: str, found: Any, expected: str) -> BackendError:
     return BackendError(f"DeepSpeed configuration: {key!r} is {found!r}, but {expected}")
 
 
+def _told(one: Mapping[str, Any]) -> str:
+    """What the library's schema says of one value."""
+    key, why = ".".join(map(str, one["loc"])), one["msg"]
+    return f"{key!r} is {one['input']!r} ({why[:1].lower()}{why[1:]})"
+
+
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if config is None or isinstance(config, Mapping):
         return copy.deepcopy(dict(config or {}))
@@ -200,13 +206,7 @@ class Configuration:
         try:
             return getattr(library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(**given), key)
         except ValueError as error:
-            found = [
-                (".".join(map(str, one["loc"])), one["msg"], one["input"]) for one in getattr(error, "errors", list)()
-            ]
-            told = (
-                "; ".join(f"{where!r} is {value!r} ({why[:1].lower()}{why[1:]})" for where, why, value in found)
-                or error
-            )
+            told = "; ".join(map(_told, getattr(error, "errors", list)())) or error
             raise BackendError(f"DeepSpeed configuration: zero_optimization: {told}") from error
 
     def _check_divided(self, world_size: int) -> None:

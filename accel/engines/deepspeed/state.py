@@ -260,8 +260,8 @@ class DeepSpeedHoldings(Holdings):
             self.engine.take_edits()
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        if optimizer is not None and self.engine.zero is not None:
-            self.engine.gradients.refuse_state(optimizer)
+        if optimizer is not None and (zero := self.engine.zero) is not None:
+            self.engine.gradients.refuse_state(optimizer, zero)
         found: list[Shard] = plainly(super().shards)(optimizer)
         return found
 
