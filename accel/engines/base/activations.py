@@ -41,9 +41,8 @@ def _repeated(module: nn.Module) -> set[int]:
     found: set[int] = set()
     for container in module.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
-            inner = [
-                c._modules.get("_orig_mod") or c for c in container.children()
-            ]  # of blocks that torch.compile has wrapped
+            # Of a block that torch.compile has wrapped, the block.
+            inner = [c._modules.get("_orig_mod") or c for c in container.children()]
             children = [c for c in inner if not is_container(c) and any(True for _ in c.children())]
             kinds = Counter(type(c) for c in children)
             found.update(id(c) for c in children if kinds[type(c)] > 1)

@@ -49,6 +49,17 @@ if TYPE_CHECKING:
 
     from .conversion import Conversion
 
+logger = logging.getLogger("accel")
+
+#: What torch says of tensors that do not fit, as where code takes a part of a layer's columns for all of them.
+_SHAPES: Final = (
+    " is invalid for input of size ",
+    " don't multiply up to the size of dim ",
+    " shapes cannot be multiplied ",
+    " must have same reduction dim",
+    " must match the size of tensor ",
+)
+
 
 @final
 class FSDPHoldings(Holdings):
@@ -219,17 +230,6 @@ class FSDP(Planned, SequenceOptions):
             )
         return {"replicate": self.replicas, "shard": world_size // ranks, "tensor": self.tensor_parallel}
 
-
-logger = logging.getLogger("accel")
-
-#: What torch says of tensors that do not fit, as where code takes a part of a layer's columns for all of them.
-_SHAPES: Final = (
-    " is invalid for input of size ",
-    " don't multiply up to the size of dim ",
-    " shapes cannot be multiplied ",
-    " must have same reduction dim",
-    " must match the size of tensor ",
-)
 
 FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
 
