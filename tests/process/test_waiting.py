@@ -437,6 +437,24 @@ def test_slow_ranks_are_waited_for_and_named(backend: str, tmp_path: Path) -> No
     assert slow.value == (0, [])
 
 
+def go_slowly_on_a_mesh(backend: str, folder: Path) -> None:
+    """Two ranks in turn, which are waited for in groups that not all are in."""
+    with group(folder, backend):
+        loop = Loop(backend)
+        loop.train(2)
+        for slow in (1, 2):
+            if accel.rank() == slow:
+                time.sleep(4)
+            loop.train(2)
+        accel.barrier()
+
+
+@pytest.mark.parametrize("backend", ["copies", "layers"])
+def test_a_slow_rank_of_a_mesh_is_waited_for(backend: str, tmp_path: Path) -> None:
+    for result in outcomes(4, go_slowly_on_a_mesh, backend, tmp_path, breaks=True):
+        assert not result.error, result.trace
+
+
 GARBAGE = """
 import gc, threading
 from accel.process.hangs import stack_of
