@@ -76,6 +76,8 @@ def split_all() -> None:
     ):
         with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():
             accel.split(wrong)
+    for length in (7, 8, 8 * world):
+        accel.split(range(length))
     for rows, of, what in (
         (torch.ones(9), range(8 * world), "expected dim 0 to be this rank's batch of 8, found shape \\(9,\\)"),
         (torch.ones(()), range(8), "found shape \\(\\)"),
@@ -106,12 +108,26 @@ def split_by_place(backend: Any) -> Any:
 
 
 def gather_before_a_split() -> None:
-    with pytest.raises(accel.LoaderError, match="accel.split has cut nothing yet"):
+    with pytest.raises(accel.LoaderError, match="accel.split has cut nothing yet of"):
         accel.gather_for_metrics(torch.ones(1), [1, 2])
+    accel.split(range(5), pad=True)
+    with pytest.raises(accel.LoaderError, match="has cut nothing yet of 1 items"):
+        accel.gather_for_metrics(torch.ones(1), torch.ones(1))  # predictions and labels
+
+
+def gather_after_a_split() -> None:
+    loader: Any = accel.setup(None, dataloaders=torch.utils.data.DataLoader(range(7), batch_size=2)).dataloaders  # type: ignore[arg-type]
+    for _ in loader:
+        pass
+    rows = torch.tensor(accel.split([0, 1, 2, 3]))
+    with pytest.raises(accel.LoaderError, match="or accel.split has cut since"):
+        accel.gather_for_metrics(rows)  # whose they are is not said
+    assert accel.gather_for_metrics(rows, [0, 1, 2, 3]).tolist() == [0, 1, 2, 3]
 
 
 def test_split_gives_each_rank_its_part_and_gathering_brings_back_the_order() -> None:
     run(2, gather_before_a_split)
+    run(2, gather_after_a_split)
     run(2, split_all)
     split_all()
     accel.teardown()

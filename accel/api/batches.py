@@ -79,9 +79,11 @@ def split(items: T, pad: bool = False) -> T:
             "split: the ranks have other items: every rank gives all of them, in one order (sorted)"
         )
     ((rank, world),) = places
-    latest.part = rank, world
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
-    first, size, _ = division.share(next(iter(lengths.values()), 0))
+    length = next(iter(lengths.values()), 0)
+    first, size, _ = division.share(length)
+    latest.parts[length, pad] = rank, world
+    latest.kept = None  # rows that come now may be of these items, and of no batch
     return walk(lambda path, leaf: _part(leaf, first, first + size, pad), items, "items", has_parts)
 
 

@@ -347,13 +347,13 @@ def gather_for_metrics(
     elif isinstance(loader, LoaderHandle):
         kept, replica = loader._accel.kept, loader._accel.place[:2]
     else:
-        kept, replica = _cut(loader, data, objects), latest.part
+        kept, replica = _cut(loader, data, objects)
     if kept is None and world_size() == 1:
         kept = WHOLE
     if kept is None:
         raise LoaderError(
-            "gather_for_metrics: no loader of accel has given a batch yet, so that its padding is not known: pass the "
-            "loader to accel.setup, or use accel.all_gather"
+            "gather_for_metrics: no loader of accel has given a batch yet, or accel.split has cut since, so that the padding is "
+            "not known: pass the loader to accel.setup, give the loader or the items that were cut, or use accel.all_gather"
         )
     if kept.pads and kept.thread != get_ident():
         raise LoaderError(
@@ -367,24 +367,29 @@ def gather_for_metrics(
     return gathered
 
 
-def _cut(items: Any, data: Any, objects: bool) -> Kept:
-    """What is kept of rows for this rank's part of items that ``split`` has cut, with padding or without."""
+def _cut(items: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int]]:
+    """What is kept of rows for this rank's part of items that ``split`` has cut, and the place that it was cut for."""
     if not has_parts(items):
         raise LoaderError(
             "gather_for_metrics: expected the loader that accel.setup returned, or the list or tensor that accel.split has cut, "
             f"found {described(items)}"
         )
-    if latest.part is None and world_size() > 1:
-        raise LoaderError("gather_for_metrics: accel.split has cut nothing yet that these could be rows of")
-    place, world = latest.part or (0, 1)
-    ways = [Division(rank=place, world=world, batch=0, even=even, drop_last=False) for even in (False, True)]
-    shares = [way.share(len(items)) for way in ways]
+    length = len(items)
+    places = [(latest.parts[length, pad], pad) for pad in (False, True) if (length, pad) in latest.parts]
+    if not places and world_size() > 1:
+        raise LoaderError(
+            f"gather_for_metrics: accel.split has cut nothing yet of {length} items that these could be rows of"
+        )
+    shares = [
+        (Division(rank=place[0], world=place[1], batch=0, even=pad, drop_last=False).share(length), place)
+        for place, pad in places or [((0, 1), False)]
+    ]
     leaves: list[Any] = []
     walked(lambda _, leaf: leaves.append(leaf), data, objects)
     found = {_shape(leaf)[:1] for leaf in leaves if leaf is not None}
-    share = next((share for share in shares if found == {(share.size,)}), shares[0])
+    share, place = next((pair for pair in shares if found == {(pair[0].size,)}), shares[0])
     about = "the number of items that accel.split has cut"
-    return Kept(True, share.size, share.real, len(items), get_ident(), about)
+    return Kept(True, share.size, share.real, length, get_ident(), about), place
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

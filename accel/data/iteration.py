@@ -165,8 +165,10 @@ class Latest:
 
     kept: Kept | None = None
     replica: tuple[int, int] | None = None
-    #: The data-parallel place, and how many there are, for which ``split`` has cut last.
-    part: tuple[int, int] | None = None
+
+    def __init__(self) -> None:
+        #: By number of items and whether they were padded: for which data-parallel place ``split`` has cut, and of how many.
+        self.parts: dict[tuple[int, bool], tuple[int, int]] = {}
 
 
 latest = Latest()

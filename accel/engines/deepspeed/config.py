@@ -46,6 +46,7 @@ _REFUSED: Final = {
     "cpu_offload_param": _OLD_OFFLOAD,
     "mics_hierarchical_params_gather": _MICS,
     "mics_shard_size": _MICS,
+    "strict": "it is no key of DeepSpeed's: remove it",
     "zenflow": "ZenFlow steps by itself: remove it",
     "zenflow_config": "ZenFlow steps by itself: remove it",
     "zero_quantized_gradients": _LOSSY,
@@ -60,6 +61,9 @@ _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
     "train_micro_batch_size_per_gpu": (int, "a whole number"),
     "zero_allow_untested_optimizer": (bool, "True or False"),
     "zero_force_ds_cpu_optimizer": (bool, "True or False"),
+    "activation_checkpointing": (dict, "a dict"),
+    "aio": (dict, "a dict"),
+    "comms_logger": (dict, "a dict"),
     "communication_data_type": (("fp16", "bf16", "fp32"), "'fp16', 'bf16' or 'fp32'"),
     "seq_parallel_communication_data_type": (("fp16", "bf16", "fp32"), "'fp16', 'bf16' or 'fp32'"),
 }
@@ -88,7 +92,8 @@ def _contradiction(key: str, found: Any, expected: str) -> BackendError:
 def _told(one: Mapping[str, Any]) -> str:
     """What the library's schema says of one value."""
     key, why = ".".join(map(str, one["loc"])), one["msg"]
-    return f"{key!r} is {one['input']!r} ({why[:1].lower()}{why[1:]})"
+    why = f"{why[:1].lower()}{why[1:]}"
+    return f"{key!r} is {one['input']!r} ({why})" if key else why
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -203,9 +208,10 @@ class Configuration:
                 del given[name]
         if not given:
             return usual
+        schema = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
         try:
-            return getattr(library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(**given), key)
-        except ValueError as error:
+            return getattr(schema(**{**given, "stage": self.stage}), key)
+        except (AssertionError, TypeError, ValueError) as error:
             told = "; ".join(map(_told, getattr(error, "errors", list)())) or error
             raise BackendError(f"DeepSpeed configuration: zero_optimization: {told}") from error
 
@@ -248,7 +254,7 @@ class Configuration:
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
         """The user's configuration, and what this engine needs, for the library; gradients travel by ``transport``."""
         passed = _without_auto({k: v for k, v in self._given.items() if k in _PASSED})
-        zero = dict(passed.get("zero_optimization", {}))
+        zero = {k: v for k, v in passed.get("zero_optimization", {}).items() if v is not None}
         zero.pop("offload_optimizer", None)  # the engine steps where it keeps the copies, without the library's help
         offload = zero.pop("offload_param", None)
         if self.offload_parameters:

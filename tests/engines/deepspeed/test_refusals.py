@@ -307,6 +307,19 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"zero_optimization": {"zero_hpz_partition_size": -2}}, {}, "'zero_hpz_partition_size' is -2"),
     ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "'reduce_bucket_size' is 'big'"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": 7}}}, {}, "no 'nvme_path'"),
+    ({"zero_optimization": {"strict": True}}, {}, "'zero_optimization.strict' is True, but it is no key"),
+    ({"zero_optimization": {2: 3}}, {}, "zero_optimization: keywords must be strings"),
+    (
+        {"zero_optimization": {f"stage3_gather_{bits}_weights_on_model_save": True for bits in ("fp16", "16bit")}},
+        {"stage": 3},
+        "zero_optimization: Cannot provide deprecated parameter",
+    ),
+    (
+        {"zero_optimization": {"compute_grad_norm": False}},
+        {"stage": 3},
+        "zero_optimization: value error, compute_grad_norm=false is supported only with",
+    ),
+    *(({key: 3}, {}, f"'{key}' is 3, but a dict") for key in ("activation_checkpointing", "aio", "comms_logger")),
     *(({"gradient_clipping": x}, {}, "'gradient_clipping' is .*, but a number") for x in ("big", -1.0, float("nan"))),
     ({"communication_data_type": "fp8"}, {}, "'communication_data_type' is 'fp8', but 'fp16', 'bf16' or 'fp32'"),
     ({"zero_force_ds_cpu_optimizer": "yes"}, {}, "'zero_force_ds_cpu_optimizer' is 'yes', but True or False"),
@@ -314,6 +327,14 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def contradictions() -> None:
+    for zero_optimization in (
+        {"compute_grad_norm": False},
+        {"reduce_bucket_size": None},
+    ):  # with the stage that is asked for
+        accel.setup(
+            raw := Net(), adamw(raw), backend=DeepSpeed(stage=2, config={"zero_optimization": zero_optimization})
+        )
+        accel.teardown()
     for config, options, text in CONTRADICTIONS:
         raw = Net()
         optimizer = adamw(raw)
