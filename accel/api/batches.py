@@ -82,7 +82,7 @@ def split(items: T, pad: bool = False) -> T:
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
     length = next(iter(lengths.values()), 0)
     first, size, _ = division.share(length)
-    latest.parts[length, pad] = rank, world
+    latest.divisions[length, pad] = division
     latest.kept = None  # rows that come now may be of these items, and of no batch
     return walk(lambda path, leaf: _part(leaf, first, first + size, pad), items, "items", has_parts)
 

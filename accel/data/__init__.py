@@ -332,8 +332,8 @@ def gather_for_metrics(
 
     Args:
         data: nested tensors whose dim 0 is this rank's batch; on one process it comes back as it is.
-        loader: the loader that gave the batch, by default the one that gave the last batch; or the items that ``split`` has
-            cut, a list, tuple, range, array or tensor, of whose part ``data`` has a row for each.
+        loader: the loader that gave the batch, by default the one that gave the last batch, if ``split`` has not cut since; or
+            the items that ``split`` has cut, a list, tuple, range, array or tensor, of whose part ``data`` has a row for each.
         pad: fills the other dimensions to the longest of all ranks, as in ``all_gather``.
         objects: takes lists of anything that can be pickled too, such as texts, with one item for each sample; as in
             ``all_gather``.
@@ -375,21 +375,19 @@ def _cut(items: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int]]:
             f"found {described(items)}"
         )
     length = len(items)
-    places = [(latest.parts[length, pad], pad) for pad in (False, True) if (length, pad) in latest.parts]
-    if not places and world_size() > 1:
+    ways = [latest.divisions[length, pad] for pad in (False, True) if (length, pad) in latest.divisions]
+    if not ways and world_size() > 1:
         raise LoaderError(
             f"gather_for_metrics: accel.split has cut nothing yet of {length} items that these could be rows of"
         )
-    shares = [
-        (Division(rank=place[0], world=place[1], batch=0, even=pad, drop_last=False).share(length), place)
-        for place, pad in places or [((0, 1), False)]
-    ]
+    ways = ways or [Division(rank=0, world=1, batch=0, even=False, drop_last=False)]
     leaves: list[Any] = []
     walked(lambda _, leaf: leaves.append(leaf), data, objects)
     found = {_shape(leaf)[:1] for leaf in leaves if leaf is not None}
-    share, place = next((pair for pair in shares if found == {(pair[0].size,)}), shares[0])
+    way = next((way for way in ways if found == {(way.share(length).size,)}), ways[0])
+    share = way.share(length)
     about = "the number of items that accel.split has cut"
-    return Kept(True, share.size, share.real, length, get_ident(), about), place
+    return Kept(True, share.size, share.real, length, get_ident(), about), (way.rank, way.world)
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

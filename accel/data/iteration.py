@@ -160,15 +160,14 @@ def _followed(loader: DataLoader[Any]) -> bool:
 
 
 @final
+@dataclass(eq=False)
 class Latest:
-    """What is kept of the last batch that any handle gave, and the replica of the model that it was for; None before."""
+    """What is kept of the last batch that any handle gave since a ``split``, and the replica of the model that it was for."""
 
     kept: Kept | None = None
     replica: tuple[int, int] | None = None
-
-    def __init__(self) -> None:
-        #: By number of items and whether they were padded: for which data-parallel place ``split`` has cut, and of how many.
-        self.parts: dict[tuple[int, bool], tuple[int, int]] = {}
+    #: How ``split`` has cut, by number of items and whether it padded.
+    divisions: dict[tuple[int, bool], Division] = field(default_factory=dict)
 
 
 latest = Latest()

@@ -327,13 +327,11 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 def contradictions() -> None:
-    for zero_optimization in (
+    for config in (
         {"compute_grad_norm": False},
         {"reduce_bucket_size": None},
-    ):  # with the stage that is asked for
-        accel.setup(
-            raw := Net(), adamw(raw), backend=DeepSpeed(stage=2, config={"zero_optimization": zero_optimization})
-        )
+    ):  # right with the stage that is asked for
+        accel.setup(raw := Net(), adamw(raw), backend=DeepSpeed(stage=2, config={"zero_optimization": config}))
         accel.teardown()
     for config, options, text in CONTRADICTIONS:
         raw = Net()
