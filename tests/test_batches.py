@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import accel
 from accel import process
@@ -70,6 +72,7 @@ def split_all() -> None:
 
     for wrong, what in (
         ("a prompt", "items is a str; expected a list"),
+        (np.add, "items is a numpy.ufunc; expected a list"),
         ({"x": [1], "y": [1, 2]}, "expected equal lengths"),
         ("a prompt" if rank == world - 1 else ["a", "b"], "on rank [01]: items is a str"),
         *((two[rank == 0], "the ranks have other items" if world > 1 else "") for two in OTHER),
@@ -83,7 +86,7 @@ def split_all() -> None:
         (torch.ones(()), range(8), "found shape \\(\\)"),
         (torch.ones(8), torch.tensor(8), "or the list or tensor that accel.split has cut, found a torch.Tensor"),
         (torch.ones(8), nn.Sequential(nn.Tanh()), "or the list or tensor that accel.split has cut, found a "),
-        (torch.ones(8), {"x": range(8)}, "or the list or tensor that accel.split has cut, found a dict"),
+        (torch.ones(8), {"x": range(8)}, "that accel.split has cut, found a dict: give one of its values"),
         (
             torch.ones(8 // world),
             range(7 + rank),
@@ -116,7 +119,7 @@ def gather_before_a_split() -> None:
 
 
 def gather_after_a_split() -> None:
-    loader: Any = accel.setup(None, dataloaders=torch.utils.data.DataLoader(range(7), batch_size=2)).dataloaders  # type: ignore[arg-type]
+    loader: Any = accel.setup(None, dataloaders=DataLoader(range(7), batch_size=2)).dataloaders  # type: ignore[arg-type]
     for _ in loader:
         pass
     rows = torch.tensor(accel.split([0, 1, 2, 3]))
@@ -125,9 +128,46 @@ def gather_after_a_split() -> None:
     assert accel.gather_for_metrics(rows, [0, 1, 2, 3]).tolist() == [0, 1, 2, 3]
 
 
+def gather_on_one_rank_amiss(backend: Any) -> None:
+    model = accel.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), backend=backend).model
+    rows = torch.tensor(accel.split([0, 1, 2, 3]))
+    amiss = accel.rank() == 1
+    for rows_amiss, items, what in (
+        (torch.ones(9), [0, 1, 2, 3], "expected dim 0 to be this rank's batch"),
+        (rows, None, "no loader of accel has given a batch yet, or accel.split has cut since"),
+        (rows, 3, "expected the loader that accel.setup returned, or the list or tensor"),
+    ):
+        with pytest.raises(accel.AccelError, match=what if amiss else " on rank 1.*" + what) as found:
+            accel.gather_for_metrics(rows_amiss, items) if amiss else accel.gather_for_metrics(rows, [0, 1, 2, 3])
+        if amiss:
+            assert type(found.value) is accel.LoaderError
+            assert str(found.value).startswith("gather_for_metrics: ")
+        assert accel.gather_for_metrics(rows, [0, 1, 2, 3]).tolist() == [0, 1, 2, 3]
+    del model
+
+
+def gather_after_a_teardown() -> None:
+    model, _, loader = accel.setup(nn.Linear(1, 1), dataloaders=DataLoader(range(3), batch_size=2))  # type: ignore[arg-type]
+    for _ in loader:
+        pass  # whose last sample is repeated
+    accel.split([1, 2])
+    accel.teardown()
+    accel.init()
+    with pytest.raises(accel.LoaderError, match="no loader of accel has given a batch yet"):
+        accel.gather_for_metrics(torch.ones(1))
+    with pytest.raises(accel.LoaderError, match="has cut nothing yet"):
+        accel.gather_for_metrics(torch.ones(1), [1, 2])
+    with pytest.raises(accel.LoaderError, match="of what accel.teardown"):
+        accel.gather_for_metrics(torch.ones(1), loader)
+    del model
+
+
 def test_split_gives_each_rank_its_part_and_gathering_brings_back_the_order() -> None:
     run(2, gather_before_a_split)
     run(2, gather_after_a_split)
+    run(2, gather_after_a_teardown)
+    for backend in ("ddp", accel.Pipeline(chunks=1)):
+        run(2, gather_on_one_rank_amiss, backend)
     run(2, split_all)
     split_all()
     accel.teardown()
@@ -185,7 +225,7 @@ def train(handles: Any, raw: torch.optim.Optimizer, where: str, batch_size: int,
 
 def loader_of(batch_size: int, *, shuffle: bool = False) -> Any:
     data: Any = torch.arange(64.0).view(16, 4) / 64
-    return torch.utils.data.DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+    return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
 
 
 def training(backend: Any, where: str, batch_size: int) -> dict[str, Any]:

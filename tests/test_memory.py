@@ -28,6 +28,7 @@ from accel.engines.base.memory import (
     whole,
     zero,
 )
+from accel.engines.deepspeed import DeepSpeedEngine
 from accel.errors import AccelError, OptimizerError
 from accel.memory import MemoryReport, label
 from examples.big import gpt_70b
@@ -180,6 +181,13 @@ def test_what_a_step_needs_for_a_while() -> None:
     assert {rule(net, 1)[0].transient for rule in rules} == {0}
     # In units of a layer; the first rank owns 5 of 17.
     assert [rule(net, 4)[0].transient / 256 for rule in rules] == [0, 12 + 5, 2 + 3, 17, 1, 2]
+
+
+def test_a_configuration_of_deepspeed_is_read_as_the_library_reads_it() -> None:
+    for key in ("stage3_param_persistence_threshold", "param_persistence_threshold"):
+        for limit, part in ((63, 1 / 4), (64.0, 5 / 4)):
+            options = accel.DeepSpeed(stage=3, config={"zero_optimization": {key: limit}})
+            assert DeepSpeedEngine.predict(EVEN, options, 4)[0].parameters == N * part
 
 
 def test_owners_get_whole_parameters_by_size() -> None:

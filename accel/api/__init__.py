@@ -148,6 +148,7 @@ def teardown(model: Any = None) -> Any:
         end_all()
     finally:
         process.shutdown()
+        data.forget()
     return None
 
 

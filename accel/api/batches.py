@@ -83,7 +83,7 @@ def split(items: T, pad: bool = False) -> T:
     length = next(iter(lengths.values()), 0)
     first, size, _ = division.share(length)
     latest.divisions[length, pad] = division
-    latest.kept = None  # rows that come now may be of these items, and of no batch
+    latest.kept, latest.replica = None, (rank, world)  # rows that come now may be of these items, and of no batch
     return walk(lambda path, leaf: _part(leaf, first, first + size, pad), items, "items", has_parts)
 
 

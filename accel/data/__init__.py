@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import LoaderError, RankMismatchError, described, whole_number
+from ..errors import AccelError, LoaderError, RankMismatchError, described, text_of_error, whole_number
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
 from ..process.control import agree, locked, raise_together
@@ -26,6 +26,7 @@ from ..process.transfer import Prints, Read, other_values
 from .iteration import Accumulation as Accumulation
 from .iteration import Iteration, latest, states
 from .iteration import LoaderState as LoaderState
+from .iteration import forget as forget
 from .iteration import remember as remember
 from .readers import WHOLE, Kept, Start, keeps_alone, length_of, too_short
 from .readers import LoaderOptions as LoaderOptions
@@ -340,11 +341,33 @@ def gather_for_metrics(
 
     Raises:
         LoaderError: no loader gave a batch, dim 0 is not the batch, or another thread reads the loader, so that its padding is
-            not known.
+            not known; the other ranks raise it too, or AccelError, which names the rank.
     """
+    try:
+        kept, replica = _kept(loader, data, objects)
+        rows = walked(lambda _, leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
+        problem = None
+    except LoaderError as error:  # which the other ranks hear of where they meet this one
+        problem, rows, kept = error, None, WHOLE
+        replica = loader._accel.place[:2] if isinstance(loader, LoaderHandle) else latest.replica
+    try:
+        if replica is not None and replica[1] < world_size():
+            rows = _once(rows, replica[0], objects, text_of_error(problem))
+        alike = {kept.about: str(kept.order)}
+        gathered: T = gather(rows, pad=pad, objects=objects, alike=alike, problem=text_of_error(problem))
+    except AccelError:
+        if problem is not None:
+            raise problem from None
+        raise
+    return gathered
+
+
+def _kept(loader: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int] | None]:
+    """What is kept of the batch, or of the items, that rows are of, and for which place it was cut, if that is known."""
     if loader is None:
         kept, replica = latest.kept, latest.replica
     elif isinstance(loader, LoaderHandle):
+        loader._accel.refuse_ended()
         kept, replica = loader._accel.kept, loader._accel.place[:2]
     else:
         kept, replica = _cut(loader, data, objects)
@@ -360,19 +383,16 @@ def gather_for_metrics(
             "gather_for_metrics: another thread reads this loader, perhaps ahead of the batch that this is of, whose padding is "
             "not known then: let num_workers of the DataLoader read ahead, or use drop_last=True"
         )
-    rows = walked(lambda _, leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
-    if replica is not None and replica[1] < world_size():
-        rows = _once(rows, replica[0], objects)
-    gathered: T = gather(rows, pad=pad, objects=objects, alike={kept.about: str(kept.order)})
-    return gathered
+    return kept, replica
 
 
 def _cut(items: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int]]:
     """What is kept of rows for this rank's part of items that ``split`` has cut, and the place that it was cut for."""
     if not has_parts(items):
+        one = ": give one of its values, which are equally long" if isinstance(items, Mapping) else ""
         raise LoaderError(
             "gather_for_metrics: expected the loader that accel.setup returned, or the list or tensor that accel.split has cut, "
-            f"found {described(items)}"
+            f"found {described(items)}{one}"
         )
     length = len(items)
     ways = [latest.divisions[length, pad] for pad in (False, True) if (length, pad) in latest.divisions]
@@ -395,17 +415,23 @@ def _shape(leaf: Any) -> tuple[int, ...]:
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),) if isinstance(leaf, list) else ()
 
 
-def _once(data: Any, replica: int, objects: bool) -> Any:
-    """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective."""
+def _once(data: Any, replica: int, objects: bool, problem: str) -> Any:
+    """No rows on all but the first rank of each replica, since its ranks all have the same rows. Collective.
+
+    LoaderError where a rank has a ``problem``, or ranks of a replica have other rows; on every rank.
+    """
     mine: list[Any] = []
     tensors: list[torch.Tensor] = []
     walked(lambda _, leaf: mine.append(leaf), data, objects)
     words = fingerprint(mine, tensors)
-    told = agree("gather_for_metrics", (replica, Prints(tensors).read(), words))
+    told = agree("gather_for_metrics", (replica, Prints(tensors).read(), words, problem))
+    raise_together("gather_for_metrics", None, [theirs for *_, theirs in told], LoaderError)
     together: dict[int, dict[int, Read]] = {}
-    for number, (theirs, sums, _) in enumerate(told):
+    for number, (theirs, sums, *_) in enumerate(told):
         together.setdefault(theirs, {})[number] = sums
-    if len({(theirs, words) for theirs, _, words in told}) > len(together) or any(map(other_values, together.values())):
+    if len({(theirs, words) for theirs, _, words, _ in told}) > len(together) or any(
+        map(other_values, together.values())
+    ):
         raise LoaderError(
             "gather_for_metrics: ranks that read one batch have other rows, and those of one of them would be taken. "
             "Where each has a part of the sequence, reduce over it first, or use accel.all_gather"

@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, final
 
@@ -81,6 +81,15 @@ class LoaderState:
         """Whose position a state is: this rank's of so many where each reads by itself, else that of all, which is empty."""
         return [] if self.options.shard else list(self.place[:2])
 
+    def refuse_ended(self) -> None:
+        """Refuse (LoaderError) a part of what other ranks had, before ``accel.teardown()``."""
+        place = self.place
+        if place.process is not None and running() is not place.process and not ended():
+            raise LoaderError(
+                f"this LoaderHandle gives the part of rank {place.rank} of {place.world} of what accel.teardown() has ended: "
+                "use the raw DataLoader, or give it to accel.setup again"
+            )
+
     def begin_anew(self, seed: int, in_place: bool) -> None:
         self.seed, self.in_place = seed, in_place or not self.options.shard
         self.start, self.following = self.fresh(0), 1
@@ -139,7 +148,7 @@ def remember() -> Callable[[], list[LoaderState]]:
     live = {state: list(state.live) for state in then}
     generators = {state: Generators(own_generators(state.raw)) for state in then}
     drawn = {state: own.states() for state, own in generators.items()}
-    last = latest.kept, latest.replica
+    last = vars(replace(latest, divisions=dict(latest.divisions)))
 
     def put_back() -> list[LoaderState]:
         for state, values in then.items():
@@ -147,7 +156,7 @@ def remember() -> Callable[[], list[LoaderState]]:
             generators[state].put(drawn[state])
             if state.comparisons is not None:
                 state.comparisons.begin_anew()
-        latest.kept, latest.replica = last
+        vars(latest).update(last, divisions=dict(last["divisions"]))
         return [state for state in states if state not in then]
 
     return put_back
@@ -162,7 +171,7 @@ def _followed(loader: DataLoader[Any]) -> bool:
 @final
 @dataclass(eq=False)
 class Latest:
-    """What is kept of the last batch that any handle gave since a ``split``, and the replica of the model that it was for."""
+    """What is kept of the last batch that any handle gave since a ``split``, and for which replica of the model either was."""
 
     kept: Kept | None = None
     replica: tuple[int, int] | None = None
@@ -171,6 +180,11 @@ class Latest:
 
 
 latest = Latest()
+
+
+def forget() -> None:
+    """Hear that the ranks are others from now on: what comes next is not of the last batch, nor of what was cut for them."""
+    vars(latest).update(vars(Latest()))
 
 
 class Ahead(NamedTuple):
@@ -187,12 +201,8 @@ class Iteration:
     """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
 
     def __init__(self, state: LoaderState) -> None:
+        state.refuse_ended()
         place = state.place
-        if place.process is not None and running() is not place.process and not ended():
-            raise LoaderError(
-                f"this LoaderHandle gives the part of rank {place.rank} of {place.world} of what accel.teardown() has ended: "
-                "use the raw DataLoader, or give it to accel.setup again"
-            )
         self._state = state
         self._transfer = Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
         self.last = 0

@@ -87,8 +87,9 @@ def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
 
 def has_parts(items: Any) -> bool:
     """Whether items can be cut into parts, tensors and arrays by their first dimension."""
-    array = isinstance(items, torch.Tensor) or type(items).__module__ == "numpy"
-    return bool(items.shape) if array else isinstance(items, list | tuple | range) and not hasattr(items, "_fields")
+    if isinstance(items, torch.Tensor) or type(items).__module__ == "numpy":
+        return bool(getattr(items, "shape", ()))
+    return isinstance(items, list | tuple | range) and not hasattr(items, "_fields")
 
 
 def divide(

@@ -115,15 +115,19 @@ def gather(
     pad: float | None = None,
     objects: bool = False,
     alike: Mapping[str, str] = MappingProxyType({}),
+    problem: str = "",
 ) -> Any:
-    """``all_gather`` of what ranks have together, if the texts ``alike``, by what they say, are the same on all of them."""
+    """``all_gather`` of what ranks have together, if the texts ``alike``, by what they say, are the same on all of them.
+
+    AccelError on every rank where one has a ``problem``.
+    """
     carry = gradients and torch.is_grad_enabled()
     options = {"gradients": carry, "pad": None if pad is None else repr(pad), "objects": objects}
     given = ", ".join(f"{name}={value}" for name, value in options.items() if value not in (False, None))
     what, sends = f"all_gather({given})" if given else "all_gather", _object if objects else lambda _: ""
     refuse = functools.partial(_unfilled, pad=pad)
     process, carrier, tensors, shapes, sent = _begin(
-        what, data, "", refuse, rows=True, pad=pad is not None, gradients=carry, sends=sends, alike=alike
+        what, data, problem, refuse, rows=True, pad=pad is not None, gradients=carry, sends=sends, alike=alike
     )
     results: dict[str, Any] = {}
     for path, mine in sent[process.place.rank].items():

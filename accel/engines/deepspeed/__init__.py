@@ -298,25 +298,11 @@ class ZeROGradients(AveragedGradients):
         self.stepping = optimizer
         zero = self.engine.zero
         if zero is not None:
-            self.refuse_state(optimizer, zero)
+            self.engine.holdings.refuse_state(optimizer)
             self.announce_step(optimizer)
             self._place(optimizer, zero)  # at once: some optimizers write before their closure
             if (folder := self.engine.configuration.state_folder) is not None:
                 self._creating.enter_context(new_state(zero.stepped, folder))
-
-    def refuse_state(self, optimizer: Optimizer, zero: Partitions) -> None:
-        """Refuse (OptimizerError) what the loop has put, or looked for, under the keys that it has in one process."""
-        if zero.numbers.keys().isdisjoint(map(id, optimizer.state)):  # each step comes here
-            return
-        keys, engine = set(map(id, optimizer.state)), self.engine
-        # State of what is in none of its groups any more is kept as it is.
-        if others := [i for i in engine.indices(optimizer) if id(engine.parameters[i]) in keys]:
-            names = ", ".join(engine.names[i] for i in others[:5])
-            raise OptimizerError(
-                f"optimizer.state[parameter] of {names}: DeepSpeed stage {engine.stage} steps fragments, which are the "
-                "keys of their state, so that nothing is there and what is put there has no effect: change or drop state "
-                "through optimizer.state.values(), or by accel.full_state_dict(optimizer) and optimizer.load_state_dict"
-            )
 
     def _show(self, optimizer: Optimizer) -> None:
         """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""

@@ -55,12 +55,22 @@ _REFUSED: Final = {
     "offload_optimizer.ratio": "accel offloads all of what the optimizer steps: remove it",
     "offload_optimizer.super_offload": "SuperOffload steps by itself: remove it",
 }
-#: The class of other keys' values, or all that there are.
+#: The class of other keys' values, of which numbers are at least 1; or all values that there are.
 _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
-    "train_batch_size": (int, "a whole number"),
-    "train_micro_batch_size_per_gpu": (int, "a whole number"),
-    "zero_allow_untested_optimizer": (bool, "True or False"),
-    "zero_force_ds_cpu_optimizer": (bool, "True or False"),
+    **dict.fromkeys(
+        ("steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"), (int, "a whole number of at least 1")
+    ),
+    **dict.fromkeys(
+        (
+            "disable_allgather",
+            "dump_state",
+            "memory_breakdown",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+        ),
+        (bool, "True or False"),
+    ),
+    "bf16": (dict, "a dict such as {'enabled': True}"),
     "activation_checkpointing": (dict, "a dict"),
     "aio": (dict, "a dict"),
     "comms_logger": (dict, "a dict"),
@@ -94,6 +104,15 @@ def _told(one: Mapping[str, Any]) -> str:
     key, why = ".".join(map(str, one["loc"])), one["msg"]
     why = f"{why[:1].lower()}{why[1:]}"
     return f"{key!r} is {one['input']!r} ({why})" if key else why
+
+
+def _judged(module: str, schema: str, section: str, given: Any) -> Any:
+    """A section as the library's own schema has it; BackendError names what that refuses of it."""
+    try:
+        return getattr(library(module), schema)(**given)
+    except (AssertionError, TypeError, ValueError) as error:
+        told = "; ".join(map(_told, getattr(error, "errors", list)())) or error
+        raise BackendError(f"DeepSpeed configuration: {section}: {told}") from error
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -133,7 +152,7 @@ class Configuration:
         #: Whether the optimizer steps fp32 copies of bfloat16 weights.
         self.masters = not _off(self._given.get("bf16"))
         norm: Any = self._given.get("gradient_clipping")
-        if not (_off(norm) or (isinstance(norm, int | float) and norm >= 0)):
+        if not (_off(norm) or (isinstance(norm, int | float) and norm is not True and norm >= 0)):
             raise _contradiction("gradient_clipping", norm, "a number of at least 0 was expected")
         #: The norm to which every step clips; 0.0 for none.
         self.clipping = 0.0 if _off(norm) else float(norm)
@@ -167,12 +186,13 @@ class Configuration:
                 instead = _INSTEAD.get(key, _IGNORED)
                 raise BackendError(f"DeepSpeed configuration: {key!r} has no place in a raw loop: {instead}")
         for key, (allowed, expected) in _KINDS.items():
-            value = self._given.get(key)
-            fits = value in allowed if isinstance(allowed, tuple) else type(value) is allowed
-            if not (fits or _off(value)):
-                raise _contradiction(key, value, f"{expected} was expected")
+            found: Any = self._given.get(key)
+            fits = found in allowed if isinstance(allowed, tuple) else type(found) is allowed
+            if not (fits or _off(found)) or (allowed is int and fits and found < 1):
+                raise _contradiction(key, found, f"{expected} was expected")
+        self._check_parts()
         steps = self._given.get("gradient_accumulation_steps", 1)
-        if steps not in (1, "auto", None):
+        if steps not in (1, "auto", None) or steps is True:
             raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
         whole, each = (self._given.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
         if isinstance(whole, int) and isinstance(each, int) and whole != each * world_size:
@@ -185,6 +205,17 @@ class Configuration:
         self._check_divided(world_size)
         for folder in filter(None, (self.state_folder, self.weights_folder)):
             check_folder(folder)
+
+    def _check_parts(self) -> None:
+        """Of the dicts beside ``zero_optimization``."""
+        half: Any = self._given.get("bf16")
+        for key, value in {}.items() if _off(half) else half.items():
+            if key != "enabled" and not _off(value):
+                raise _contradiction(f"bf16.{key}", value, _IGNORED)
+            if key == "enabled" and type(value) is not bool and not _off(value):
+                raise _contradiction("bf16.enabled", value, "True or False was expected")
+        if not _off(given := self._given.get("comms_logger")):
+            _judged("deepspeed.comm.config", "CommsLoggerConfig", "comms_logger", given)
 
     def _check_zero(self, world_size: int) -> None:
         for key, reason in _REFUSED.items():
@@ -208,12 +239,10 @@ class Configuration:
                 del given[name]
         if not given:
             return usual
-        schema = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
-        try:
-            return getattr(schema(**{**given, "stage": self.stage}), key)
-        except (AssertionError, TypeError, ValueError) as error:
-            told = "; ".join(map(_told, getattr(error, "errors", list)())) or error
-            raise BackendError(f"DeepSpeed configuration: zero_optimization: {told}") from error
+        judged = _judged(
+            "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig", "zero_optimization", {**given, "stage": self.stage}
+        )
+        return getattr(judged, key)
 
     def _check_divided(self, world_size: int) -> None:
         asked = {
@@ -245,8 +274,8 @@ class Configuration:
             return memory.whole(footprint, world_size)
 
         def size(key: str, usual: int) -> int:
-            given = self._zero.get(key)
-            return given if isinstance(given, int) else usual
+            given: Any = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
+            return int(given) if isinstance(given, int | float) else usual
 
         below, bucket = size("stage3_param_persistence_threshold", 100_000), size("reduce_bucket_size", _BUCKET)
         return memory.zero(footprint, world_size, self.stage, masters=self.masters, whole_below=below, bucket=bucket)

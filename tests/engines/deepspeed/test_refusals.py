@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,8 @@ def test_gradients_assigned_by_hand(stage: int) -> None:
 def state_under_parameters(stage: int, folder: Path) -> None:
     """What is put under a parameter would be without effect, what is read there is nothing; the ways that are right pass."""
     net = nn.Linear(4, 2)
-    model, optimizer, _ = accel.setup(net, torch.optim.Adam(net.parameters(), lr=0.1), backend=zero(stage))
+    raw = torch.optim.Adam(net.parameters(), lr=0.1)
+    model, optimizer, _ = accel.setup(net, raw, backend=zero(stage))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -162,7 +164,12 @@ def state_under_parameters(stage: int, folder: Path) -> None:
         lambda: optimizer.state.update({net.bias: {"exp_avg": torch.ones(2)}}),
     ):
         edit()
-        for use in (step, lambda: accel.save({"optimizer": optimizer}, folder)):
+        for use in (
+            step,
+            lambda: accel.save({"optimizer": optimizer}, folder),
+            lambda: accel.full_state_dict(optimizer),
+            optimizer.state_dict,
+        ):
             with pytest.raises(
                 accel.OptimizerError, match=rf"optimizer.state\[parameter\] of bias: DeepSpeed stage {stage}"
             ):
@@ -172,6 +179,15 @@ def state_under_parameters(stage: int, folder: Path) -> None:
     step()
     assert not torch.equal(accel.full_state_dict(model)["bias"], weights["bias"])
     accel.save({"optimizer": optimizer}, folder)
+    full = accel.full_state_dict(optimizer)["state"]
+    optimizer.state[net.bias] = {"exp_avg": torch.ones(2)}
+    with unittest.TestCase().assertLogs("accel", "WARNING") as logged:
+        accel.teardown()
+    assert [
+        line for line in logged.output if "optimizer.state[parameter] of bias, which had no effect, is lost" in line
+    ]
+    for number, p in enumerate(net.parameters()):
+        assert torch.equal(raw.state[p]["exp_avg"], full[number]["exp_avg"])
 
 
 def a_group_taken_out(stage: int) -> None:
@@ -321,6 +337,29 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ),
     *(({key: 3}, {}, f"'{key}' is 3, but a dict") for key in ("activation_checkpointing", "aio", "comms_logger")),
     *(({"gradient_clipping": x}, {}, "'gradient_clipping' is .*, but a number") for x in ("big", -1.0, float("nan"))),
+    ({"gradient_clipping": True}, {}, "'gradient_clipping' is True, but a number"),
+    ({"gradient_accumulation_steps": True}, {}, "'gradient_accumulation_steps' is True, but a raw loop"),
+    *(
+        ({key: True}, {}, f"'{key}' is True, but a whole number of at least 1")
+        for key in ("steps_per_print", "train_batch_size")
+    ),
+    (
+        {"train_micro_batch_size_per_gpu": 0},
+        {},
+        "'train_micro_batch_size_per_gpu' is 0, but a whole number of at least 1",
+    ),
+    *(
+        ({key: "yes"}, {}, f"'{key}' is 'yes', but True")
+        for key in ("disable_allgather", "dump_state", "memory_breakdown")
+    ),
+    ({"bf16": True}, {}, "'bf16' is True, but a dict"),
+    ({"bf16": {"enabled": "yes"}}, {}, "'bf16.enabled' is 'yes', but True or False was expected"),
+    (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {},
+        "'bf16.bf16_master_weights_and_grads' is True, but accel does not use it",
+    ),
+    ({"comms_logger": {"enabled": "abc"}}, {}, "comms_logger: 'enabled' is 'abc'"),
     ({"communication_data_type": "fp8"}, {}, "'communication_data_type' is 'fp8', but 'fp16', 'bf16' or 'fp32'"),
     ({"zero_force_ds_cpu_optimizer": "yes"}, {}, "'zero_force_ds_cpu_optimizer' is 'yes', but True or False"),
 ]
