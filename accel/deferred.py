@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import BackendError, CheckpointError, described, is_url, refuse_url
+from .errors import BackendError, CheckpointError, checked_call, described, is_url, refuse_url
 
 #: On a parameter that waits for its first values: the module that it was made for, and the directory that they come from.
 _MARK: Final = "_accel_deferred"
@@ -27,6 +27,7 @@ _WRITTEN: Final = "_accel_written"
 _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
 
+@checked_call
 @contextlib.contextmanager
 def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[None]:
     """Context: parameters of modules built inside lie on the meta device, without memory or values; buffers are real.

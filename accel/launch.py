@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .api import teardown
+from .api import shut_down
 from .errors import LaunchError, whole_number
 from .handles import ModelHandle, OptimizerHandle
 from .handles import raw as raw_of
@@ -288,7 +288,8 @@ class _Job:
         first = told[0]
         cause = None
         with contextlib.suppress(Exception):
-            cause = pickle.loads(first.error)
+            found = pickle.loads(first.error)
+            cause = found[0](*found[1:]) if isinstance(found, tuple) else found
         raise LaunchError(f"rank {first.rank} {where} raised; its traceback:\n\n{first.trace}") from cause
 
 
@@ -323,7 +324,7 @@ def work(*, rank: int, parent: int, argv: list[str], payload: int, states: int, 
         fn, args, found = Memory(payload).read(mmap=True)
         _publish(fn, [*args, *found])
         value = fn(*args)
-        teardown()
+        shut_down("has returned from its function, and does not come")
         if rank == 0:
             Memory(states).write([_take_state(item) for item in found], "states")
             Memory(result).write(value, "result")
@@ -356,10 +357,21 @@ def _end_with(parent: int) -> None:
 def _pickled(error: BaseException) -> bytes:
     import cloudpickle
 
-    with contextlib.suppress(Exception):
-        data: bytes = cloudpickle.dumps(error.with_traceback(None))
-        return data
+    plain = error.with_traceback(None)
+    for sent in (plain, (_made_again, type(error), error.args, vars(error))):
+        with contextlib.suppress(Exception):
+            data: bytes = cloudpickle.dumps(sent)
+            cloudpickle.loads(data)
+            return data
     return b""
+
+
+def _made_again(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """An error whose class takes other arguments than those that it has passed on, so that it cannot be unpickled."""
+    made = kind.__new__(kind, *args)
+    made.args = args
+    vars(made).update(attributes)
+    return made
 
 
 # -- what can be sent to another process, and where the rest is: the path of each thing that cannot ---------------------

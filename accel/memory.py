@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .engines import BASELINE, ENGINES, Options, engine_of
 from .engines.base.memory import UNITS, Footprint, MemoryUse, count, human, take
-from .errors import AccelError, OptimizerError, refuse_url
+from .errors import AccelError, OptimizerError, checked_call, refuse_url
 from .handles import OptimizerHandle, raw
 from .registry import registry, resolve_module
 from .shard import Shard
@@ -149,6 +149,7 @@ def _bar(row: MemoryRow, size: int) -> tuple[str, dict[str, float], str]:
 # -- making one -------------------------------------------------------------------------------------------------------
 
 
+@checked_call
 def memory_report(
     model_or_handle: nn.Module,
     optimizer: Any = None,

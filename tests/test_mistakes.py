@@ -220,6 +220,27 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "accel.setup() got an unexpected keyword argument 'optimizer'; its arguments are model, optimizers, dataloaders, "
         "backend, precision, devices, loader_options, scale_lr",
     ),
+    "a keyword that a collective has not": (
+        lambda: ANY.all_reduce(torch.ones(1), reduction="mean"),
+        accel.AccelError,
+        "accel.all_reduce() got an unexpected keyword argument 'reduction'; its arguments are data, op",
+    ),
+    "an argument that is missing": (
+        lambda: ANY.largest_batch(3),
+        accel.AccelError,
+        "accel.largest_batch() missing 1 required positional argument: 'start'; its arguments are fn, start",
+    ),
+    "outer options that are none": (
+        lambda: accel.DDP(sync_every=2, outer=0.7),  # type: ignore[arg-type]
+        accel.BackendError,
+        "DDP(outer=0.7): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True)",
+    ),
+    "an outer option that there is not": (
+        lambda: accel.DDP(sync_every=2, outer={"lrr": 1}),
+        accel.BackendError,
+        "DDP(outer={'lrr': 1}): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True), "
+        "which has no 'lrr'",
+    ),
     "one argument too many": (
         lambda: ANY.verify("here", "there"),
         accel.AccelError,

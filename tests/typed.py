@@ -26,6 +26,13 @@ def train(model: Net, epochs: int, rate: float = 0.1) -> float:
     return rate * epochs
 
 
+def numbers() -> None:
+    assert_type(accel.all_reduce(3), int)
+    assert_type(accel.all_reduce(3, "mean"), float)
+    assert_type(accel.split(range(3)), range)
+    assert_type(accel.split(range(3), pad=True), list[int])
+
+
 def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dict[str, Tensor]) -> None:
     model, optimizer, batches = accel.setup(net, one, loader)
     assert_type(model, Net)

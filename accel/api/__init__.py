@@ -29,6 +29,7 @@ from ..errors import (
     LoaderError,
     PrecisionError,
     RankMismatchError,
+    checked_call,
     described,
     text_of_error,
     whole_number,
@@ -142,14 +143,20 @@ def teardown(model: Any = None) -> Any:
             "accel.teardown() inside of accel.largest_batch, which ends by itself what a size that does not fit has set up: "
             "end a model by accel.teardown(model), or all after accel.largest_batch"
         )
+    shut_down("called accel.teardown(), and does not come")
+    return None
+
+
+@locked
+def shut_down(how: str) -> None:
+    """End every engine and the process group that accel made; ranks that wait for this one hear ``how``. Collective."""
     if save := sys.modules.get("accel.checkpoint.background"):
         save.background.wait()  # it uses the groups
     try:
         end_all()
     finally:
-        process.shutdown()
+        process.shutdown(how)
         data.forget()
-    return None
 
 
 def unwrap(model: Model) -> Model:
@@ -206,6 +213,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return registry.of_handle(model).no_sync()
 
 
+@checked_call
 def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
     """The batches of ``loader`` in groups of ``n``, each of one optimizer step; the last group of an epoch may be smaller.
 

@@ -9,7 +9,7 @@ import traceback
 import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from .. import data, process
 from ..data.iteration import latest
 from ..data.sampling import Division, fingerprint, has_parts
 from ..engines.base.step import Stepper
-from ..errors import AccelError, RankMismatchError, described, text_of_error, whole_number
+from ..errors import AccelError, RankMismatchError, checked_call, described, text_of_error, whole_number
 from ..handles import HiddenAttribute
 from ..planning import place_of
 from ..process.control import agree, is_lost, locked, raise_together
@@ -34,6 +34,10 @@ T = TypeVar("T")
 # -- each rank's part --------------------------------------------------------------------------------------------------
 
 
+@overload
+def split(items: range, pad: Literal[True]) -> list[int]: ...
+@overload
+def split(items: T, pad: bool = False) -> T: ...
 @locked
 def split(items: T, pad: bool = False) -> T:
     """This rank's part of what all ranks have: neighbours stay neighbours, and the ranks' parts are in order. Collective.
@@ -117,6 +121,7 @@ _MEMORY: Final = (
 _WELL, _LOST, _NO_MEMORY, _FAILED = range(4)
 
 
+@checked_call
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
     """Calls ``fn(batch_size)`` with ``start``, and half of it each time a rank runs out of memory. Collective.
 

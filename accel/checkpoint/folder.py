@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Final, Literal, TypeVar
 
-from ..errors import CheckpointError, is_url, refuse_url
+from ..errors import CheckpointError, checked_call, is_url, refuse_url
 from ..process import current, rank
 from ..process.control import locked
 from .background import background
@@ -46,7 +46,7 @@ def named(path: object) -> str:
         return rest if rest.startswith("/") else refuse_url(text, CheckpointError)
     if not rest.strip("/"):
         raise CheckpointError(f"{text} names nothing in a store: expected a place, as in 's3://bucket/run'")
-    return f"{protocol.lower()}://{rest.rstrip('/')}"
+    return f"{protocol.lower()}://{re.sub('//+', '/', rest).rstrip('/')}"
 
 
 def absolute(path: object) -> str:
@@ -294,6 +294,7 @@ def prune(directory: str, keep: int) -> None:
             remove(path)
 
 
+@checked_call
 def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"] = "shared") -> str | None:
     """The newest complete checkpoint in ``root``, or ``root`` itself; None if there is none. Local.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import logging
@@ -114,11 +115,21 @@ def load_pickled(path: str, inert: Sequence[str] = ()) -> Any:
 
 
 def _unpickled(file: Any, name: str, inert: Sequence[str]) -> Any:
-    mapped = isinstance(file, str) and zipfile.is_zipfile(file)
+    zipped = zipfile.is_zipfile(file)
+    if zipped:
+        _refuse_damage(file, name)
+    if not isinstance(file, str):
+        file.seek(0)
     allowed: list[Any] = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in inert]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped or None)
+            return torch.load(
+                file, map_location="cpu", weights_only=True, mmap=(zipped and isinstance(file, str)) or None
+            )
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise ValueError("it is cut short") from error
     except pickle.UnpicklingError as error:
         objects: list[str] = []
         with contextlib.suppress(Exception):
@@ -129,6 +140,17 @@ def _unpickled(file: Any, name: str, inert: Sequence[str]) -> Any:
             f"{name} holds pickled objects, which could run code when they are read ({', '.join(objects[:5])}): save it again "
             "with tensors and plain values only"
         ) from error
+
+
+def _refuse_damage(file: Any, name: str) -> None:
+    """Compare the checksums that ``torch.save`` writes, and ``torch.load`` does not read."""
+    with zipfile.ZipFile(file) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise CheckpointError(
+            f"{name} is damaged: {damaged} in it has another checksum (CRC32) than was written. If it was written with "
+            "torch.serialization.set_crc32_options(False), torch.load it and torch.save it again without that"
+        )
 
 
 class Inert:

@@ -57,10 +57,10 @@ class Match:
             if children is not None and (isinstance(value, dict) or len(children) == len(value)):
                 return self._visit_container(value, children, name, path)
             here = f"a {type(value).__name__} of {len(value)}"
-            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
+            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}{_FILLED}")
         elif self._decoder.holds_object(node):
-            here = f"a {type(value).__name__}"
-            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}")
+            what = f"{path} is a {type(value).__name__}, and in the checkpoint {_describe(node)}{_FILLED}"
+            self.differences.unfit.append(what)
         else:
             return self._take(node)
         return lambda: value
@@ -219,6 +219,9 @@ def left_out(node: Json, decoder: Decoder, path: str = "state") -> Iterator[str]
             yield from left_out(child, decoder, where)
 
 
+_FILLED: Final = ": tensors and objects are filled where they are, so give as many of them as were saved"
+
+
 def _describe(node: Json) -> str:
     if isinstance(node, dict):
         return f"a {node[TAG]}" if TAG in node else f"a dict of {len(node)}"
@@ -267,7 +270,7 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
     if stored.shape != tuple(slot.shape):
         return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
     if dtype is not slot.tensor.dtype:
-        if not torch.can_cast(dtype, slot.tensor.dtype):
+        if not _holds(slot.tensor.dtype, dtype):
             return f"{dtype} in the checkpoint, {slot.tensor.dtype} here, which cannot hold its values"
         if not convert:
             return f"{dtype} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
@@ -276,6 +279,15 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
     if overlaps_itself(slot.tensor):
         return "its elements share memory (an expanded or overlapping view), so that they cannot be filled; give its clone()"
     return ""
+
+
+def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether values of a saved dtype can be converted, as far as the dtypes tell: integers would wrap around."""
+    if not torch.can_cast(saved, here):
+        return False
+    if here.is_floating_point or here.is_complex or torch.bool in (here, saved):
+        return True
+    return torch.iinfo(here).min <= torch.iinfo(saved).min and torch.iinfo(saved).max <= torch.iinfo(here).max
 
 
 def check_engines(what: str, told: Sequence[Mapping[str, str]]) -> None:

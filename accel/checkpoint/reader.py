@@ -92,6 +92,7 @@ class _Piece:
     tensor: torch.Tensor  # what they are elements of
     first: int  # the first of these elements
     dtype: torch.dtype  # in the file
+    name: str
 
 
 #: Elements of a tensor's line, the first and how many; how what is wanted lies among them (None: it is all), where it belongs.
@@ -124,6 +125,7 @@ class _Staging:
     def put(self, pieces: Sequence[_Piece], values: Sequence[torch.Tensor]) -> None:
         """Copy what was read to where it belongs."""
         for piece, value in zip(pieces, values, strict=True):
+            refuse_overflow(piece.name, value, piece.tensor.dtype)
             _put(piece.tensor, piece.first, value)
         self._copies[self._turn] = begun({piece.tensor.device for piece in pieces if is_remote(piece.tensor)})
 
@@ -143,6 +145,22 @@ def _read_in_steps(opened: File, offset: int, step: int, steps: Iterable[list[me
     for number, views in enumerate(steps):
         opened.fill([(offset + number * step, views)])
         yield from views
+
+
+def refuse_overflow(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Refuse (CheckpointError) numbers that are finite, and would not be in a dtype that they are converted to."""
+    if values.dtype is dtype or not dtype.is_floating_point or values.is_complex() or not values.numel():
+        return
+    numbers = values.float() if values.is_floating_point() and values.itemsize < 4 else values
+    ends, most = torch.stack(torch.aminmax(numbers)), torch.finfo(dtype).max
+    if not bool((ends.abs() <= most).all()):  # or not a number, or infinite there too
+        finite = numbers[numbers.isfinite()]
+        largest = float(finite[finite.double().abs().argmax()]) if finite.numel() else 0.0
+        if abs(largest) > most:
+            raise CheckpointError(
+                f"{name} has the value {largest:g}, and {dtype} ends at {most:g}: convert to a dtype that holds it, such as "
+                "torch.bfloat16, or leave the dtype as it is"
+            )
 
 
 def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
@@ -345,7 +363,7 @@ class Reader:
         """
         self._due = due
         files: dict[int, dict[int, list[_Piece]]] = {}
-        rooms: list[tuple[torch.Tensor, ...]] = []
+        rooms: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         size = 0
         for one in wanted:
             stored, own = self._record.tensors[one.name], one.tensor
@@ -356,21 +374,27 @@ class Reader:
                     if size + span * ITEM_BYTES[stored.dtype] > _STAGE:
                         self._take(files, rooms)
                         files, rooms, size = {}, [], 0
-                    rooms.append((torch.empty(span, dtype=BY_NAME[stored.dtype], device=own.device), strip, into))
-                    size += (into := rooms[-1][0]).nbytes
+                    room = torch.empty(span, dtype=BY_NAME[stored.dtype], device=own.device)
+                    rooms.append((one.name, room, strip, into))
+                    size += (into := room).nbytes
                 self._plan(one.name, first, into, files)
             if one.tensor is not own:
-                rooms.append((one.tensor, one.tensor, own))
+                rooms.append((one.name, one.tensor, one.tensor, own))
         self._take(files, rooms)
         self._staging.finish()
         self._due = None
         self.verify_all(due or {})  # what was not read after all: others rely on it
 
-    def _take(self, files: dict[int, dict[int, list[_Piece]]], rooms: Iterable[tuple[torch.Tensor, ...]]) -> None:
+    def _take(
+        self,
+        files: dict[int, dict[int, list[_Piece]]],
+        rooms: Iterable[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]],
+    ) -> None:
         """Read what was planned, and copy what is wanted of the rooms that it went into."""
         for file in sorted(files):
             self._read_chunks(file, files[file])
-        for room, strip, into in rooms:
+        for name, room, strip, into in rooms:
+            refuse_overflow(name, room, into.dtype)
             into.copy_(room.as_strided(strip.shape, strip.stride()))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -424,7 +448,7 @@ class Reader:
                 # At least one: other libraries' files, which have no checksums, may have elements over the end of a chunk.
                 n = min(max(1, (base + (number + 1) * CHUNK - offset) // item), count)
                 place = None if view is None else view[at * item : (at + n) * item]
-                chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype))
+                chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype, name))
                 offset, at, count = offset + n * item, at + n, count - n
 
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import struct
 import sys
 import time
 import warnings
@@ -146,7 +147,18 @@ class DamageError(CheckpointError):
 
 
 #: What code raises that is given other data than it expects.
-MALFORMED = (ArithmeticError, AttributeError, EOFError, LookupError, PickleError, RuntimeError, TypeError, ValueError)
+MALFORMED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    PickleError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 
 @contextlib.contextmanager

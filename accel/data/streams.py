@@ -130,6 +130,14 @@ class _StreamView(IterableDataset[Any]):
     def __len__(self) -> int:
         return len(vars(self)["_accel_reader"].dataset)
 
+    def __reduce__(self) -> Any:  # the usual one looks at the class
+        return _StreamView, (vars(self)["_accel_reader"],)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """The user's, for ``isinstance``."""
+        return type(vars(self)["_accel_reader"].dataset)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -426,7 +434,8 @@ class Dispatched:
                 tag = step[0]._replace(more=self._next is not None or self._error is not None)
                 messages = [packed((tag, batch)) for batch in step[1]]
             except Exception as problem:
-                error = problem
+                error = LoaderError(f"a batch cannot be sent to the other ranks: {text_of_error(problem)}")
+                error.__cause__ = problem
         told = agree(_WHAT, (self._place, text_of_error(error), list(map(len, messages))))
         raise_together(_WHAT, error, [text for _, text, _ in told], LoaderError)
         if not (sizes := told[0][2]):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, DeviceError, RankMismatchError
+from ..errors import AccelError, DeviceError, RankMismatchError, checked_call
 from .environments import Place, parse_backend, pick, resolve, unserved
 from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks, reconnect
 from .startup import UNKNOWN, Order, Rendezvous, destroy_groups, exchange, place_now, select, start
@@ -72,6 +72,7 @@ os.register_at_fork(after_in_child=_after_fork)
 # -- start and end ----------------------------------------------------------------------------------------------------
 
 
+@checked_call
 def init(
     *, process_group: str | None = None, timeout: float | timedelta | None = None, devices: object = "auto"
 ) -> None:
@@ -250,7 +251,7 @@ def use_devices(devices: object) -> None:
     select(process.device)
 
 
-def shutdown(how: str = "called accel.teardown(), and does not come") -> None:
+def shutdown(how: str) -> None:
     """Ends accel's control group, and the default group if accel made it; everything can start again. The others hear ``how``."""
     process, _state.keeps = _state.process, False
     atexit.unregister(_at_exit)

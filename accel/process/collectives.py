@@ -40,6 +40,10 @@ _OPS: Final[Mapping[str, tuple[Any, Callable[[Sequence[Any]], Any]]]] = {
 }
 
 
+@overload
+def all_reduce(data: int, op: Literal["mean"]) -> float: ...
+@overload
+def all_reduce(data: T, op: str = "sum") -> T: ...
 @locked
 @torch.no_grad()
 def all_reduce(data: T, op: str = "sum") -> T:

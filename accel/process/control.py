@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import inspect
 import os
 import pickle
 import re
@@ -25,7 +24,7 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar, final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, RankMismatchError, TimeoutError, described
+from ..errors import AccelError, RankMismatchError, TimeoutError, checked_call, described, refuse_call
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .hangs import missing_ranks
@@ -100,11 +99,8 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
             with lock:
                 return function(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise
-            # The call itself: other libraries name their arguments otherwise.
-            names = ", ".join(inspect.signature(function).parameters)
-            raise AccelError(f"accel.{error}; its arguments are {names}") from None
+            refuse_call(function, args, kwargs, error)
+            raise
 
     return call
 
@@ -348,6 +344,7 @@ def barrier() -> None:
     agree("barrier", None)
 
 
+@checked_call
 def any_rank(flag: bool) -> bool:
     """Whether any rank gives True: a stop that one rank decides on, and all see. Collective.
 
@@ -362,6 +359,7 @@ def any_rank(flag: bool) -> bool:
     return any(agree("any_rank", flag))
 
 
+@checked_call
 @contextlib.contextmanager
 def main_first(*, local: bool = False) -> Iterator[None]:
     """Runs the body on rank 0 first, then on the others; with ``local`` on the first rank of each host. Collective.

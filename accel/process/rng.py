@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from ..errors import AccelError, whole_number
+from ..errors import AccelError, checked_call, whole_number
 from . import own_devices, rank
 
 
+@checked_call
 def seed(n: int, *, per_rank: bool = False) -> None:
     """Seeds Python, NumPy where it is installed, and torch on all devices.
 

@@ -113,6 +113,41 @@ def test_a_file_of_torch_save(tmp_path: Path) -> None:
         close(state, uninterrupted())
 
 
+def test_a_damaged_file_of_torch_save_is_refused(tmp_path: Path) -> None:
+    """torch.load would take the damaged number; how a file is cut short torch tells in many ways."""
+    net, optimizer = make()
+    train(net, optimizer, range(1))
+    path = tmp_path / "last.pt"
+    torch.save({"model": net.state_dict(), "opt": optimizer.state_dict()}, path)
+    whole = path.read_bytes()
+    weight = net.state_dict()["frozen.weight"].numpy().tobytes()
+    bits = bytearray(whole)
+    bits[whole.index(weight) + 3] ^= 64
+    cases = [
+        (bytes(bits), "is damaged: last/data/.* in it has another checksum"),
+        (b"junk", "is no whole file of torch.save"),
+    ]
+    cases += [(whole[: len(whole) * n // 8], "is no whole file of torch.save") for n in range(1, 8)]
+    for content, message in cases:
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"last.pt {message}"):
+            accel.import_checkpoint(path, tmp_path / "c")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_item_of_dcp_is_refused(tmp_path: Path) -> None:
+    weight = torch.linspace(0, 1, 64)
+    dcp.save({"w": weight}, checkpoint_id=tmp_path / "d")
+    path = next((tmp_path / "d").glob("*.distcp"))
+    bits = bytearray(path.read_bytes())
+    accel.import_checkpoint(tmp_path / "d", tmp_path / "c")
+    assert torch.equal(accel.load(tmp_path / "c", {"w": torch.zeros(64)})["w"], weight)
+    bits[bits.index(weight.numpy().tobytes()) + 3] ^= 64
+    path.write_bytes(bits)
+    with pytest.raises(CheckpointError, match=r"w is damaged: .*/data/0 in it has another checksum"):
+        accel.import_checkpoint(tmp_path / "d", tmp_path / "e")
+
+
 @pytest.mark.parametrize("groups", [[1], ["params"], [{"lr": 0.1}], ({"params": [0]},), "params", []], ids=str)
 def test_what_has_only_the_keys_of_an_optimizer_is_a_value(groups: Any, tmp_path: Path) -> None:
     notes = {"state": {}, "param_groups": groups}

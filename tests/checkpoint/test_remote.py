@@ -89,9 +89,11 @@ def test_everything_that_a_directory_can(
     net, frozen = nn.Linear(300, 700), nn.Linear(20, 20).requires_grad_(False)
     assert accel.latest(root) is None
     for step in (1, 2, 3):
-        pending = accel.save({"m": net, "f": frozen, "n": step}, f"{root}/step-{step}/", keep=2, wait=step != 2)
+        pending = accel.save(
+            {"m": net, "f": frozen, "n": step}, f"{root}/{'/' * (where != 'file')}step-{step}/", keep=2, wait=step != 2
+        )
         assert (pending is None) == (step != 2)
-    assert accel.latest(root) == f"{here}/step-3"
+    assert accel.latest(root) == accel.latest(root + "//" * (where != "file")) == f"{here}/step-3"
     with pytest.raises(CheckpointError, match="does not exist"):
         accel.load(f"{root}/step-1")
     last = accel.latest(root)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -57,6 +62,31 @@ def test_run_of_a_module_that_fails(tmp_path: Path) -> None:
     assert "accel run: rank 1 ended with exit status 1; its own error is above" in out.stderr
     assert "ValueError: boom" in out.stderr
     assert [line[3] for line in ranks(tmp_path)] == [3, 3]
+
+
+def test_a_signal_while_run_starts_its_processes_leaves_none(tmp_path: Path) -> None:
+    (tmp_path / "sleep.py").write_text("import time\ntime.sleep(240)\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHON_EXEC", None)
+    command = [sys.executable, "-m", "accel", "run", "-n", "24", "sleep.py"]
+    with open(tmp_path / "said", "w") as said:
+        agent = psutil.Popen(command, env=environment, cwd=tmp_path, stderr=said)
+    workers: list[psutil.Process] = []
+    try:
+        while len(workers) < 2:
+            assert agent.poll() is None
+            workers = agent.children()
+            time.sleep(0.001)
+        agent.send_signal(signal.SIGTERM)
+        while agent.poll() is None:
+            workers = list({*workers, *agent.children()})
+            time.sleep(0.001)
+        assert "accel run: ended by SIGTERM, and so were all processes" in (tmp_path / "said").read_text()
+        assert psutil.wait_procs(workers, 20)[1] == []
+    finally:
+        for process in [agent, *workers]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def test_run_on_several_hosts_meets_at_the_first(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import accel
 from accel import LoaderError
 from accel.data import LoaderOptions, check
 from tests.data.loaders import Counting, make, numbers, ragged
-from tests.distributed import outcomes, run
+from tests.distributed import outcomes, refusals, run
 
 
 def _text(call: Any) -> str:
@@ -235,6 +235,22 @@ def _fails(directory: str) -> str:
         with pytest.raises(accel.AccelError) as caught:
             accel.barrier()
     return f"{failed} / {caught.value}"
+
+
+class _Functions(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([lambda: 1, lambda: 2])
+
+
+def _not_sent() -> None:
+    raw = DataLoader(_Functions(), batch_size=1, collate_fn=list)
+    loader: Any = accel.setup(None, dataloaders=raw, loader_options=LoaderOptions(dispatch=True)).dataloaders
+    next(iter(loader))
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_of_all() -> None:
+    messages = refusals(2, _not_sent, error="LoaderError")
+    assert all("a batch cannot be sent to the other ranks: " in message for message in messages)
 
 
 def test_an_error_of_rank_0_and_a_loop_left_by_one_rank_are_errors_of_all(tmp_path: Path) -> None:

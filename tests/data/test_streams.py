@@ -73,6 +73,7 @@ def take_half(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
     dataset: Any = info.dataset
+    assert isinstance(dataset, Range)
     half = len(dataset) // info.num_workers
     dataset.first, dataset.last = worker * half, (worker + 1) * half
 

@@ -246,3 +246,43 @@ def test_what_was_written_to_since_is_an_error_as_in_torch(least: int) -> None:
             (first,) = torch.autograd.grad(forward(x).pow(3).sum(), x, create_graph=True)
             found += [first, *torch.autograd.grad(first.square().sum(), x)]
         assert not distance(found[:2], found[2:])
+
+
+def with_caches() -> None:
+    """Models of transformers fill a cache of keys and values while they train, unless they are told not to."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    for kind, more in (("Llama", {}), ("Mistral", {"sliding_window": 4})):
+        config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+        torch.manual_seed(0)
+        plain = getattr(transformers, f"{kind}ForCausalLM")(config)
+        raw = copy.deepcopy(plain)
+        model, optimizer, _ = accel.setup(
+            raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(activation_checkpointing=True)
+        )
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        for m, o in ((model, optimizer), (plain, other)):
+            for _ in range(2):
+                o.zero_grad()
+                loss = m(input_ids=ids, attention_mask=mask, labels=ids).loss
+                loss.backward(retain_graph=True)
+                loss.backward()
+                o.step()
+        assert distance(raw.state_dict(), plain.state_dict()) < 1e-6
+        accel.teardown()
+
+
+def test_a_cache_of_keys_and_values_is_filled_once() -> None:
+    pytest.importorskip("transformers")
+    run(1, with_caches)

@@ -389,6 +389,21 @@ def uneven(bn: bool, first: int) -> None:
     assert equal_on_all_ranks(raw)
 
 
+def a_collective_in_join() -> None:
+    raw = net(False)
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.01))
+    with accel.join(model):
+        for step in range(1 + 2 * accel.rank()):
+            optimizer.zero_grad()
+            model(data(step, accel.rank())).square().mean().backward()
+            optimizer.step()
+            accel.all_reduce(torch.ones(1))
+
+
+def test_a_collective_of_the_loops_in_join_is_an_error_of_accels_on_every_rank() -> None:
+    assert all("rank" in message for message in refusals(2, a_collective_in_join, error="RankMismatchError"))
+
+
 @pytest.mark.parametrize(("bn", "first"), [(False, 3), (True, 3), (False, 0)])
 def test_join_ends_with_equal_weights_and_optimizer_state(bn: bool, first: int) -> None:
     run(2, uneven, bn, first)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pathlib
 import pickle
+import unittest
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +90,18 @@ def train_beside_reference() -> None:
         assert close(raw, reference), (every, outer)
         assert equal_on_all_ranks(raw)
         accel.teardown(model)
+
+
+def of_the_outer_optimizer() -> None:
+    model, optimizer, _ = set_up(every=2)
+    with unittest.TestCase().assertLogs("accel", "WARNING") as logged:
+        logging.getLogger("accel").warning("this one")
+        train(model, optimizer, range(4))
+    assert not [line for line in logged.output if "in no model" in line]
+
+
+def test_the_outer_optimizer_is_no_unknown_one() -> None:
+    run(2, of_the_outer_optimizer)
 
 
 def test_weights_are_those_of_the_papers() -> None:

@@ -258,6 +258,7 @@ class OddError(Exception):
 
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}")
+        self.code = code
 
 
 def fail(how: str, path: str, model: nn.Module) -> None:
@@ -312,14 +313,29 @@ def fail_alone(how: str) -> None:
 
 @pytest.mark.parametrize("how", ALONE)
 def test_what_is_told_of_a_failure(how: str, quick: None) -> None:
-    with pytest.raises(accel.LaunchError, match=ALONE[how]):
+    with pytest.raises(accel.LaunchError, match=ALONE[how]) as caught:
         accel.launch(fail_alone, how, num_processes=1)
+    cause = caught.value.__cause__
+    assert (type(cause), str(cause), getattr(cause, "code", None)) == (
+        (OddError, "code 3", 3) if how == "odd" else (type(None), "None", None)
+    )
 
 
 def end_after_a_failure() -> None:
     if os.environ["RANK"] == "1":
         raise ValueError("boom")
     time.sleep(1)
+
+
+def return_early() -> None:
+    accel.init()
+    if accel.rank() == 0:
+        accel.barrier()
+
+
+def test_a_rank_that_returns_early_is_told_as_such(quick: None) -> None:
+    with pytest.raises(accel.LaunchError, match=r"rank 1 \(.*\) has returned from its function, and does not come"):
+        accel.launch(return_early, num_processes=2)
 
 
 def test_a_rank_that_ends_well_after_a_failure_is_none_of_it(quick: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import weakref
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import BackendError
@@ -101,9 +103,31 @@ def run_again(function: Callable[..., Any], modules: Sequence[nn.Module], args: 
     """Call a function of these modules, whose activations are computed again in backward instead of kept."""
     again = _Again(modules)
     contexts = lambda: (contextlib.nullcontext(), again)  # noqa: E731
-    out = checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    # Caches of keys and values, as transformers has them: the first run adds to them.
+    caches = {id(a): _structure(a) for a in (*args, *kwargs.values()) if hasattr(a, "get_seq_length")}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if caches and again.inside:
+            args = tuple(_structure(caches[id(a)]) if id(a) in caches else a for a in args)
+            kwargs = {key: _structure(caches[id(a)]) if id(a) in caches else a for key, a in kwargs.items()}
+        return function(*args, **kwargs)
+
+    out = checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
     again.forward_ended()
     return out
+
+
+class _Shared(TorchFunctionMode):
+    """Inside, copies of tensors are the tensors."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is torch.Tensor.__deepcopy__ else function(*args, **(kwargs or {}))
+
+
+def _structure(value: Any) -> Any:
+    """A copy of an object down to its tensors, which are the same."""
+    with _Shared():
+        return copy.deepcopy(value)
 
 
 _Buffer = tuple[nn.Module, str, torch.Tensor]
@@ -130,6 +154,8 @@ class _Again:
         self._modes = [(m, m.training) for m in modules]
         self._before = _copied(buffers_of(modules))
         self._undo = contextlib.ExitStack()
+        #: Whether it is being computed again.
+        self.inside = False
 
     def forward_ended(self) -> None:
         """Let go of the old values of large buffers that the forward did not change; what is small is kept unread."""
@@ -151,8 +177,10 @@ class _Again:
                 "activations again: call backward before the step, or do without activation checkpointing"
             )
         self._undo.enter_context(swapped(self._before))
+        self.inside = True
 
     def __exit__(self, *error: object) -> None:
+        self.inside = False
         self._undo.close()
 
 

@@ -19,7 +19,7 @@ from ...gradients.log import at_end_of_backward
 from ...gradients.totals import average_gradients_
 from ...precision import Replaced, convert_batchnorms, restore_batchnorms
 from ...process import Process
-from ...process.control import agree
+from ...process.control import agree, raise_lost
 from ..base.engine import Context, Engine, SequenceOptions
 from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.holdings import Holdings
@@ -83,11 +83,16 @@ class DDP(SequenceOptions):
                 raise BackendError(
                     f"{name}(sync_every={self.sync_every}): gradients are not reduced; leave {option} out"
                 )
+        outer: Any = {} if self.outer is None else self.outer
+        what = f"{name}(outer={outer!r}): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True)"
+        if not isinstance(outer, Mapping):
+            raise BackendError(what)
+        if unknown := outer.keys() - inspect.signature(torch.optim.SGD).parameters.keys() | (outer.keys() & {"params"}):
+            raise BackendError(f"{what}, which has no {', '.join(map(repr, sorted(unknown, key=str)))}")
         try:
-            torch.optim.SGD([torch.zeros((), device="cpu")], **({} if self.outer is None else self.outer))
+            torch.optim.SGD([torch.zeros((), device="cpu")], **outer)
         except (TypeError, ValueError) as error:
-            what = f"{name}(outer={self.outer!r}): expected options of torch.optim.SGD"
-            raise BackendError(f"{what}, as dict(lr=0.7, momentum=0.9, nesterov=True): {error}") from error
+            raise BackendError(f"{what}: {error}") from error
 
 
 @final
@@ -469,6 +474,9 @@ class DDPEngine(Engine):
         try:
             with gradients.ddp.join():
                 yield
+        except RuntimeError as error:
+            raise_lost("accel.join", error)
+            raise
         finally:
             gradients.joining = False
         counts = agree(f"the end of accel.join ({self.label})", gradients.num_joined)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ...errors import AccelError, OptimizerError
@@ -28,7 +27,7 @@ class Interval:
 
     steps: int = 0
     writes: dict[torch.Tensor, int] = field(default_factory=dict)
-    before: dict[torch.Tensor, nn.Parameter] = field(default_factory=dict)
+    before: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     outer: Optimizer | None = None
 
     @torch.no_grad()
@@ -38,7 +37,7 @@ class Interval:
         if options is not None:
             for weight in weights:
                 if weight not in self.before:
-                    self.before[weight] = nn.Parameter(torch.empty_like(weight))
+                    self.before[weight] = torch.empty_like(weight)
                 self.before[weight].copy_(weight)
             self.outer = self.outer or SGD(list(self.before.values()), **options)
             self.outer.param_groups[0]["params"] = list(self.before.values())

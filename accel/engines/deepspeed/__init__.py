@@ -436,7 +436,7 @@ class DeepSpeedEngine(Engine):
         self.configuration.check_precision(self.precision.name)
         if not self.distributed or not self.stage:
             return
-        refuse_parameters(self.parameters, self.names)
+        refuse_parameters({n: p for n, p in self.named.items() if self.stage == 3 or p.requires_grad})
         if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
             raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
         put_methods(self.module, self)
@@ -465,7 +465,8 @@ class DeepSpeedEngine(Engine):
             )
         self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)
         numel = sum(p.numel() for p in self.parameters)
-        dtype = next(p.dtype for p in self.parameters if p.is_floating_point())
+        floating = [p for p in self.parameters if p.is_floating_point()]
+        dtype = next((p for p in floating if p.requires_grad), floating[0]).dtype  # that of all which it divides
         device = self.process.device
         zero.start(self.configuration.complete(dtype, numel, self.process.backends.get(device.type)), device)
         if self.holdings.partial(None):

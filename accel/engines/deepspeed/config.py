@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -309,10 +309,10 @@ class Configuration:
         }
 
 
-def refuse_parameters(parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+def refuse_parameters(named: Mapping[str, nn.Parameter]) -> None:
     """Refuse (BackendError) weights that DeepSpeed cannot divide, or of several dtypes, which it would put into one buffer."""
     kinds: dict[torch.dtype, str] = {}
-    for name, parameter in zip(names, parameters, strict=True):
+    for name, parameter in named.items():
         if parameter.is_complex() or not parameter.numel():
             empty = f"has no elements (shape {tuple(parameter.shape)})"
             what = f"is {parameter.dtype}" if parameter.is_complex() else empty

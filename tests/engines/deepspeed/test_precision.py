@@ -350,3 +350,45 @@ def in_float64(backend: Any) -> float:
 @pytest.mark.parametrize("backend", [*map(zero, STAGES), "fsdp", "sharded"])
 def test_float64_weights_keep_their_precision(backend: Any) -> None:
     assert max(run(2, in_float64, backend)) < 1e-14
+
+
+class Adapted(nn.Module):
+    """A frozen base in half precision, and trainable weights in fp32 beside it, as LoRA has them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(8, 8, dtype=dtype).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 4), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x.to(self.base.weight.dtype)).float() + self.up(self.down(x))
+        return out
+
+
+def adapted(stage: int, dtype: torch.dtype) -> None:
+    raw, plain = Adapted(dtype), Adapted(dtype)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (raw, plain)]
+    model, optimizer, _ = accel.setup(raw, optimizers[0], backend=zero(stage))
+    for step in range(3):
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        mine = rows[2 * accel.rank() :][:2]
+        for m, o, x in ((model, optimizer, mine), (plain, optimizers[1], rows)):
+            o.zero_grad()
+            m(x).square().mean().backward()
+            (accel.clip_grad_norm_ if m is model else clip)(m, 0.5)
+            o.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(accel.full_state_dict(model)[name], value, rtol=0, atol=1e-6)
+    accel.teardown()
+    assert [p.dtype for p in raw.parameters()] == [p.dtype for p in plain.parameters()]
+
+
+def clip(model: nn.Module, norm: float) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_frozen_base_in_half_precision(stage: int, dtype: torch.dtype) -> None:
+    run(2, adapted, stage, dtype)
