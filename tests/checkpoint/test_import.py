@@ -137,11 +137,11 @@ def test_a_damaged_file_of_torch_save_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_damaged_item_of_dcp_is_refused(tmp_path: Path) -> None:
     weight = torch.linspace(0, 1, 64)
-    dcp.save({"w": weight}, checkpoint_id=tmp_path / "d")
+    dcp.save({"w": weight, "step": 3}, checkpoint_id=tmp_path / "d")
     path = next((tmp_path / "d").glob("*.distcp"))
     bits = bytearray(path.read_bytes())
     accel.import_checkpoint(tmp_path / "d", tmp_path / "c")
-    assert torch.equal(accel.load(tmp_path / "c", {"w": torch.zeros(64)})["w"], weight)
+    assert torch.equal(accel.load(tmp_path / "c", {"w": torch.zeros(64), "step": 0})["w"], weight)
     bits[bits.index(weight.numpy().tobytes()) + 3] ^= 64
     path.write_bytes(bits)
     with pytest.raises(CheckpointError, match=r"w is damaged: .*/data/0 in it has another checksum"):
