@@ -149,13 +149,16 @@ def _read_in_steps(opened: File, offset: int, step: int, steps: Iterable[list[me
 
 def refuse_overflow(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
     """Refuse (CheckpointError) numbers that are finite, and would not be in a dtype that they are converted to."""
-    if values.dtype is dtype or not dtype.is_floating_point or values.is_complex() or not values.numel():
+    saved = values.dtype
+    if saved is torch.bool or saved.is_complex or not dtype.is_floating_point or not values.numel():
         return
-    numbers = values.float() if values.is_floating_point() and values.itemsize < 4 else values
-    ends, most = torch.stack(torch.aminmax(numbers)), torch.finfo(dtype).max
-    if not bool((ends.abs() <= most).all()):  # or not a number, or infinite there too
+    most = torch.finfo(dtype).max
+    if (torch.finfo(saved) if saved.is_floating_point else torch.iinfo(saved)).max <= most:
+        return
+    numbers = values if saved in (torch.float32, torch.float64) else values.double()
+    if not bool((torch.stack(torch.aminmax(numbers)).abs() <= most).all()):  # or not a number, or infinite there too
         finite = numbers[numbers.isfinite()]
-        largest = float(finite[finite.double().abs().argmax()]) if finite.numel() else 0.0
+        largest = float(finite[finite.abs().argmax()]) if finite.numel() else 0.0
         if abs(largest) > most:
             raise CheckpointError(
                 f"{name} has the value {largest:g}, and {dtype} ends at {most:g}: convert to a dtype that holds it, such as "

@@ -18,6 +18,7 @@ from ...deferred import without_values
 from ...errors import CheckpointError, OptimizerError
 from ...precision import convert_optimizer
 from ...shard import Shard, StateEntry
+from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
 from ..base.step import refuse_steps, take_added_groups
@@ -257,6 +258,10 @@ class DeepSpeedHoldings(Holdings):
         """What the loop has written is taken over, or refused."""
         if not writing:
             self.engine.take_edits()
+
+    def shards(self, optimizer: Optimizer | None) -> list[Shard]:
+        found: list[Shard] = plainly(super().shards)(optimizer)
+        return found
 
     def without_effect(self, optimizer: Optimizer) -> list[int]:
         """The parameters under which its state has something, put there or only looked for, as in one process. Local.
