@@ -143,12 +143,12 @@ def teardown(model: Any = None) -> Any:
             "accel.teardown() inside of accel.largest_batch, which ends by itself what a size that does not fit has set up: "
             "end a model by accel.teardown(model), or all after accel.largest_batch"
         )
-    shut_down("called accel.teardown(), and does not come")
+    shut_down()
     return None
 
 
 @locked
-def shut_down(how: str) -> None:
+def shut_down(how: str = process.TORN_DOWN) -> None:
     """End every engine and the process group that accel made; ranks that wait for this one hear ``how``. Collective."""
     if save := sys.modules.get("accel.checkpoint.background"):
         save.background.wait()  # it uses the groups

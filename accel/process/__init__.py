@@ -33,6 +33,8 @@ logger = logging.getLogger("accel")
 _SILENT = 20.0
 #: Seconds for which this rank waits at its end for exchanges that others may come to, and then for what breaks them off.
 _MOMENT = 2.0
+#: How a rank ends, as the others hear it.
+TORN_DOWN = "called accel.teardown(), and does not come"
 
 
 @dataclass
@@ -251,7 +253,7 @@ def use_devices(devices: object) -> None:
     select(process.device)
 
 
-def shutdown(how: str) -> None:
+def shutdown(how: str = TORN_DOWN) -> None:
     """Ends accel's control group, and the default group if accel made it; everything can start again. The others hear ``how``."""
     process, _state.keeps = _state.process, False
     atexit.unregister(_at_exit)

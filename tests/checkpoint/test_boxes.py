@@ -294,7 +294,7 @@ def test_only_what_is_wanted_of_large_tensors_is_read(tmp_path: Path, monkeypatc
     most, take = [], reader.Reader._take
 
     def noted(self: Any, files: Any, rooms: Any) -> None:
-        most.append(sum(room.nbytes for room, *_ in rooms))
+        most.append(sum(room.nbytes for _, room, *_ in rooms))
         take(self, files, rooms)
 
     monkeypatch.setattr(reader.Reader, "_take", noted)
