@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import logging
 import os
 import re
 import signal
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -822,3 +824,25 @@ def test_a_command_ends_by_ctrl_c(
     Path("waits.py").write_text("raise KeyboardInterrupt")
     assert main(["memory", "waits:model"]) == 130
     assert capsys.readouterr().err == "accel memory: ended by Ctrl-C\n"
+
+
+def refused_and_gone() -> None:
+    """What the loop held is free at once: a garbage collection comes at another moment on each rank."""
+
+    def attempt(options: dict[str, Any]) -> weakref.ref[nn.Module]:
+        model = nn.Linear(4, 4)
+        with pytest.raises(accel.AccelError):
+            accel.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        return weakref.ref(model)
+
+    refusals: list[dict[str, Any]] = [{"scale_lr": 3}, {"backend": accel.DDP(activation_checkpointing=True)}]
+    gc.collect()
+    gc.disable()
+    try:
+        assert [attempt(options)() for options in refusals] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_refused_setup_keeps_nothing() -> None:
+    run(2, refused_and_gone)

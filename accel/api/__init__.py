@@ -413,7 +413,10 @@ def _agree_on(plan: Plan) -> list[int]:
     values = agree("accel.setup", mine)
     plan.serial = max(serial for *_, serial, _, _ in values)
     registry.next_serial = plan.serial + (plan.engine is None)
-    raise_together("accel.setup", plan.error, [error for _, error, *_ in values])
+    try:
+        raise_together("accel.setup", plan.error, [error for _, error, *_ in values])
+    finally:
+        plan.error = None  # as there
     if any(other != digest for other, *_ in values):
         everyone = agree("accel.setup (comparing the models)", facts)
         raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
@@ -493,7 +496,10 @@ def _engine(plan: Plan, process: Process) -> Engine:
             engine = _build(plan, process, undo)
         except Exception as caught:
             error = caught
-        raise_together("accel.setup", error, agree("accel.setup (building)", text_of_error(error)))
+        try:
+            raise_together("accel.setup", error, agree("accel.setup (building)", text_of_error(error)))
+        finally:
+            error = None  # as there
         if plan.engine is None or plan.new_optimizers:
             with Waiting(process, "accel.setup"):
                 engine.start(plan.new_optimizers)

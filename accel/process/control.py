@@ -308,7 +308,10 @@ def raise_together(
     ``problems`` are all ranks' errors as text, which the ranks agreed on; empty where a rank is well.
     """
     if own is not None:
-        raise own
+        try:
+            raise own
+        finally:
+            del own  # with this frame it would live, and all that its frames hold, until garbage is collected
     for number, text in enumerate(problems):
         if text:
             raise kind(f"{what} failed on rank {number}, so on every rank: {text}")
