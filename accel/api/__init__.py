@@ -416,7 +416,7 @@ def _agree_on(plan: Plan) -> list[int]:
     try:
         raise_together("accel.setup", plan.error, [error for _, error, *_ in values])
     finally:
-        plan.error = None  # as there
+        plan.error = None  # as in raise_together
     if any(other != digest for other, *_ in values):
         everyone = agree("accel.setup (comparing the models)", facts)
         raise RankMismatchError(f"accel.setup: the ranks differ: {_difference(everyone)}")
@@ -499,7 +499,7 @@ def _engine(plan: Plan, process: Process) -> Engine:
         try:
             raise_together("accel.setup", error, agree("accel.setup (building)", text_of_error(error)))
         finally:
-            error = None  # as there
+            error = None  # as in raise_together
         if plan.engine is None or plan.new_optimizers:
             with Waiting(process, "accel.setup"):
                 engine.start(plan.new_optimizers)

@@ -52,15 +52,12 @@ class Match:
         walked = isinstance(value, dict) or self._state.holds_object(value)
         if is_object(value):
             self._visit_object(self._state.object_of(value, name, path), node)
-        elif walked:
-            children = children_of(node, self._decoder)
+        elif walked or self._decoder.holds_object(node):
+            children = children_of(node, self._decoder) if walked else None
             if children is not None and (isinstance(value, dict) or len(children) == len(value)):
                 return self._visit_container(value, children, name, path)
-            here = f"a {type(value).__name__} of {len(value)}"
+            here = f"a {type(value).__name__}{f' of {len(value)}' if walked else ''}"
             self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}{_FILLED}")
-        elif self._decoder.holds_object(node):
-            what = f"{path} is a {type(value).__name__}, and in the checkpoint {_describe(node)}{_FILLED}"
-            self.differences.unfit.append(what)
         else:
             return self._take(node)
         return lambda: value

@@ -125,7 +125,7 @@ class _Staging:
     def put(self, pieces: Sequence[_Piece], values: Sequence[torch.Tensor]) -> None:
         """Copy what was read to where it belongs."""
         for piece, value in zip(pieces, values, strict=True):
-            refuse_overflow(piece.name, value, piece.tensor.dtype)
+            _refuse_overflow(piece.name, value, piece.tensor.dtype)
             _put(piece.tensor, piece.first, value)
         self._copies[self._turn] = begun({piece.tensor.device for piece in pieces if is_remote(piece.tensor)})
 
@@ -147,10 +147,10 @@ def _read_in_steps(opened: File, offset: int, step: int, steps: Iterable[list[me
         yield from views
 
 
-def refuse_overflow(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+def _refuse_overflow(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
     """Refuse (CheckpointError) numbers that are finite, and would not be in a dtype that they are converted to."""
     saved = values.dtype
-    if saved is torch.bool or saved.is_complex or not dtype.is_floating_point or not values.numel():
+    if saved is dtype or saved is torch.bool or saved.is_complex or not dtype.is_floating_point or not values.numel():
         return
     most = torch.finfo(dtype).max
     if (torch.finfo(saved) if saved.is_floating_point else torch.iinfo(saved)).max <= most:
@@ -397,7 +397,7 @@ class Reader:
         for file in sorted(files):
             self._read_chunks(file, files[file])
         for name, room, strip, into in rooms:
-            refuse_overflow(name, room, into.dtype)
+            _refuse_overflow(name, room, into.dtype)
             into.copy_(room.as_strided(strip.shape, strip.stride()))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:

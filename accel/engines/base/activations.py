@@ -106,10 +106,12 @@ def run_again(function: Callable[..., Any], modules: Sequence[nn.Module], args: 
     # Caches of keys and values, as transformers has them: the first run adds to them.
     caches = {id(a): _structure(a) for a in (*args, *kwargs.values()) if hasattr(a, "get_seq_length")}
 
+    def as_before(argument: Any) -> Any:
+        return _structure(caches[id(argument)]) if id(argument) in caches else argument
+
     def call(*args: Any, **kwargs: Any) -> Any:
         if caches and again.inside:
-            args = tuple(_structure(caches[id(a)]) if id(a) in caches else a for a in args)
-            kwargs = {key: _structure(caches[id(a)]) if id(a) in caches else a for key, a in kwargs.items()}
+            args, kwargs = tuple(map(as_before, args)), {key: as_before(value) for key, value in kwargs.items()}
         return function(*args, **kwargs)
 
     out = checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -87,7 +87,7 @@ class DDP(SequenceOptions):
         what = f"{name}(outer={outer!r}): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True)"
         if not isinstance(outer, Mapping):
             raise BackendError(what)
-        if unknown := outer.keys() - inspect.signature(torch.optim.SGD).parameters.keys() | (outer.keys() & {"params"}):
+        if unknown := outer.keys() - (inspect.signature(torch.optim.SGD).parameters.keys() - {"params"}):
             raise BackendError(f"{what}, which has no {', '.join(map(repr, sorted(unknown, key=str)))}")
         try:
             torch.optim.SGD([torch.zeros((), device="cpu")], **outer)

@@ -209,7 +209,7 @@ class Configuration:
     def _check_parts(self) -> None:
         """Of the dicts beside ``zero_optimization``."""
         half: Any = self._given.get("bf16")
-        for key, value in {}.items() if _off(half) else half.items():
+        for key, value in ({} if _off(half) else half).items():
             if key != "enabled" and not _off(value):
                 raise _contradiction(f"bf16.{key}", value, _IGNORED)
             if key == "enabled" and type(value) is not bool and not _off(value):
