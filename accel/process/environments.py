@@ -14,6 +14,7 @@ None, 0, "cpu"      the CPU
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import os
@@ -23,7 +24,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -235,6 +236,17 @@ def _master_host(environ: Mapping[str, str], launcher: _Launcher, single_host: b
         hosts = path.read_text().split() if path.is_file() else []
         return hosts[1] if len(hosts) > 1 else None
     return "127.0.0.1" if single_host and launcher is not _TORCHRUN else None
+
+
+#: The variables of accel itself.
+VARIABLES: Final = ("ACCEL_BACKEND", "ACCEL_DEVICES", "ACCEL_PRECISION", "ACCEL_QUIET")
+
+
+def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that are nearly named as one of accel's, each with the one that is meant."""
+    names = [name for name in environ if name.startswith("ACCEL_") and name not in VARIABLES]
+    found = {name: difflib.get_close_matches(name, VARIABLES, 1, 0.85) for name in names}
+    return {name: meant[0] for name, meant in found.items() if meant}
 
 
 # -- what a request for devices means ----------------------------------------------------------------------------------
