@@ -130,12 +130,12 @@ def text_of_error(error: BaseException | None) -> str:
 # -- Paths that users name ---------------------------------------------------------------------------------------------
 
 #: Also as a Path has it, which makes one slash of two, and a chain of them: "simplecache::s3://bucket".
-_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/|:)")
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(/|:)")
 
 
 def is_url(path: str) -> bool:
     """Whether a path is a URL of one store: neither a chain of them, nor what a Path has made of one."""
-    return bool(re.match("[A-Za-z][A-Za-z0-9+.-]+://", path))
+    return bool(re.match("[A-Za-z][A-Za-z0-9+._-]+://", path))
 
 
 def refuse_url(path: str, error: type[AccelError]) -> str:

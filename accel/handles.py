@@ -69,7 +69,11 @@ class ModelHandle(nn.Module):
     Calling it, or a method of the user's, goes through the engine. It has no attribute of its own.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any = None, *args: object, **kwargs: object) -> None:
+        if not hasattr(engine, "module"):
+            raise AccelError(
+                "the class of a model that accel.setup returned makes no other one: type(accel.unwrap(model))(...)"
+            )
         _set(self, "_accel_engine", engine)
         _set(self, "_accel_raw", engine.module)
 
@@ -88,8 +92,10 @@ class ModelHandle(nn.Module):
         return self(*args, **kwargs)
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "forward" or name[:2] == "__" or name[:7] == "_accel_":
+        if name[:2] == "__" or name[:7] == "_accel_":
             return _get(self, name)
+        if name == "forward":
+            return _with_signature(self)
         engine = _engine(self)
         value = getattr(engine.module, name)
         if isinstance(value, MethodType) and value.__self__ is engine.module:
@@ -157,6 +163,13 @@ class ModelHandle(nn.Module):
         """That of the raw module where a pickle asks for it, once."""
         written: type[Any] = _get(self, "__dict__").pop("_accel_written", ModelHandle)
         return written
+
+
+def _with_signature(handle: ModelHandle) -> Callable[..., Any]:
+    """A handle's ``forward``, with the signature of the module's, by which some loops choose what of a batch they give."""
+    forward = _get(handle, "forward")
+    functools.update_wrapper(call := functools.partial(forward), _get(handle, "_accel_raw").forward)
+    return call
 
 
 def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -279,6 +292,13 @@ class OptimizerHandle(Optimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Take a full state, the same on every rank."""
         _engine(self).holdings.load_state_dict(self._accel_raw, args, kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to its raw optimizer: torch compares those of schedulers that are chained."""
+        return _get(self, "_accel_raw") is (_get(other, "_accel_raw") if isinstance(other, OptimizerHandle) else other)
+
+    def __hash__(self) -> int:
+        return hash(_get(self, "_accel_raw"))
 
     def __repr__(self) -> str:
         return f"OptimizerHandle({_get(self, '_accel_raw')!r})"

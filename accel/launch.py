@@ -21,18 +21,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .api import shut_down
-from .errors import LaunchError, whole_number
+from .data import LoaderHandle, raw_loader
+from .errors import LaunchError, checked_call, whole_number
 from .handles import ModelHandle, OptimizerHandle
 from .handles import raw as raw_of
 from .process.environments import resolve
 from .process.startup import place_now
+from .trees import map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Never, TypeVarTuple, Unpack
@@ -129,6 +131,10 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
         job = _Job(name_of(fn), number, files)
         with contextlib.closing(job):
             job.run()
+        if not os.fstat(result.fd).st_size:
+            raise LaunchError(
+                f"rank 0 of {number} in accel.launch({name_of(fn)}) ended with exit status 0 before its function returned"
+            )
         value: T = result.read(mmap=False)
         returned = states.read(mmap=True)
         for item, (state, _) in zip(found, returned, strict=True):
@@ -327,7 +333,7 @@ def work(*, rank: int, parent: int, argv: list[str], payload: int, states: int, 
         shut_down("has returned from its function, and does not come")
         if rank == 0:
             Memory(states).write([_take_state(item) for item in found], "states")
-            Memory(result).write(value, "result")
+            Memory(result).write(map_leaves(_behind_handle, value, "result"), "result")
     except BaseException as error:
         failure = Failure(rank, time.time(), traceback.format_exc(), _pickled(error))
         with open(report, "wb") as file:
@@ -337,15 +343,36 @@ def work(*, rank: int, parent: int, argv: list[str], payload: int, states: int, 
         os._exit(1)  # not through the exit of the interpreter, which may wait for ranks that wait for this one
 
 
+def _behind_handle(value: Any, path: str) -> Any:
+    """What is sent of a function's result: a handle has ended with its engine, and its object has the trained values."""
+    if isinstance(value, ModelHandle | OptimizerHandle):
+        return raw_of(value)
+    return raw_loader(value) if isinstance(value, LoaderHandle) else value
+
+
 def _publish(fn: Any, items: list[Any]) -> None:
     """Make functions and classes of the launching ``__main__`` known by their names here, where plain pickle looks."""
     names = vars(sys.modules["__main__"])
-    if getattr(fn, "__module__", "") == "__main__":
-        names.update(getattr(fn, "__globals__", {}))
+    for function in _functions(fn):
+        found = getattr(function, "__globals__", {})
+        names.update(found if found.get("__name__") in ("__main__", "__mp_main__") else {})
     for item in items:
         for part in item.modules() if isinstance(item, nn.Module) else [item]:
             if type(part).__module__ == "__main__":
                 names.setdefault(type(part).__qualname__, type(part))
+
+
+_LAYERS: Final = 32  # of partials and decorators; some objects have any attribute
+
+
+def _functions(fn: Any) -> list[Any]:
+    """What runs when ``fn`` is called: itself, and what it is a partial, a method or a decorated form of."""
+    found, seen = [fn, type(fn).__call__], set[int]()
+    for one in found:
+        if id(one) not in seen and len(seen) < _LAYERS:
+            seen.add(id(one))
+            found += [inner for name in ("func", "__wrapped__", "__func__") if (inner := getattr(one, name, None))]
+    return found
 
 
 def _end_with(parent: int) -> None:
@@ -414,6 +441,7 @@ def stateful(parts: dict[str, object]) -> list[Any]:
     return [item for key, item in found.items() if key not in inside]
 
 
+@checked_call
 def check_picklable(obj: object, name: str = "obj") -> None:
     """Check that ``obj`` can be pickled, as ``torch.save(obj)`` and the workers of a spawning loader do.
 

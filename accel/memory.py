@@ -235,6 +235,7 @@ def _title(module: nn.Module, footprint: Footprint, optimizers: Sequence[Optimiz
 # -- A model's engine in a few lines of text ---------------------------------------------------------------------------
 
 
+@checked_call
 def summary(model: nn.Module) -> str:
     """The model's engine: backend, ranks, precision, parameters, and the bytes that lie on this rank. Local.
 

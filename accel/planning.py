@@ -141,27 +141,23 @@ def place_for(engine_type: type[Engine], options: Any, process: Process) -> Load
 
 def known_loader(loader: Any, options: LoaderOptions | None, place: LoaderPlace) -> LoaderHandle:
     """The handle of a dataloader; LookupError without one, or where it was made with other options or divided otherwise."""
-    if type(loader) is LoaderHandle:
-        if loader._accel.place != place:
-            raise LookupError
-        return loader
     handle, made_with = _made(loader, place)
     if handle is None or options not in (made_with, None):
         raise LookupError
     return handle
 
 
-def _made(loader: DataLoader[Any], place: LoaderPlace) -> tuple[LoaderHandle | None, LoaderOptions | None]:
-    made: tuple[LoaderHandle | None, LoaderOptions | None] = (HiddenAttribute.get(loader) or {}).get(
-        place, (None, None)
-    )
-    return made
+def _made(loader: Any, place: LoaderPlace) -> tuple[LoaderHandle | None, LoaderOptions | None]:
+    """The handle for a place of a loader, or of a handle's, and the options that were asked for; None twice without one."""
+    handle, made_with = (HiddenAttribute.get(data.raw_loader(loader)) or {}).get(place, (None, None))
+    if type(loader) is LoaderHandle and loader is not handle:
+        return (loader, loader._accel.options) if loader._accel.place == place else (None, None)
+    return handle, made_with
 
 
 def options_of(loader: Any, asked: LoaderOptions | None, place: LoaderPlace) -> LoaderOptions:
     """How a loader of a setup is distributed: as asked for, or as it is already."""
-    known = loader._accel.options if type(loader) is LoaderHandle else _made(loader, place)[1]
-    return asked or known or LoaderOptions()
+    return asked or _made(loader, place)[1] or LoaderOptions()
 
 
 def _check_live(engine: Engine, wanted: Wanted) -> None:
@@ -343,13 +339,12 @@ def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:
                 f"{loader._accel.place.device}, of an earlier setup; {who} needs that of rank "
                 f"{place.rank} of {place.world}, on {place.device}: give accel.setup the raw DataLoader"
             )
-        return
-    if not isinstance(loader, DataLoader):
+    elif not isinstance(loader, DataLoader):
         raise LoaderError(
             f"{path} is {described(loader)}; expected a torch.utils.data.DataLoader: {_instead_of_loader(loader)}"
         )
     handle, made_with = _made(loader, place)
-    if handle is not None:
+    if handle is not None or type(loader) is LoaderHandle:
         if plan.loader_options not in (made_with, None):
             raise AlreadySetUpError(f"{path} is already set up with {made_with}; asked for {plan.loader_options}")
         return

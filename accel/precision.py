@@ -213,7 +213,8 @@ def all_finite(optimizer: Optimizer) -> bool:
 def norms(tensors: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
     """The norm of each tensor that has elements: one tensor of them for each device and dtype, so that one read gives all."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    some = [t for t in tensors if t.numel()]  # nothing has no norm
+    dense = (t.coalesce().values() if t.is_sparse else t for t in tensors)
+    some = [t for t in dense if t.numel()]  # nothing has no norm
     for norm in torch._foreach_norm(some, order) if some else ():
         alike.setdefault((norm.device, norm.dtype), []).append(norm)
     return [torch.stack(found) for found in alike.values()]

@@ -374,7 +374,7 @@ class Registry:
             # This rank may have no gradient of some that lie on one rank each, and nothing to clip then.
             takes_part = own or (engine.gradients.spread and not (parameters or norms))
             if takes_part and (norm := engine.gradients.norm(own, norm_type)) is not None:
-                if len(own) == len(parameters):
+                if not norms and len(own) == len(parameters):
                     return norm
                 norms.append(here(norm).to(engine.process.device))
                 parameters = [p for p in parameters if id(p) not in engine.known]

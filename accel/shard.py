@@ -337,9 +337,13 @@ class Raw:
             name, _, key = full_name.rpartition("/")
             if (entry := by_name.get(name)) is None:
                 continue
+            if like_parameters and shape != entry.shape:  # which is told by the caller: nothing is made
+                slots.append(Shard(full_name, entry.shape, 0, torch.empty(entry.shape, dtype=dtype, device="meta")))
+                continue
             state = optimizer.state[entry.parameter]
             if not is_shard(key, state.get(key), entry.parameter):
-                state[key] = self.new_state(entry, key, shape, dtype)
+                floating = like_parameters and dtype.is_floating_point and entry.parameter.is_floating_point()
+                state[key] = self.new_state(entry, key, shape, entry.parameter.dtype if floating else dtype)
             slot = self.part(name, state[key], key)
             if slot is not None and like_parameters and slot.shape == tuple(slot.tensor.shape):
                 slot = replace(slot, shape=entry.shape)

@@ -218,3 +218,45 @@ def test_a_handle_is_as_much_of_a_container_as_its_module() -> None:
     accel.teardown(flat)
     with pytest.raises(accel.AccelError, match=r"handle's engine was torn down: pass the raw module"):
         accel.clip_grad_norm_(flat, 1.0)
+
+
+def test_schedulers_of_a_handle_and_of_its_optimizer_are_chained() -> None:
+    net = nn.Linear(2, 1)
+    raw = torch.optim.SGD(net.parameters(), lr=1.0)
+    warm = torch.optim.lr_scheduler.LinearLR(raw, 0.5, total_iters=2)
+    model, optimizer, _ = accel.setup(net, raw)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    chained = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[2])
+    rates = []
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        rates.append(raw.param_groups[0]["lr"])
+        chained.step()
+    assert rates == [0.5, 0.75, 1.0]
+    assert (optimizer == raw, raw == optimizer, optimizer != raw) == (True, True, False)
+    assert optimizer != torch.optim.SGD(net.parameters(), lr=1.0)
+    assert len({optimizer, raw}) == 1
+
+
+def test_forward_has_the_signature_of_the_module() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return self.layer(ids if mask is None else ids * mask)
+
+    model = accel.setup(Net()).model
+    assert list(inspect.signature(model.forward).parameters) == ["ids", "mask"]
+    batch = {"ids": torch.ones(3, 2), "mask": torch.zeros(3, 2), "labels": torch.ones(3)}
+    known = {k: v for k, v in batch.items() if k in inspect.signature(model.forward).parameters}
+    assert torch.equal(model.forward(**known), model(batch["ids"], batch["mask"]))
+
+
+def test_its_class_makes_no_other_model() -> None:
+    model = accel.setup(nn.Linear(2, 1)).model
+    for make in (lambda: type(model)(2, 1), lambda: model.__class__(2, 1)):
+        with pytest.raises(accel.AccelError, match=r"type\(accel.unwrap\(model\)\)\(\.\.\.\)"):
+            make()

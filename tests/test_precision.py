@@ -563,3 +563,21 @@ def test_an_eps_that_is_nothing_in_half_precision_is_refused() -> None:
         model(batch(step)).square().mean().backward()
         optimizer.step()
     assert all(bool(p.isfinite().all()) for p in raw.parameters())
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_sparse_gradients_of_a_scaled_loss(overflow: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.EmbeddingBag(11, 8, mode="sum", sparse=True), nn.Linear(8, 3))
+    before = copy.deepcopy(net.state_dict())
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), precision="16-mixed")
+    tokens = torch.randint(0, 11, (8, 5))
+    for _ in range(1 if overflow else 20):  # the scale finds its size
+        optimizer.zero_grad()
+        accel.backward(model(tokens).float().square().mean() * (float("inf") if overflow else 1.0))
+        optimizer.step()
+        if not optimizer.step_was_skipped:
+            break
+    assert optimizer.step_was_skipped is overflow
+    changed = {name for name, value in net.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == (set() if overflow else set(before))

@@ -253,12 +253,14 @@ class DataParallelPlace(NamedTuple):
     world_size: int
 
 
+@checked_call
 def data_parallel_place(model: nn.Module) -> DataParallelPlace:
     """This process's data-parallel place: that of the process, but where several hold parts of one model and read one batch."""
     place = place_of(registry.of_handle(model))
     return DataParallelPlace(place.rank, place.world)
 
 
+@checked_call
 def mesh(model: nn.Module) -> DeviceMesh | None:
     """The mesh that a model lies on, with the axes "replicate", "shard" and "tensor" as far as it has them; None without one.
 
@@ -267,6 +269,7 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
     return registry.of_handle(model).holdings.mesh
 
 
+@checked_call
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """This rank's part of a batch's sequences, for a model with ``sequence_parallel``; else the batch. Collective.
 
@@ -288,6 +291,7 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     return part
 
 
+@checked_call
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Context: a model with ``sequence_parallel`` is given whole sequences, as in ``generate``; each rank computes by itself."""
@@ -301,6 +305,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         sequence.whole = before
 
 
+@checked_call
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Context for ranks with different numbers of batches (``torch.distributed.algorithms.Join``)."""
     engine = registry.of_handle(model)
@@ -316,6 +321,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     return registry.of_handle(model).gradients.clip(max_norm, norm_type)
 
 
+@checked_call
 def refresh_trainable(model: nn.Module) -> None:
     """Apply a change of ``requires_grad`` now. Collective; needed only with the option ``auto_refresh=False``.
 

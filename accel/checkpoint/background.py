@@ -55,6 +55,7 @@ class Background:
     def __init__(self) -> None:
         self._future: Pending | None = None
         self._blocks: list[torch.Tensor] = []
+        self._over = False  # what is registered with atexit before the first save runs after this one's part
 
     def start(self, finish: Callable[[Pace], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
@@ -83,6 +84,8 @@ class Background:
         try:
             # Not a daemon: the interpreter waits for it at exit.
             threading.Thread(target=run, name="accel.save").start()
+            if self._over:  # the interpreter has waited for its threads, and would end while this one writes
+                self.wait()
         except BaseException:
             if taken.acquire(blocking=False):
                 self._future = None
@@ -121,6 +124,7 @@ class Background:
 
     def at_exit(self) -> None:
         """Make a failed save the failure of the process."""
+        self._over = True
         try:
             self.settle()
         except CheckpointError as error:

@@ -37,7 +37,7 @@ from .match import (
     unfit,
     value_tensors,
 )
-from .objects import ModuleObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
+from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
 from .placement import Placed, Sight, find, memory_place
 from .reader import Reader
 from .record import Record, Stored
@@ -384,6 +384,8 @@ class Loading:
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
         undo.callback(one.undo())
         touched = set()
+        wanted: list[tuple[str, Shard]] = []
+        left: set[str] = set()
         for name, slot in one.slots(manifest, node):
             stored = tensors.get(name)
             touched.add(name)
@@ -392,9 +394,14 @@ class Loading:
                 self.differences.missing.append(here)
             elif problem := unfit(stored, slot, convert, planned):
                 self.differences.unfit.append(f"{here}: {problem}")
+                left.add(name.rpartition("/")[0])
             else:
                 saved_as = f"{own}{stored_as.get(name, name)}"
-                self._wanted.append(Shard(saved_as, slot.shape, slot.start, slot.tensor, slot.box))
+                wanted.append((name, Shard(saved_as, slot.shape, slot.start, slot.tensor, slot.box)))
+        if isinstance(one, OptimizerObject):  # state of a parameter is of use as a whole
+            one.left = left
+            wanted = [(name, part) for name, part in wanted if name.rpartition("/")[0] not in left]
+        self._wanted += [part for _, part in wanted]
         if not isinstance(one, TensorObject):
             for name in tensors.keys() - touched:
                 self.unneeded[self._places[f"{own}{stored_as.get(name, name)}"]] = f"{one.path}, {name}"
@@ -550,6 +557,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     source = weights_of(module)
     if source is None:
         return None
+    background.wait()
     directory = folder.absolute(source)
     state = _state_for(directory, module)
     with contextlib.ExitStack() as undo:

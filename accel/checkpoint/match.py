@@ -54,10 +54,14 @@ class Match:
             self._visit_object(self._state.object_of(value, name, path), node)
         elif walked or self._decoder.holds_object(node):
             children = children_of(node, self._decoder) if walked else None
-            if children is not None and (isinstance(value, dict) or len(children) == len(value)):
+            numbered = isinstance(node, list) or (isinstance(node, dict) and node.get(TAG) == "tuple")
+            fits = not numbered if isinstance(value, dict) else numbered and len(children or ()) == len(value)
+            if children is not None and fits:
                 return self._visit_container(value, children, name, path)
             here = f"a {type(value).__name__}{f' of {len(value)}' if walked else ''}"
-            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}{_FILLED}")
+            filled = self._state.holds_object(value) or self._decoder.holds_object(node)
+            advice = _FILLED if filled else ": a dict takes what was saved of one"
+            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}{advice}")
         else:
             return self._take(node)
         return lambda: value

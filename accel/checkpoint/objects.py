@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final, TypeVar, final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from .. import shard
 from ..data import LoaderHandle
 from ..engines import Engine
 from ..engines.base.step import take_added_groups
-from ..errors import CheckpointError
+from ..errors import CheckpointError, text_of_error
 from ..process.rng import RngState
 from ..shard import Manifest, Shard
 from .values import TAG, Decoder, Encoder, Json, items_in, place
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,14 @@ class StateObject:
         return LocalRange(Shard(f"{self.prefix()}/{own.name}", own.shape, own.start, own.tensor, own.box), equal, kind)
 
 
+def _called(path: str, method: Callable[..., T], *args: Any) -> T:
+    """What a method of a user's object gives; a CheckpointError says whose it is that failed."""
+    try:
+        return method(*args)
+    except Exception as error:
+        raise CheckpointError(f"{path}.{method.__name__}() raised {text_of_error(error)}") from error
+
+
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
     """By path the models with an engine: two of one class have equal names and shapes, which hides them from other checks."""
     return {one.path: one.engine.label for one in objects if one.engine is not None}
@@ -127,14 +139,14 @@ class StatefulObject(StateObject):
         self.value_object = value
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"state": encoder.encode(self.value_object.state_dict(), f"{self.path}.state_dict()")}
+        return {"state": encoder.encode(_called(self.path, self.value_object.state_dict), f"{self.path}.state_dict()")}
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
         return [node["state"]]
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        self.value_object.load_state_dict(decoder.decode(node["state"]))
+        _called(self.path, self.value_object.load_state_dict, decoder.decode(node["state"]))
 
 
 @final
@@ -169,12 +181,12 @@ class RankObject(StateObject):
         self._object = value
 
     def own(self, encoder: Encoder) -> Json:
-        return encoder.encode(self._object.state_dict(), self.path)
+        return encoder.encode(_called(self.path, self._object.state_dict), self.path)
 
     def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
         """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
         state = decoder.decode(values[rank % len(values)])
-        self._object.load_state_dict(state)
+        _called(self.path, self._object.load_state_dict, state)
         if rank >= len(values) and isinstance(self._object, RngState):
             self._object.diverge(rank)
 
@@ -254,6 +266,10 @@ class ModuleObject(StateObject):
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         shard.fill_module_values(self.module, decoder.decode(node["extra"]))
+        if self.engine is None or not self.engine.holdings.partial(None):  # a hook would see parts
+            for part in reversed(list(self.module.modules())):
+                for hook in getattr(part, "_load_state_dict_post_hooks", {}).values():
+                    hook(part, _IncompatibleKeys([], []))
 
 
 @final
@@ -288,6 +304,11 @@ class OptimizerObject(StateObject):
             )
         self._parameters = {self._names[id(p)]: p for p in held}
         self._holdings = shard.Raw(None, self._names) if engine is None else engine.holdings
+        #: The saved names of parameters whose state does not fit, and is left as it is.
+        self.left: set[str] = set()
+        #: The tensors that a checkpoint has of the state, and which keys there were here before.
+        self._given: set[str] = set()
+        self._had: dict[str, set[Any]] = {}
         #: Every rank has state of its own; rank 0's is what others see.
         self._own = engine is not None and engine.distributed and engine.holdings.own_state
         self._rank = engine.process.place.rank if engine is not None and self._own else 0
@@ -380,8 +401,9 @@ class OptimizerObject(StateObject):
                 f"{[len(g) for g in mine]}"
             )
         if not node["class"]:
-            # From another library's checkpoint, which does not say whose state it is; the groups' options tell.
-            known = {k for g in node["groups"] for k in _options(g)}
+            # From another library's checkpoint, which does not say whose state it is; the groups' options tell, but for those
+            # that the class gives to the state of its older versions.
+            known = {k for g in node["groups"] for k in _options(g)} | _renewed(self.optimizer, node["groups"])
             if lacking := sorted({k for g in self._holdings.values(self.optimizer)["groups"] for k in g} - known):
                 return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
@@ -400,6 +422,7 @@ class OptimizerObject(StateObject):
             if parameter in renamed:
                 mine[f"{renamed[parameter]}/{key}"] = value
                 saved_names[f"{renamed[parameter]}/{key}"] = name
+        self._given = set(mine)
         return [(saved_names[s.name], s) for s in self._holdings.slots(self.optimizer, mine)]
 
     @classmethod
@@ -411,24 +434,60 @@ class OptimizerObject(StateObject):
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         renamed = self._renamed(node)
         groups = [decoder.decode(group) for group in node["groups"]]
+        saved = {renamed[name]: decoder.decode(own) for name, own in self._state(node).items()}
+        left = {renamed[name] for name in self.left}
+        before = self._holdings.values(self.optimizer)["state"] if left else {}
+        saved = {name: own for name, own in saved.items() if name not in left}
+        kept = {name: before[name] for name in left if self._had.get(name)}
         values = {
             "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
-            "state": {renamed[name]: decoder.decode(state) for name, state in self._state(node).items()},
+            "state": saved | kept,
         }
         self._holdings.fill(self.optimizer, values)
+        self._finish(saved)
         if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:
             self.engine.loss_scale.restore(*node["scale"])
         if not node["class"]:
             return  # another library's, which does not say what was frozen
         frozen = set(node["frozen"])
-        for saved, name in renamed.items():
+        for theirs, name in renamed.items():
             parameter = self._parameters[name]
-            if parameter.requires_grad == (saved in frozen):
-                parameter.requires_grad_(saved not in frozen)
+            if parameter.requires_grad == (theirs in frozen):
+                parameter.requires_grad_(theirs not in frozen)
+
+    def _finish(self, filled: Container[str]) -> None:
+        """What torch does at the end of ``load_state_dict``: no more state than was saved, as a class has it now; the hooks."""
+        optimizer, engine = self.optimizer, self.engine
+        if engine is None or not engine.holdings.partial(optimizer):
+            for entry in self._holdings.entries(optimizer):
+                tensors = [k for k, v in entry.state.items() if shard.is_shard(k, v, entry.parameter)]
+                for key in tensors if entry.name in filled else ():
+                    if f"{entry.name}/{key}" not in self._given:
+                        del optimizer.state[entry.parameter][key]
+        with contextlib.nullcontext() if engine is None else engine.holdings.guard.opened():
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+            for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+                hook(optimizer)
 
     def undo(self) -> Callable[[], None]:
         before = self._holdings.values(self.optimizer)
-        return lambda: self._holdings.fill(self.optimizer, before)
+        self._had = had = {entry.name: set(entry.state) for entry in self._holdings.entries(self.optimizer)}
+
+        def act() -> None:
+            self._holdings.fill(self.optimizer, before)
+            for entry in self._holdings.entries(self.optimizer):
+                for key in set(entry.state) - had.get(entry.name, set()):
+                    del self.optimizer.state[entry.parameter][key]
+
+        return act
+
+
+def _renewed(optimizer: Optimizer, groups: Sequence[Json]) -> set[str]:
+    """The options that the optimizer's class gives to parameter groups that were saved without them."""
+    made: list[dict[str, Any]] = [{**_options(group), "params": []} for group in groups]
+    with contextlib.suppress(Exception):  # a class that wants more than a state dict has
+        type(optimizer).__new__(type(optimizer)).__setstate__({"state": {}, "param_groups": made, "defaults": {}})
+    return {key for group in made for key in group}
 
 
 def _options(group: Json) -> dict[str, Json]:

@@ -85,8 +85,11 @@ class StoreError(OSError):
 
 def unreadable(error: OSError) -> str:
     """What to say of a file of a checkpoint that cannot be read."""
-    missing = error.errno in (errno.ENOENT, errno.ELOOP)
-    return f"{explain(error)}{'; the checkpoint is not complete, load another one' if missing else ''}"
+    if error.errno == errno.ELOOP:
+        return f"{error.filename}: is a symbolic link, which accel does not follow: put the file itself there"
+    return (
+        f"{explain(error)}{'; the checkpoint is not complete, load another one' if error.errno == errno.ENOENT else ''}"
+    )
 
 
 def check_size(path: str, found: int, written: int) -> None:

@@ -16,6 +16,7 @@ from ..process.control import locked
 from ..process.environments import Place
 from ..shard import Shard
 from . import folder, record
+from .background import background
 from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
 from .reader import Reader
@@ -87,6 +88,7 @@ def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
     def look() -> Hashable:
         nonlocal directory, found
         check_flags(progress=progress)
+        background.wait()
         directory = folder.newest_place(dir)
         found, _ = record.read(directory)
         return folder.key_of(directory) if found.hosts else None  # hosts have copies of their own

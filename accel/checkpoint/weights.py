@@ -22,6 +22,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..process.control import locked
 from . import folder, record
+from .background import background
 from .match import children_of, objects_in
 from .reader import Reader
 from .record import FILE_NAME, Record, Stored
@@ -389,6 +390,7 @@ def export(
     """
 
     def write() -> None:
+        background.wait()
         planned = _plan(folder.newest_place(dir), name, max_shard_size, dtype)
         with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
             _export(planned, folder.absolute(out), library, overwrite, more)

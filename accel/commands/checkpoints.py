@@ -86,9 +86,9 @@ def _differences(args: argparse.Namespace) -> list[str]:
     (first, _), (second, _) = read(args.first), read(args.second)
     folder.check_sizes(args.first, first)
     folder.check_sizes(args.second, second)
-    lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state")]
+    lines = [*_tensors(args, first, second), *_values(first.values, second.values, "state", args.tolerance)]
     for rank, (one, other) in enumerate(zip(first.ranks, second.ranks, strict=False)):
-        lines += _values(one, other, f"rank {rank}")
+        lines += _values(one, other, f"rank {rank}", args.tolerance)
     return lines
 
 
@@ -130,16 +130,18 @@ def _content(name: str, one: torch.Tensor, other: torch.Tensor, tolerance: float
         yield f"{name}: {count} of {one.numel()} elements differ, by at most {float(distance[differ].max()):.3g}"
 
 
-def _values(one: object, other: object, path: str) -> Iterator[str]:
+def _values(one: object, other: object, path: str, tolerance: float) -> Iterator[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted(one.keys() | other.keys()):
             if key in one and key in other:
-                yield from _values(one[key], other[key], f"{path}.{key}")
+                yield from _values(one[key], other[key], f"{path}.{key}", tolerance)
             else:
                 yield f"{path}.{key}: only in the {'first' if key in one else 'second'}"
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            yield from _values(a, b, f"{path}[{i}]")
+            yield from _values(a, b, f"{path}[{i}]", tolerance)
+    elif type(one) is type(other) is float and abs(one - other) <= tolerance:
+        return
     elif json.dumps(one) != json.dumps(other):
         yield f"{path}: {json.dumps(one)[:60]} and {json.dumps(other)[:60]}"
 

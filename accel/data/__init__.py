@@ -28,7 +28,7 @@ from .iteration import Iteration, latest, states
 from .iteration import LoaderState as LoaderState
 from .iteration import forget as forget
 from .iteration import remember as remember
-from .readers import WHOLE, Kept, Start, keeps_alone, length_of, too_short
+from .readers import WHOLE, Kept, Start, keeps_alone, length_of, shape_of, too_short
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
@@ -313,7 +313,8 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     raw = raw_loader(loader)
     if not isinstance(raw, DataLoader):
         raise LoaderError(f"effective_batch_size: expected a DataLoader or its handle, found {described(loader)}")
-    size = raw.batch_size if raw.batch_size is not None else getattr(raw.batch_sampler, "batch_size", None)
+    shape = shape_of(raw)
+    size = getattr(raw.batch_sampler, "batch_size", None) if shape.units else shape.batch
     if type(size) is not int:
         raise LoaderError(
             "effective_batch_size: neither the loader nor its batch sampler has a batch_size: multiply what each rank's "

@@ -17,7 +17,20 @@ from ..errors import LoaderError, described, refuse_unknown
 from ..process import Process, world_size
 from ..process.collectives import ORDER
 from ..process.rng import Generators, InPlace, Private
-from .sampling import TORCHS, Division, SampleOrder, digest, divide, drawn_from, mix, notify, own_generators, parts
+from .sampling import (
+    TORCHS,
+    Division,
+    SampleOrder,
+    copied,
+    digest,
+    divide,
+    drawn_from,
+    draws_alone,
+    mix,
+    notify,
+    own_generators,
+    parts,
+)
 
 
 class Shape(NamedTuple):
@@ -251,7 +264,7 @@ class SamplerReader(EpochReader):
             rng = Private(generators, generators.seeded(mix(start.seed, start.epoch)))
         else:
             rng = Private(generators, start.states or {})
-        order = SampleOrder(sampler, rng, ahead=start.seed is not None)
+        order = SampleOrder(sampler, rng, ahead=start.seed is not None and draws_alone(sampler))
         wanted = sum(start.at)
         found, checksum = order.skip(wanted, self._division.world - 1)
         if wanted and (len(start.at) != 1 or (found, checksum) != (wanted, start.checksum)):
@@ -536,11 +549,11 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> d
 
 def _order_of(loader: DataLoader[Any], shape: Shape) -> str:
     """The beginning of what a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
-    if isinstance(shape.sampler, Iterator) and not isinstance(shape.sampler, Sampler):
+    if any(isinstance(part, Iterator) and not isinstance(part, Sampler) for part in parts(shape.sampler)):
         return ""  # it gives its items once
     generators = Generators(drawn_from(shape.sampler, own_generators(loader)))
     try:
-        order = SampleOrder(shape.sampler, Private(generators, generators.seeded(0)), ahead=True)
+        order = SampleOrder(copied(shape.sampler), Private(generators, generators.seeded(0)), ahead=True)
         return str(digest(order.read(_COMPARED)))
     except Exception as error:
         return f"{type(error).__qualname__}"

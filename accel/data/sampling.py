@@ -6,6 +6,7 @@ generators, as raw PyTorch does, and else from private ones that (seed, epoch) a
 
 from __future__ import annotations
 
+import copy
 import os
 import zlib
 from array import array
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -122,6 +123,18 @@ def parts(sampler: Any) -> list[Any]:
     return list(found.values())
 
 
+def copied(sampler: Any) -> Any:
+    """A sampler to be read in the place of the user's: what it counts or takes from its containers stays the copy's own."""
+    copies = {id(part): copy.copy(part) for part in parts(sampler) if part is sampler or isinstance(part, Sampler)}
+    for one in copies.values():
+        for name, value in getattr(one, "__dict__", {}).items():
+            if type(value) in (list, dict, set, deque):
+                vars(one)[name] = value.copy()
+            elif id(value) in copies:
+                vars(one)[name] = copies[id(value)]
+    return copies[id(sampler)]
+
+
 def notify(thing: Any, epoch: int) -> None:
     """Tells the epoch to a sampler or dataset that has ``set_epoch``."""
     if callable(getattr(thing, "set_epoch", None)):
@@ -137,7 +150,7 @@ def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     """The generators that a sampler may draw from: the global ones, but for torch's own samplers, and ``own``."""
-    if type(sampler) in (SequentialSampler, range, list, tuple):
+    if type(sampler) in _FIXED:
         return dict(own)
     if type(sampler) in TORCHS:
         return dict(own) if sampler.generator is not None else {"torch": torch.default_generator, **own}
@@ -146,6 +159,14 @@ def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
 
 #: Those of torch's that draw with their first item alone from generators that others know, where they have none of their own.
 TORCHS = (RandomSampler, torch_data.SubsetRandomSampler, torch_data.WeightedRandomSampler)
+_FIXED = (SequentialSampler, range, list, tuple)
+
+
+def draws_alone(sampler: Any) -> bool:
+    """Whether nothing that a loop does can change what a sampler gives next, so that it may be read ahead of the loop."""
+    if type(sampler) is BatchSampler:
+        return draws_alone(sampler.sampler)
+    return type(sampler) in (*TORCHS, *_FIXED)
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
@@ -178,7 +199,7 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
             yield block
         return
     whole, rest = divmod(sampler.num_samples, n)
-    for size in (*[n] * whole, rest):
+    for size in chain(repeat(n, whole), (rest,)):
         order = array("q", bytes(8 * n))
         torch.randperm(n, generator=generator, out=torch.frombuffer(order, dtype=torch.int64), device="cpu")
         yield from (order[at : min(at + _BLOCK, size)] for at in range(0, size, _BLOCK))

@@ -182,7 +182,7 @@ _MEANT: Final = {
         "forward returned in tensors, lists and dicts, or comes in two backwards. Change that, or run this forward and backward "
         "inside of accel.no_sync(model): optimizer.step() then averages all gradients"
     ),
-    re.compile(r"storage of size 0|size of tensor a \(0\) must match|mat2 must be a matrix"): (
+    re.compile(r"storage of size 0|size of tensor [ab] \(0\)|mat2 must be a matrix"): (
         "this backward needs divided weights that are not gathered any more: it is a second one of one forward (add the losses "
         "up and call backward() once), or differentiates a gradient, or what the forward returned has tensors where they are not "
         "found, in a set, a closure or an object inside of another: return them in lists, dicts or dataclasses; or use a backend "

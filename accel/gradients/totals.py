@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import AccelError, BackendError
+from ..errors import AccelError, BackendError, checked_call
 from ..precision import norms
 from ..process import Process, current
 from ..process.control import Waiting, agree, announce
@@ -69,6 +70,7 @@ def average_ranks_(tensors: Iterable[torch.Tensor], process: Process) -> None:
         average_(values, process.place.world_size, lambda flat: dist.all_reduce(flat, group=process.group))
 
 
+@checked_call
 def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
     """The mean of a loss over the tokens of all ranks, which may have different numbers of them. Collective.
 
@@ -87,7 +89,7 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
         raise AccelError(
             f"accel.mean_loss(loss_sum={loss_sum!r}): expected a floating tensor without dimensions, a sum"
         )
-    if isinstance(tokens, bool) or not isinstance(tokens, int | float | torch.Tensor):
+    if isinstance(tokens, bool) or not isinstance(tokens, Real | torch.Tensor):
         raise AccelError(f"accel.mean_loss(tokens={tokens!r}): expected the number of tokens")
     count = torch.as_tensor(tokens, device=loss_sum.device)
     if count.dim():

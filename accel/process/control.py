@@ -338,6 +338,7 @@ def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = s
 # -- What a loop calls -------------------------------------------------------------------------------------------------
 
 
+@checked_call
 def barrier() -> None:
     """Waits until every rank is here.
 
@@ -357,9 +358,13 @@ def any_rank(flag: bool) -> bool:
     Raises:
         AccelError: ``flag`` is no bool; or, as in ``barrier``, a rank did not come, ended, or is at another call.
     """
-    if not isinstance(flag, bool):
-        raise AccelError(f"accel.any_rank expects a bool, got {described(flag)}: any_rank(bool(condition))")
-    return any(agree("any_rank", flag))
+    plain = bool(flag) if type(flag).__name__ in ("bool", "bool_") else None  # numpy's too
+    problem = (
+        "" if plain is not None else f"accel.any_rank expects a bool, got {described(flag)}: any_rank(bool(condition))"
+    )
+    told = agree("any_rank", (plain, problem))
+    raise_together("any_rank", AccelError(problem) if problem else None, [theirs for _, theirs in told], AccelError)
+    return any(theirs for theirs, _ in told)
 
 
 @checked_call

@@ -338,14 +338,15 @@ class _Request:
         if not isinstance(device, torch.device):
             raise self.error(f"{item!r} is no device")
         if device.type != self.kind or self.count == 0:
-            raise self.error(f"there is no {device.type} accelerator")
+            is_cpu = "give 'cpu' alone" if device.type == "cpu" else f"there is no {device.type} accelerator"
+            raise self.error(is_cpu)
         index: int | None = device.index
         if index is None and self.count > 1:
             raise self.error(f"{str(device)!r} does not say which: name '{device.type}:0', or ask for -1, all of them")
         return index or 0
 
     def text(self, text: str, probe: Callable[[int], bool]) -> tuple[torch.device, ...]:
-        if text == "cpu" or (text == "auto" and self.count == 0):
+        if text in ("cpu", "cpu:0") or (text == "auto" and self.count == 0):
             return _CPU
         if text in ("auto", "-1"):
             return self.first(-1)

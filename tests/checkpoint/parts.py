@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -152,6 +153,9 @@ class Cut(Raw):
             return whole(full, tensor)
         box, start, _ = self._place(name)
         return Shard(full, self._shapes[name], start, tensor.detach(), box)
+
+    def entries(self, optimizer: torch.optim.Optimizer) -> list[StateEntry]:
+        return [replace(entry, shape=self._shapes[entry.name]) for entry in super().entries(optimizer)]
 
     def new_state(self, entry: StateEntry, key: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_like(entry.parameter, dtype=dtype)

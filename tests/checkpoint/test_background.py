@@ -480,3 +480,16 @@ def test_what_follows_a_save_may_use_the_library(tmp_path: Path) -> None:
     assert done.wait(30)
     assert found == [str(tmp_path / "1")]
     accel.save(large(2.0), tmp_path / "1")
+
+
+AT_EXIT = """
+import atexit, sys, torch, accel
+atexit.register(lambda: accel.save({"n": 2, "x": torch.ones(2_000_000)}, sys.argv[1], wait=False))
+accel.save({"n": 1}, sys.argv[1])
+"""
+
+
+def test_one_that_begins_at_the_very_end_is_waited_for(tmp_path: Path) -> None:
+    command = [executable(), "-c", AT_EXIT, str(tmp_path / "c")]
+    subprocess.run(command, check=True, timeout=120)
+    assert accel.load(tmp_path / "c")["n"] == 2

@@ -362,3 +362,49 @@ def test_foreign_json_is_refused_or_read(data: Any) -> None:
 def test_crafted_values_are_refused(data: Any) -> None:
     with pytest.raises(CheckpointError, match="file"):
         Decoder("file", lambda name: torch.zeros(1)).decode(data)
+
+
+@pytest.mark.parametrize("saved", [[1, 2], (3, 4), [torch.ones(2), torch.zeros(2)]])
+@pytest.mark.parametrize("here", [{}, {0: 5, 1: 6}])
+def test_a_list_is_no_dict(saved: Any, here: dict[Any, Any], tmp_path: Path) -> None:
+    accel.save({"history": saved}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"history.* is a dict"):
+        accel.load(tmp_path, {"history": dict(here)})
+
+
+class Failing:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("lost")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("not mine")
+
+
+class Keeping(Failing):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def test_whose_state_dict_failed_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"""state\["deep"\]\["one"\]\.state_dict\(\) raised KeyError: 'lost'"""):
+        accel.save({"deep": {"one": Failing()}}, tmp_path)
+    accel.save({"deep": {"one": Keeping()}}, tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"""state\["deep"\]\["one"\]\.load_state_dict\(\) raised ValueError: not mine"""
+    ):
+        accel.load(tmp_path, {"deep": {"one": Keeping()}})
+
+
+def test_a_link_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    accel.save({"a": 1}, tmp_path / "c")
+    (tmp_path / "c" / "accel.json").rename(tmp_path / "elsewhere")
+    (tmp_path / "c" / "accel.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a symbolic link, which accel does not follow"):
+        accel.load(tmp_path / "c")
+
+
+def test_a_protocol_may_have_an_underscore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="my_store"):
+        accel.save({"a": 1}, "my_store://bucket/run")
+    assert not list(tmp_path.iterdir())

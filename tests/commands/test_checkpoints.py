@@ -109,3 +109,12 @@ def test_errors_of_the_system_are_errors_of_the_command(
     long = str(tmp_path / ("x" * 300) / "below")
     assert main([command, str(tmp_path / {"export": "c", "convert": "old.pt"}[command]), long]) == 1
     assert "File name too long" in capsys.readouterr().err
+
+
+def test_the_tolerance_is_one_of_plain_numbers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rate in (("a", 0.001), ("b", 0.001 + 1e-9)):
+        accel.save({"rate": rate, "nan": float("nan"), "n": 1}, tmp_path / name)
+    command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main([*command, "--tolerance", "1e-6"]) == 0
+    assert main(command) == 1
+    assert "state.rate" in capsys.readouterr().out

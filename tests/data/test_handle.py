@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -23,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+import accel
 from accel import LoaderError
 from accel.data import LoaderOptions, check, describe
 from tests.data.loaders import Counting, EndlessSized, Numbers, flat, make, numbers, sampled
@@ -222,3 +224,33 @@ def test_pin_memory_without_an_accelerator_only_warns() -> None:
     handle = make(numbers(4, 2, pin_memory=True))
     with pytest.warns(UserWarning, match="pin_memory"):
         assert list(handle) == [[0, 1], [2, 3]]
+
+
+def other_options() -> list[str]:
+    messages = []
+    net = nn.Linear(1, 1)
+    for with_model in (False, True):
+        model = net if with_model else None
+        loader = accel.setup(model, dataloaders=DataLoader(range(8), 2)).dataloaders
+        same = accel.setup(model, dataloaders=loader).dataloaders
+        assert same is loader
+        for options in (accel.LoaderOptions(even_batches=False), accel.LoaderOptions(seed=5)):
+            with pytest.raises(accel.AlreadySetUpError) as refused:
+                accel.setup(model, dataloaders=loader, loader_options=options)
+            messages.append(str(refused.value))
+    return messages
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_handle_with_other_options_is_refused(world: int) -> None:
+    """As its loader is: a cell that is run again gives the handle."""
+    for messages in run(world, other_options):
+        assert all("is already set up with" in message for message in messages)
+
+
+def test_effective_batch_size_follows_the_batch_sampler() -> None:
+    loader = accel.setup(None, dataloaders=DataLoader(range(8), 2)).dataloaders
+    assert accel.effective_batch_size(loader) == 2
+    loader.batch_sampler.batch_size = 4
+    assert accel.effective_batch_size(loader) == 4
+    assert [len(batch) for batch in loader] == [4, 4]

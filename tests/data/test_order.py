@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -279,3 +280,67 @@ def _same_orders_alone() -> None:
         assert found == expected
     seeded = LoaderOptions(seed=7)
     assert _run(numbers(40, shuffle=True), options=seeded) == _run(numbers(40, shuffle=True), options=seeded, one=True)
+
+
+class Resumable(Sampler[int]):
+    """Goes on where it was left, and counts its epochs."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.at, self.epoch, self.left = length, 0, 0, deque[int]()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = self.left or deque(torch.randperm(self.length, generator=seeded(self.epoch)).tolist())
+        while self.left:
+            yield self.left.popleft()
+        self.epoch += 1
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def read_twice() -> list[list[int]]:
+    sampler = Resumable(40)
+    loader = accel.setup(None, dataloaders=DataLoader(range(40), 5, sampler=sampler)).dataloaders
+    return [[int(n) for batch in loader for n in batch] for _ in range(2)]
+
+
+def test_a_sampler_that_keeps_its_place_is_read_by_the_loop_alone() -> None:
+    """The ranks compare the beginning of its order when they set it up: that must not be read from the user's."""
+    both = run(2, read_twice)
+    for epoch in range(2):
+        parts = [rank[epoch] for rank in both]
+        order = torch.randperm(40, generator=seeded(epoch)).tolist()
+        assert sorted(parts[0] + parts[1]) == list(range(40))
+        assert parts[0][:5] + parts[1][:5] == order[:10]
+
+
+class Following(Sampler[int]):
+    """Gives what the loop has told it last, as a curriculum does."""
+
+    level = 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(64):
+            yield self.level
+
+
+def follow() -> list[int]:
+    sampler = Following()
+    loader = accel.setup(None, dataloaders=DataLoader(range(100), 2, sampler=sampler)).dataloaders
+    late = []
+    for step, batch in enumerate(loader):
+        late.append(step - int(batch[0]))
+        sampler.level = step + 1
+    return late
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sampler_that_follows_the_loop_is_not_read_ahead(world: int) -> None:
+    assert run(world, follow) == [[0] * (32 // world)] * world

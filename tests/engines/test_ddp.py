@@ -407,3 +407,26 @@ def test_a_collective_of_the_loops_in_join_is_an_error_of_accels_on_every_rank()
 @pytest.mark.parametrize(("bn", "first"), [(False, 3), (True, 3), (False, 0)])
 def test_join_ends_with_equal_weights_and_optimizer_state(bn: bool, first: int) -> None:
     run(2, uneven, bn, first)
+
+
+def keep_gradients() -> list[float]:
+    """How like the gradients of two tasks are, which the loop keeps without a copy."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    backend = accel.DDP(gradient_as_bucket_view=False)
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=backend)
+    found = []
+    for _ in range(3):
+        kept = []
+        for sign in (1, -1):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)) * sign).sum().backward()
+            kept.append(net.weight.grad)
+        found.append(nn.functional.cosine_similarity(kept[0].flatten(), kept[1].flatten(), 0).item())
+    return found
+
+
+def test_gradients_that_a_loop_keeps_are_its_own() -> None:
+    """With the default they lie in the buckets, as docs/limits.md says."""
+    for found in run(2, keep_gradients):
+        assert found == pytest.approx([-1.0] * 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,3 +146,21 @@ def other_parameters() -> None:
 def test_ranks_that_clip_other_parameters_are_refused() -> None:
     messages = refusals(2, other_parameters, error="RankMismatchError", breaks=True)
     assert all("some were not given 0.bias, 2.bias" in message for message in messages)
+
+
+def clip_two(backend: str) -> tuple[float, float]:
+    """Torch's norm of two models' gradients together, and that of one process."""
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    plain = [copy.deepcopy(net) for net in nets]
+    first, second = (accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=backend).model for net in nets)
+    second(first(torch.ones(8, 4))).square().sum().backward()
+    plain[1](plain[0](torch.ones(8, 4))).square().sum().backward()
+    found = nn.utils.clip_grad_norm_([*first.parameters(), *second.parameters()], 1e9)
+    return float(found), float(nn.utils.get_total_norm([p.grad for net in plain for p in net.parameters()]))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", "deepspeed:1", "deepspeed:2", "deepspeed:3"])
+def test_two_models_are_clipped_by_one_norm(backend: str) -> None:
+    for found, expected in run(2, clip_two, backend):
+        assert found == pytest.approx(expected, rel=1e-5)

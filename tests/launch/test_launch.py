@@ -226,27 +226,18 @@ def test_a_model_that_is_set_up_in_the_caller_goes_as_its_raw_self(backend: str,
     accel.teardown()
 
 
-def handle_and_growth(case: str, model: nn.Module) -> object:
-    if case == "handle":
-        return {"best": [accel.setup(model)[0]]}
+def grow(model: nn.Module) -> None:
     model.register_parameter("more", nn.Parameter(torch.ones(3)))
     with torch.no_grad():
         model.weight.fill_(0)
-    return None
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("handle", r"result\['best'\]\[0\]: ModelHandle; send the raw Linear"),
-        ("grown", r"this Linear came back with other tensors than it was sent with: more; nothing was filled"),
-    ],
-)
-def test_what_cannot_come_back(case: str, message: str, quick: None, nothing_stays: None) -> None:
+def test_what_cannot_come_back(quick: None, nothing_stays: None) -> None:
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
+    message = "this Linear came back with other tensors than it was sent with: more; nothing was filled"
     with pytest.raises(accel.LaunchError, match=message):
-        accel.launch(handle_and_growth, case, model, num_processes=1)
+        accel.launch(grow, model, num_processes=1)
     assert torch.equal(model.weight, before)
 
 
@@ -525,3 +516,74 @@ def test_check_picklable_names_the_paths() -> None:
         accel.check_picklable(deep)
     with pytest.raises(accel.LaunchError, match=r"obj\[0\]: lambda.*; obj\[4\]: lambda.* and 2 more$"):
         accel.check_picklable([eval("lambda: 0") for _ in range(7)])
+
+
+AROUND = """
+import functools, io, os, sys
+import torch, accel
+
+class Sample:
+    value = 3
+
+def train(rate=0.1):
+    torch.save(Sample(), io.BytesIO())
+    return rate
+
+@torch.no_grad()
+def decorated():
+    return train(2.0)
+
+class Trainer:
+    def __call__(self):
+        return train(3.0)
+    def run(self):
+        return train(4.0)
+
+if __name__ == "__main__":
+    for fn in (train, functools.partial(train, rate=0.5), decorated, Trainer(), Trainer().run, functools.partial(decorated)):
+        print(accel.launch(fn, num_processes=1))
+    try:
+        accel.launch(functools.partial(os._exit, 0), num_processes=1)
+    except accel.LaunchError as error:
+        print(error)
+"""
+
+
+def test_what_stands_around_a_function_of_a_script_is_known(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(AROUND)
+    found = subprocess.run(
+        [executable(), str(script)], capture_output=True, text=True, timeout=GUARD, env=environment(), check=True
+    )
+    *values, ended = found.stdout.splitlines()
+    assert values == ["0.1", "0.5", "2.0", "3.0", "4.0", "2.0"], found.stderr
+    assert "rank 0 of 1 in accel.launch(" in ended
+    assert "ended with exit status 0 before its function returned" in ended
+
+
+def returned(backend: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    model, optimizer, loader = accel.setup(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+        DataLoader(TensorDataset(torch.ones(8, 4)), 2),
+        backend=backend,
+    )
+    for (x,) in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    return {"all": (model, optimizer, loader), "weight": accel.full_state_dict(model)["weight"]}
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed:3"])
+def test_handles_come_back_as_what_they_stand_for(backend: str) -> None:
+    result = accel.launch(returned, backend, num_processes=2)
+    model, optimizer, loader = result["all"]
+    assert type(model) is nn.Linear
+    assert torch.equal(model.weight, result["weight"])
+    assert type(optimizer) is torch.optim.SGD
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert optimizer.state[model.weight]["momentum_buffer"].shape == (2, 4)
+    assert type(loader) is DataLoader

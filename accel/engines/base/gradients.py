@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
@@ -280,6 +280,8 @@ class Buffers:
         self._module = module
         self._process = process
         self._asked = asked and process.place.world_size > 1
+        #: Which all ranks have alike: setup has compared them.
+        self._shapes = _shapes_of(dict(module.named_buffers()))
         #: Whether there are any to give.
         self.wanted = self._asked and any(True for _ in module.buffers())
         self.stale = False
@@ -293,11 +295,25 @@ class Buffers:
         self.stale = self.wanted
 
     def synchronize(self) -> None:
-        """Give every rank rank 0's, where there are any. Collective."""
+        """Give every rank rank 0's, where there are any. Collective.
+
+        RankMismatchError where a rank has others than there were, or of other shapes, and another one has not.
+        """
         if self.wanted:
-            with Waiting(self._process, f"the buffers that rank 0 gives to all ({type(self._module).__name__})"):
-                broadcast_(writable(self._module.buffers()), self._process.group)
+            what = f"the buffers that rank 0 gives to all ({type(self._module).__name__})"
+            buffers = dict(self._module.named_buffers())
+            if (found := _shapes_of(buffers)) != self._shapes:
+                changed = sorted(dict(self._shapes.items() ^ found.items()))
+                shapes = ", ".join(f"{name} {list(found.get(name, ()))}" for name in changed[:5])
+                one_shape = f"{what}, which must have one shape on all ranks, as a plain attribute need not: {shapes}"
+                announce(self._process, one_shape)
+            with Waiting(self._process, what):
+                broadcast_(writable(buffers.values()), self._process.group)
         self.stale = False
+
+
+def _shapes_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: () if is_lazy(one) else tuple(one.shape) for name, one in buffers.items()}
 
 
 def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: str) -> None:

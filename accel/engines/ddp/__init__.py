@@ -40,7 +40,8 @@ class DDP(SequenceOptions):
     Args:
         find_unused_parameters: allow parameters that get no gradient in a step.
         static_graph: the graph and the used parameters are the same in every step; excludes ``no_sync``.
-        gradient_as_bucket_view: gradients live in the reducer's buckets, which saves a copy of them.
+        gradient_as_bucket_view: gradients live in the reducer's buckets, which saves a copy of them; what a loop has kept of
+            ``p.grad`` after ``zero_grad`` is then overwritten by the next backward.
         batched_grad_copy: gradients enter a bucket together, not one by one (torch 2.13; without effect before it).
         bucket_cap_mb: size of a bucket in MiB (None: torch's default of 25, its first bucket being 1).
         broadcast_buffers: all ranks take rank 0's buffers once a step.

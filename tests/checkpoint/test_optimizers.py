@@ -1,0 +1,189 @@
+"""State of optimizers that does not fit in part, or is of another age or form than the optimizer's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from accel.errors import CheckpointError
+from tests.distributed import run
+from tests.models import distance
+
+BACKENDS = ["single", "ddp", "sharded", "fsdp", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
+
+
+def build(classes: int, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, classes))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).pow(2).sum().backward()
+    optimizer.step()
+
+
+def another_head(backend: str, folder: Path, trained: bool) -> float:
+    """How far a model whose new head starts without state, or keeps its own, is from the same made by hand."""
+    first = build(2)
+    model, optimizer, _ = accel.setup(first, torch.optim.AdamW(first.parameters(), lr=0.1), backend=backend)
+    train(model, optimizer)
+    accel.save({"model": model, "optimizer": optimizer}, folder)
+    whole, state = accel.full_state_dict(model), accel.full_state_dict(optimizer)["state"]
+    accel.teardown()
+
+    second, plain = build(4), build(4)
+    expected = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    model, optimizer, _ = accel.setup(second, torch.optim.AdamW(second.parameters(), lr=0.1), backend=backend)
+    if trained:
+        train(model, optimizer)
+        train(plain, expected)
+    junk = [torch.full((n,), 1e30) for n in range(1, 300)]  # what new memory would hold
+    del junk
+    accel.load(folder, {"model": model, "optimizer": optimizer}, strict=False)
+    plain[0].load_state_dict({"weight": whole["0.weight"], "bias": whole["0.bias"]})
+    for number, parameter in enumerate(plain[0].parameters()):
+        expected.state[parameter] = dict(state[number])
+    for _ in range(2):
+        train(model, optimizer)
+        train(plain, expected)
+    return distance(accel.full_state_dict(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_does_not_fit_starts_without_state(backend: str, trained: bool, tmp_path: Path) -> None:
+    assert max(run(1 if backend == "single" else 2, another_head, backend, tmp_path, trained)) < 1e-5
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_state_has_the_dtype_of_its_parameter(dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path) -> None:
+    saved, loaded = (build(2).to(dtype) for dtype in dtypes)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.1) for net in (saved, loaded)]
+    saved.forward = lambda x, f=saved.forward: f(x.to(dtypes[0]))  # type: ignore[method-assign]
+    loaded.forward = lambda x, f=loaded.forward: f(x.to(dtypes[1]))  # type: ignore[method-assign]
+    train(saved, optimizers[0])
+    accel.save({"model": saved, "optimizer": optimizers[0]}, tmp_path)
+    state = {"model": loaded, "optimizer": optimizers[1]}
+    with pytest.raises(CheckpointError, match="convert=True converts"):
+        accel.load(tmp_path, {"optimizer": optimizers[1]})
+    assert not optimizers[1].state
+    accel.load(tmp_path, state, convert=True)
+    assert {value.dtype for own in optimizers[1].state.values() for k, value in own.items() if k != "step"} == {
+        dtypes[1]
+    }
+    train(loaded, optimizers[1])
+
+
+def test_what_was_not_saved_is_no_part_of_the_state(tmp_path: Path) -> None:
+    """And a load that is refused leaves nothing behind."""
+    nets = [build(2) for _ in range(2)]
+    with_more, without = (
+        torch.optim.Adam(net.parameters(), lr=0.1, amsgrad=amsgrad)
+        for net, amsgrad in zip(nets, (True, False), strict=True)
+    )
+    for net, optimizer in zip(nets, (with_more, without), strict=True):
+        train(net, optimizer)
+    accel.save({"o": with_more}, tmp_path / "more")
+    accel.save({"o": without}, tmp_path / "less")
+    keys = set(without.state[nets[1][0].weight])
+    with pytest.raises(CheckpointError, match="does not fit"):
+        accel.load(tmp_path / "more", {"o": without, "other": torch.ones(3)})
+    assert set(without.state[nets[1][0].weight]) == keys
+    accel.load(tmp_path / "less", {"o": with_more})
+    assert set(with_more.state[nets[0][0].weight]) == keys
+    train(nets[0], with_more)
+
+
+class Counting(torch.optim.SGD):
+    """A class that brings older state up to date."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("age", "old")
+
+
+class Derived(nn.Module):
+    """What it computes with is made of its weights after each load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2))
+        self.register_buffer("twice", self.weight.detach() * 2, persistent=False)
+        self.register_load_state_dict_post_hook(lambda module, _: module.renew())
+
+    def renew(self) -> None:
+        self.twice.copy_(self.weight.detach() * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.twice + 0 * self.weight
+
+
+@pytest.mark.parametrize("backend", [None, "single"])
+def test_a_load_ends_as_load_state_dict_does(backend: str | None, tmp_path: Path) -> None:
+    states, called = [], []
+    for _ in range(2):
+        net = Derived()
+        optimizer: Any = Counting(net.parameters(), lr=0.1)
+        optimizer.register_load_state_dict_post_hook(called.append)
+        model: Any = net
+        if backend is not None:
+            model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
+        states.append({"model": model, "optimizer": optimizer})
+    accel.save(states[0], tmp_path)
+    accel.load(tmp_path, states[1])
+    x = torch.ones(2)
+    assert torch.equal(states[0]["model"](x), states[1]["model"](x))
+    assert len(called) == 1
+    assert states[1]["optimizer"].param_groups[0]["age"] == "old"
+
+
+def test_state_of_an_older_torch_is_imported(tmp_path: Path) -> None:
+    """Its groups lack options that the class gives them, and its steps are plain numbers."""
+    nets = [build(2) for _ in range(3)]
+    saved, loaded, expected = (torch.optim.AdamW(net.parameters(), lr=0.1) for net in nets)
+    train(nets[0], saved)
+    state = saved.state_dict()
+    for group in state["param_groups"]:
+        del group["decoupled_weight_decay"]
+    for own in state["state"].values():
+        own["step"] = int(own["step"])
+    torch.save({"model": nets[0].state_dict(), "optimizer": state}, tmp_path / "old.pt")
+    accel.import_checkpoint(tmp_path / "old.pt", tmp_path / "new")
+    accel.load(tmp_path / "new", {"model": nets[1], "optimizer": loaded})
+    nets[2].load_state_dict(nets[0].state_dict())
+    expected.load_state_dict(state)
+    for net, optimizer in ((nets[1], loaded), (nets[2], expected)):
+        train(net, optimizer)
+    assert distance(nets[1], nets[2]) == 0.0
+
+
+def test_an_export_waits_for_the_save(tmp_path: Path) -> None:
+    class Large(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((2000, 2000), value))
+
+    for value in (1.0, 2.0):
+        accel.save({"model": Large(value)}, tmp_path / "c", wait=False)
+        if value == 1.0:
+            accel.verify(tmp_path / "c")  # there is none before its end
+            with accel.deferred_init(weights=tmp_path / "c"):
+                model = Large(0.0)
+            assert accel.setup(model, backend="single").model.weight[0, 0].item() == 1.0
+    accel.export(tmp_path / "c", tmp_path / "out")
+    read = build_from(tmp_path / "out")
+    assert read["weight"].unique().tolist() == [2.0]
+
+
+def build_from(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return found
