@@ -54,7 +54,7 @@ class Match:
             self._visit_object(self._state.object_of(value, name, path), node)
         elif walked or self._decoder.holds_object(node):
             children = children_of(node, self._decoder) if walked else None
-            numbered = isinstance(node, list) or (isinstance(node, dict) and node.get(TAG) == "tuple")
+            numbered = _is_numbered(node)
             fits = not numbered if isinstance(value, dict) else numbered and len(children or ()) == len(value)
             if children is not None and fits:
                 return self._visit_container(value, children, name, path)
@@ -156,6 +156,11 @@ def children_of(node: Json, decoder: Decoder) -> dict[Any, Json] | None:
     return None
 
 
+def _is_numbered(node: Json) -> bool:
+    """Whether it is of a list or tuple."""
+    return isinstance(node, list) or (isinstance(node, dict) and node.get(TAG) == "tuple")
+
+
 def objects_in(root: Json) -> set[int]:
     """The ids of the nodes that are, or hold, what can only be filled into an object of the state; in one pass over all."""
     found: set[int] = set()
@@ -200,7 +205,7 @@ def plain(node: Json, decoder: Decoder) -> Any:
     children = children_of(node, decoder)
     if children is None:
         return None
-    if isinstance(node, list) or node.get(TAG) == "tuple":
+    if _is_numbered(node):
         items = [plain(child, decoder) for child in children.values()]
         return items if isinstance(node, list) else tuple(items)
     return {

@@ -87,9 +87,8 @@ def unreadable(error: OSError) -> str:
     """What to say of a file of a checkpoint that cannot be read."""
     if error.errno == errno.ELOOP:
         return f"{error.filename}: is a symbolic link, which accel does not follow: put the file itself there"
-    return (
-        f"{explain(error)}{'; the checkpoint is not complete, load another one' if error.errno == errno.ENOENT else ''}"
-    )
+    missing = "; the checkpoint is not complete, load another one" if error.errno == errno.ENOENT else ""
+    return f"{explain(error)}{missing}"
 
 
 def check_size(path: str, found: int, written: int) -> None:

@@ -338,8 +338,7 @@ class _Request:
         if not isinstance(device, torch.device):
             raise self.error(f"{item!r} is no device")
         if device.type != self.kind or self.count == 0:
-            is_cpu = "give 'cpu' alone" if device.type == "cpu" else f"there is no {device.type} accelerator"
-            raise self.error(is_cpu)
+            raise self.error("give 'cpu' alone" if device.type == "cpu" else f"there is no {device.type} accelerator")
         index: int | None = device.index
         if index is None and self.count > 1:
             raise self.error(f"{str(device)!r} does not say which: name '{device.type}:0', or ask for -1, all of them")

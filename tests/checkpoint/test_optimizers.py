@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import accel
@@ -17,7 +18,7 @@ from tests.models import distance
 BACKENDS = ["single", "ddp", "sharded", "fsdp", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
 
 
-def build(classes: int, **options: Any) -> nn.Sequential:
+def build(classes: int) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, classes))
 
@@ -178,12 +179,4 @@ def test_an_export_waits_for_the_save(tmp_path: Path) -> None:
                 model = Large(0.0)
             assert accel.setup(model, backend="single").model.weight[0, 0].item() == 1.0
     accel.export(tmp_path / "c", tmp_path / "out")
-    read = build_from(tmp_path / "out")
-    assert read["weight"].unique().tolist() == [2.0]
-
-
-def build_from(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
-    return found
+    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].unique().tolist() == [2.0]

@@ -286,7 +286,7 @@ class Resumable(Sampler[int]):
     """Goes on where it was left, and counts its epochs."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.at, self.epoch, self.left = length, 0, 0, deque[int]()
+        self.length, self.epoch, self.left = length, 0, deque[int]()
 
     def __len__(self) -> int:
         return self.length

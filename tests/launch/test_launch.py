@@ -226,18 +226,27 @@ def test_a_model_that_is_set_up_in_the_caller_goes_as_its_raw_self(backend: str,
     accel.teardown()
 
 
-def grow(model: nn.Module) -> None:
+def lock_and_growth(case: str, model: nn.Module) -> object:
+    if case == "lock":
+        return {"best": [threading.Lock()]}
     model.register_parameter("more", nn.Parameter(torch.ones(3)))
     with torch.no_grad():
         model.weight.fill_(0)
+    return None
 
 
-def test_what_cannot_come_back(quick: None, nothing_stays: None) -> None:
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("lock", r"result\['best'\]\[0\]: _thread.lock"),
+        ("grown", r"this Linear came back with other tensors than it was sent with: more; nothing was filled"),
+    ],
+)
+def test_what_cannot_come_back(case: str, message: str, quick: None, nothing_stays: None) -> None:
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    message = "this Linear came back with other tensors than it was sent with: more; nothing was filled"
     with pytest.raises(accel.LaunchError, match=message):
-        accel.launch(grow, model, num_processes=1)
+        accel.launch(lock_and_growth, case, model, num_processes=1)
     assert torch.equal(model.weight, before)
 
 
