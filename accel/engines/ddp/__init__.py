@@ -24,6 +24,7 @@ from ..base.engine import Context, Engine, SequenceOptions
 from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse, ParameterSize, whole
+from .kept import KeptGradients
 from .periodic import PeriodicGradients, PeriodicHoldings
 from .reduction import Reduction
 
@@ -40,8 +41,8 @@ class DDP(SequenceOptions):
     Args:
         find_unused_parameters: allow parameters that get no gradient in a step.
         static_graph: the graph and the used parameters are the same in every step; excludes ``no_sync``.
-        gradient_as_bucket_view: gradients live in the reducer's buckets, which saves a copy of them; what a loop has kept of
-            ``p.grad`` after ``zero_grad`` is then overwritten by the next backward.
+        gradient_as_bucket_view: gradients live in the reducer's buckets, which saves a copy of them; a ``p.grad`` that the loop
+            still has when the next backward begins is copied then, and of what only shares its memory a warning tells.
         batched_grad_copy: gradients enter a bucket together, not one by one (torch 2.13; without effect before it).
         bucket_cap_mb: size of a bucket in MiB (None: torch's default of 25, its first bucket being 1).
         broadcast_buffers: all ranks take rank 0's buffers once a step.
@@ -119,7 +120,10 @@ class DDPGradients(Gradients):
         # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted.
         options = self.engine.options
         noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
-        self.listener = self.reduction = Reduction(parameters, self.log, noted, self._end_without, self._leave_out)
+        kept = KeptGradients(self.engine.label) if options.gradient_as_bucket_view else None
+        self.listener = self.reduction = Reduction(
+            parameters, self.log, noted, self._end_without, self._leave_out, kept
+        )
 
     def build(self, core: nn.Module) -> None:
         """A new reducer of the parameters that are trainable now, around what a forward calls."""
@@ -428,18 +432,27 @@ class DDPEngine(Engine):
         elif gradients.direct or torch.compiler.is_exporting():  # the class lets nobody trace its own forward
             out = self._direct(ddp, armed, args, kwargs)
         else:
-            if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to
-                ddp.require_backward_grad_sync = sync
-            gradients.num_joined += 1
-            if reduction.passed and sync and self.options.find_unused_parameters:
-                gradients.forget_uses()
-            out = ddp(*args, **kwargs)
-            # It makes its buckets once, in the second one; after a join each goes on telling the other ranks that there is one.
-            usual = not (reduction.noted or ddp._use_python_reducer or ddp._join_config.enable)
-            gradients.direct = usual and ddp._has_rebuilt_buckets
+            out = self._through(ddp, grad, args, kwargs)
         reduction.forward(grad, armed)
         if grad:  # forwards without a graph may be one rank's alone: their changes wait for the next step
             buffers.stale = buffers.wanted
+        return out
+
+    def _through(self, ddp: DistributedDataParallel, grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward of ``ddp`` itself, until it has made its buckets for good."""
+        gradients, reduction = self.gradients, self.gradients.reduction
+        sync = not gradients.accumulating
+        if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to
+            ddp.require_backward_grad_sync = sync
+        gradients.num_joined += 1
+        if reduction.passed and sync and self.options.find_unused_parameters:
+            gradients.forget_uses()
+        if grad and not (reduction.noted or ddp._has_rebuilt_buckets):  # now it makes its buckets anew
+            reduction.new_buckets()
+        out = ddp(*args, **kwargs)
+        # It makes its buckets once, in the second one; after a join each goes on telling the other ranks that there is one.
+        usual = not (reduction.noted or ddp._use_python_reducer or ddp._join_config.enable)
+        gradients.direct = usual and ddp._has_rebuilt_buckets
         return out
 
     def _direct(self, ddp: DistributedDataParallel, armed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

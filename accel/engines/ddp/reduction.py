@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...gradients.log import GradientLog, TrainableMask
+from .kept import KeptGradients
 
 _dtype = operator.attrgetter("dtype")
 #: Parameters and their gradients, with the numbers of writes to these.
@@ -36,6 +37,7 @@ class Reduction:
         noted: parameters may go without a gradient, so that the end of a reduction is noted in ``marks``.
         late: is given the parameters that a reduction waits for when another backward begins: ends it without them, or drops it.
         leave_out: keeps the reducer out of a backward that makes gradients with graphs of their own.
+        kept: what the loop has kept of earlier gradients, where these lie in the reducer's buckets.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Reduction:
         noted: bool,
         late: Callable[[list[int]], None],
         leave_out: Callable[[], None],
+        kept: KeptGradients | None,
     ) -> None:
         self._parameters = parameters
         self.log = log
         self.noted = noted
         self._late = late
         self._leave_out = leave_out
+        self._kept = kept
         self.marks: list[None] = []
         #: All existing gradients are known to be final; some came that no reduction since has covered.
         self.settled = self.local = False
@@ -77,9 +81,16 @@ class Reduction:
         self.changed: list[int] = []
         #: Had no gradient when the reduction was ended without them: a later backward must bring one.
         self.awaited: set[int] = set()
+        self.new_buckets()
 
     def release(self) -> None:
         self._reducer = None
+        self.new_buckets()
+
+    def new_buckets(self) -> None:
+        """Hear that the reducer makes others, or ends: where the last gradients lie, nothing is written any more."""
+        if self._kept is not None:
+            self._kept.reset(self._trained)
 
     def forward(self, graph: bool, armed: bool) -> None:
         """There was one; whether it made a graph, and the next backward will be reduced, with all that came before it."""
@@ -113,6 +124,8 @@ class Reduction:
         if not running:
             if self.unfinished:
                 self._late(self.missing())
+            if self._kept is not None and self.armed and not self.unfinished:
+                self._kept.keep()
             if self.armed and not (self.noted or self.unfinished):
                 grad = self._trained[0].grad
                 self._usual, self._first = True, (grad, 0 if grad is None else grad._version)
@@ -128,7 +141,7 @@ class Reduction:
         running.discard(run)
         if self._usual and not running and self._reduced():
             self._usual, self._first = False, (None, 0)
-            self.armed, self.local = False, not self._whole
+            self._end_reduction()
             self.log.entries.append(None)
         elif self.armed or not running:
             self.look()
@@ -157,7 +170,7 @@ class Reduction:
         if self.armed:
             self.unfinished = bool(self._complaint()) or (bool(came) and self.noted and not self.marks)
             if came and not self.unfinished:
-                self.armed, self.local = False, not self._whole
+                self._end_reduction()
             if self._mask.changed() or self._trained[0].dtype is not self._dtypes[0]:
                 self._look_for_changes(bool(came) or self.unfinished)
         elif came:
@@ -165,6 +178,14 @@ class Reduction:
             self.awaited.difference_update(came)
         if came or self.unfinished is not known:
             self.log.entries.append(None)
+
+    def _end_reduction(self) -> None:
+        self.armed, self.local = False, not self._whole
+        kept = self._kept
+        if kept is not None and not (
+            kept.views and kept.views[0] is not None and kept.views[0] is self._trained[0].grad
+        ):
+            kept.reduced()
 
     def _remember(self) -> None:
         watched: Sequence[nn.Parameter] = self._parameters if self.running else ()
@@ -230,7 +251,8 @@ class Reduction:
         torch.autograd.grad(end, start)
         for parameter in empty:
             parameter.grad = None
-        self.armed = self.unfinished = False
+        self._end_reduction()
+        self.unfinished = False
         self.finish()
         self.awaited.update(() if self.noted else missing)
 
