@@ -109,7 +109,7 @@ class StateObject:
         return LocalRange(Shard(f"{self.prefix()}/{own.name}", own.shape, own.start, own.tensor, own.box), equal, kind)
 
 
-def _called(path: str, method: Callable[..., T], *args: Any) -> T:
+def called(path: str, method: Callable[..., T], *args: Any) -> T:
     """What a method of a user's object gives; a CheckpointError says whose it is that failed."""
     try:
         return method(*args)
@@ -139,14 +139,14 @@ class StatefulObject(StateObject):
         self.value_object = value
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"state": encoder.encode(_called(self.path, self.value_object.state_dict), f"{self.path}.state_dict()")}
+        return {"state": encoder.encode(called(self.path, self.value_object.state_dict), f"{self.path}.state_dict()")}
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
         return [node["state"]]
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        _called(self.path, self.value_object.load_state_dict, decoder.decode(node["state"]))
+        called(self.path, self.value_object.load_state_dict, decoder.decode(node["state"]))
 
 
 @final
@@ -181,12 +181,12 @@ class RankObject(StateObject):
         self._object = value
 
     def own(self, encoder: Encoder) -> Json:
-        return encoder.encode(_called(self.path, self._object.state_dict), self.path)
+        return encoder.encode(called(self.path, self._object.state_dict), self.path)
 
     def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
         """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
         state = decoder.decode(values[rank % len(values)])
-        _called(self.path, self._object.load_state_dict, state)
+        called(self.path, self._object.load_state_dict, state)
         if rank >= len(values) and isinstance(self._object, RngState):
             self._object.diverge(rank)
 

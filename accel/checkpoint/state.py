@@ -16,7 +16,16 @@ from ..errors import AccelError, CheckpointError
 from ..handles import ModelHandle, engine_behind, raw
 from ..process.rng import RngState
 from ..registry import Registry, registry, resolve_module
-from .objects import LocalRange, ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
+from .objects import (
+    LocalRange,
+    ModuleObject,
+    OptimizerObject,
+    RankObject,
+    StatefulObject,
+    StateObject,
+    TensorObject,
+    called,
+)
 from .safetensors import METADATA, check_tensor
 from .values import DEPTH, TAG, Encoder, Json, place
 
@@ -147,6 +156,14 @@ class State:
         engine: Engine | None = None if handle is None else engine_behind(handle)
         if engine is None and handle is optimizer:
             raise CheckpointError(f"{path}: this handle's engine was torn down; give the raw optimizer")
+        given = optimizer if handle is None else raw(handle)
+        if own := _own_entries(given, path):
+            if engine is not None and engine.holdings.partial(given):
+                raise CheckpointError(
+                    f"{path}: the state_dict() of this {type(given).__name__} has entries of its own ({', '.join(own[:5])}), "
+                    f"which backend {engine.name!r} cannot divide: use one where each process has whole optimizers, such as 'ddp'"
+                )
+            return StatefulObject(name, path, optimizer)
         if handle is not None and engine is not None:
             return OptimizerObject(name, path, raw(handle), engine, engine.holdings.parameter_names)
         held = set(map(id, shard.parameters_of(optimizer)))
@@ -181,6 +198,13 @@ class State:
             return list(parts.values()) if isinstance(value, list) else {TAG: "tuple", "items": list(parts.values())}
 
         return visit(self.state, "", "state", 0), objects
+
+
+def _own_entries(optimizer: Optimizer, path: str) -> list[str]:
+    """What the class of an optimizer around another one, say, adds to ``state_dict``, and only its ``load_state_dict`` takes."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return []
+    return [str(key) for key in called(path, optimizer.state_dict) if key not in ("state", "param_groups")]
 
 
 def _take_name(paths: dict[str, str], name: str, path: str) -> None:

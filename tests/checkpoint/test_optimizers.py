@@ -12,7 +12,8 @@ from torch import nn
 
 import accel
 from accel.errors import CheckpointError
-from tests.distributed import run
+from tests.backends import need
+from tests.distributed import refusals, run
 from tests.models import distance
 
 BACKENDS = ["single", "ddp", "sharded", "fsdp", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
@@ -143,6 +144,77 @@ def test_a_load_ends_as_load_state_dict_does(backend: str | None, tmp_path: Path
     assert torch.equal(states[0]["model"](x), states[1]["model"](x))
     assert len(called) == 1
     assert states[1]["optimizer"].param_groups[0]["age"] == "old"
+
+
+class Slow(torch.optim.Optimizer):
+    """Around another optimizer, with state and a ``state_dict`` of its own (Lookahead, Zhang et al., arXiv 1907.08610)."""
+
+    def __init__(self, fast: torch.optim.Optimizer) -> None:
+        super().__init__(fast.param_groups, {})
+        self.fast, self.steps = fast, 0
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.fast.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.fast.step()
+        self.steps += 1
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for slow, p in zip(self.slow, parameters, strict=True) if self.steps % 2 == 0 else ():
+            p.data.copy_(slow.lerp_(p.detach(), 0.5))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": self.fast.state_dict(), "steps": self.steps, "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fast.load_state_dict(state["fast"])
+        self.param_groups, self.steps = self.fast.param_groups, state["steps"]
+        for slow, saved in zip(self.slow, state["slow"], strict=True):
+            slow.copy_(saved)
+
+
+def resumed(saving: str, loading: str, folder: Path) -> float:
+    """How far a run that goes on from a checkpoint is from one that goes on without it."""
+    states = []
+    for backend in (saving, loading):
+        net = build(2)
+        slow = Slow(torch.optim.Adam(net.parameters(), lr=0.1))
+        model, optimizer, _ = accel.setup(net, slow, backend=backend)
+        states.append({"model": model, "optimizer": optimizer})
+    for _ in range(3):
+        train(**states[0])
+    accel.save(states[0], folder)
+    accel.load(folder, states[1])
+    for state in states * 3:
+        train(**state)
+    return distance(*(accel.full_state_dict(state["model"]) for state in states))
+
+
+@pytest.mark.parametrize(("saving", "loading"), [("single", "single"), ("ddp", "ddp"), ("ddp", "sharded")])
+def test_entries_of_a_class_s_own_state_dict_are_saved(saving: str, loading: str, tmp_path: Path) -> None:
+    need(loading)
+    assert max(run(1 if saving == "single" else 2, resumed, saving, loading, tmp_path / "c")) == 0.0
+
+
+class Aged(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "age": 3}
+
+
+def save_aged(folder: Path) -> None:
+    net = build(2)
+    model, optimizer, _ = accel.setup(net, Aged(net.parameters(), lr=0.1), backend="fsdp")
+    train(model, optimizer)
+    accel.save({"model": model, "optimizer": optimizer}, folder)
+
+
+def test_they_are_refused_where_an_optimizer_is_divided(tmp_path: Path) -> None:
+    for message in refusals(2, save_aged, tmp_path / "c", error="CheckpointError"):
+        assert message == (
+            "state[\"optimizer\"]: the state_dict() of this Aged has entries of its own (age), which backend 'fsdp' cannot divide: "
+            "use one where each process has whole optimizers, such as 'ddp'"
+        )
 
 
 def test_state_of_an_older_torch_is_imported(tmp_path: Path) -> None:
