@@ -94,6 +94,7 @@ class Failure:
     error: bytes
 
 
+@checked_call
 def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None, **unknown: Never) -> T:
     """Run ``fn(*args)`` in new processes, one a rank, and return rank 0's result; from a script or a notebook cell.
 

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -846,3 +847,9 @@ def refused_and_gone() -> None:
 
 def test_a_refused_setup_keeps_nothing() -> None:
     run(2, refused_and_gone)
+
+
+@pytest.mark.parametrize("name", [n for n in accel.__all__ if isinstance(getattr(accel, n), FunctionType)])
+def test_a_wrong_call_names_the_arguments(name: str) -> None:
+    with pytest.raises(accel.AccelError, match=rf"accel\.{name}\(.*(its arguments are|launch\(nonsense=)"):
+        getattr(accel, name)(nonsense=1)

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -212,6 +213,14 @@ def test_one_rank_stops_all(world: int) -> None:
 
 def flag_of_a_tensor() -> None:
     accel.any_rank(torch.tensor(True))  # type: ignore[arg-type]
+
+
+def numpy_flags() -> list[bool]:
+    return [accel.any_rank(np.bool_(accel.rank() == 1)), accel.any_rank(np.bool_(False))]
+
+
+def test_any_rank_takes_numpys_bools() -> None:
+    assert run(2, numpy_flags) == [[True, False]] * 2
 
 
 def test_any_rank_wants_a_bool() -> None:

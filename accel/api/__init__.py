@@ -159,6 +159,7 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
         data.forget()
 
 
+@checked_call
 def unwrap(model: Model) -> Model:
     """The raw module of a handle or of a compile wrapper, or the module itself."""
     given: Any = model  # a handle has the type of its module
@@ -167,6 +168,7 @@ def unwrap(model: Model) -> Model:
     return unwrapped
 
 
+@checked_call
 def backward(
     loss: torch.Tensor,
     gradient: torch.Tensor | None = None,
@@ -208,6 +210,7 @@ def backward(
         engine.gradients.log.accept()
 
 
+@checked_call
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Context: the backward passes of the forwards inside accumulate without reduction. Nests; restores what was there."""
     return registry.of_handle(model).no_sync()
@@ -316,6 +319,7 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return engine.join()
 
 
+@checked_call
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip the model's gradients by their global norm, on every backend; returns the norm before clipping (0-dim)."""
     return registry.of_handle(model).gradients.clip(max_norm, norm_type)

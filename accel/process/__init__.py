@@ -446,16 +446,19 @@ def _here() -> Place:
     return process.place
 
 
+@checked_call
 def rank() -> int:
     """The number of this process among all of the job. Starts nothing."""
     return _here().rank
 
 
+@checked_call
 def world_size() -> int:
     """The number of processes of the job. Starts nothing."""
     return _here().world_size
 
 
+@checked_call
 def local_rank() -> int:
     """The number of this process among those of its host. Starts nothing.
 
@@ -468,11 +471,13 @@ def local_rank() -> int:
     return number
 
 
+@checked_call
 def is_main() -> bool:
     """Whether this is rank 0. Starts nothing."""
     return rank() == 0
 
 
+@checked_call
 def device() -> torch.device:
     """The device of this rank. Starts nothing: before the start, the device that it would take.
 
@@ -489,6 +494,7 @@ def own_devices() -> tuple[torch.device, ...]:
     return pick(resolve("auto"), local_rank(), _here().local_world_size)
 
 
+@checked_call
 def print(
     *values: object,
     sep: str | None = " ",

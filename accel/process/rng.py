@@ -95,6 +95,7 @@ def _derived(state: torch.Tensor, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "big")
 
 
+@checked_call
 def rng_state() -> RngState:
     """The random generators as something that ``save`` stores, for each rank its own, and ``load`` brings back.
 

@@ -212,8 +212,8 @@ def save_aged(folder: Path) -> None:
 def test_they_are_refused_where_an_optimizer_is_divided(tmp_path: Path) -> None:
     for message in refusals(2, save_aged, tmp_path / "c", error="CheckpointError"):
         assert message == (
-            "state[\"optimizer\"]: the state_dict() of this Aged has entries of its own (age), which backend 'fsdp' cannot divide: "
-            "use one where each process has whole optimizers, such as 'ddp'"
+            "state[\"optimizer\"]: the state_dict() of this Aged has entries of its own (age), which backend 'fsdp' cannot "
+            "divide: use one where each process has whole optimizers, such as 'ddp'"
         )
 
 

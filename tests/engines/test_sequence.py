@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -274,6 +275,8 @@ def mean_loss(backend: Any, directory: str) -> None:
     accel.load(directory, {"model": model, "optimizer": optimizer})
     assert distance(accel.full_state_dict(model), dict(raw.state_dict())) == 0.0
     accel.teardown(model)
+    for tokens in (np.int64(4), np.float32(4)):
+        assert accel.mean_loss(torch.ones(()), tokens) == 0.25
     for wrong in ((torch.ones(2), 1), (1.0, 1), (torch.ones(()), True), (torch.ones(()), torch.ones(2))):
         with pytest.raises(accel.AccelError, match=r"accel\.mean_loss\("):
             accel.mean_loss(*wrong)

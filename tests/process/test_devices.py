@@ -33,6 +33,7 @@ def cuda(*numbers: int) -> tuple[torch.device, ...]:
         (None, CPU),
         (0, CPU),
         ("cpu", CPU),
+        ("cpu:0", CPU),
         (torch.device("cpu"), CPU),
         (3, cuda(0, 1, 2)),
         (1, cuda(0)),
