@@ -143,6 +143,69 @@ def test_weights_that_one_rank_changes_are_found_and_named(backend: Any) -> None
         assert "0.weight" not in said
 
 
+def step_by_hand(model: Any, number: int, micros: int = 1) -> None:
+    """Without an optimizer."""
+    for micro in range(micros):
+        with accel.no_sync(model) if micro < micros - 1 else contextlib.nullcontext():
+            model(torch.full((4, 6), float(number + micro + accel.rank()))).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad if number % 2 else 0.001 * p.grad.sign()
+    model.zero_grad()
+
+
+def drift_by_hand(backend: Any) -> tuple[int, str]:
+    model, _, _ = accel.setup(build(), backend=options(backend, EVERY))
+    for number in range(8):
+        step_by_hand(model, number)
+    if accel.rank() == 1:
+        with torch.no_grad():
+            model[2].weight.mul_(1.01)
+    for number in range(20):
+        try:
+            step_by_hand(model, number)
+        except accel.RankMismatchError as error:
+            accel.teardown(model)
+            return number, str(error)
+    return -1, ""
+
+
+WHOLE = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("sharded", {}), ("deepspeed", {"stage": 0})]
+
+
+@pytest.mark.parametrize("backend", WHOLE, ids=str)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_a_drift_is_found_where_there_is_no_optimizer(backend: Any) -> None:
+    need(backend[0], 2)
+    ours, theirs = run(2, drift_by_hand, backend)
+    assert ours == theirs
+    assert 0 <= ours[0] <= 2 * EVERY
+    assert "2.weight on ranks [1] is not what it is on rank 0" in ours[1]
+
+
+def by_hand_alike(backend: Any) -> None:
+    """Loops that are right raise nothing, one that evaluates on one rank, and a teacher without gradients among them."""
+    model, _, _ = accel.setup(build(), backend=options(backend, 1))
+    teacher, _, _ = accel.setup(build(1).requires_grad_(False), backend=options(backend, 1))
+    for number in range(6):
+        teacher(torch.ones(4, 6))
+        step_by_hand(model, number, micros=1 + number % 3)
+        if accel.is_main():
+            with torch.no_grad():
+                model.eval()(torch.ones(4, 6))
+            model.train()
+        for p in model.parameters():
+            p.data.clamp_(-1, 1)
+    accel.teardown()
+
+
+@pytest.mark.parametrize("backend", WHOLE, ids=str)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_right_loops_without_an_optimizer_raise_nothing(backend: Any) -> None:
+    need(backend[0], 2)
+    run(2, by_hand_alike, backend)
+
+
 def drifting_with_digests_of_a_device() -> list[tuple[int, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guard, "digest", sums)

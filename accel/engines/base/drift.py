@@ -67,8 +67,8 @@ class DriftGuard:
         self._engine = weakref.ref(engine)
         self._every = every
         self._kind = engine.label
-        #: Steps of the engine's optimizers so far, the last that an exception ended, the one from which on ``judge`` is to be
-        #: called, and whether ``begin`` is.
+        #: Steps of the engine's optimizers so far, or backwards where it has none, the last that an exception ended, the one
+        #: from which on ``judge`` is to be called, and whether ``begin`` is.
         self.restart()
         self.judged = False
         #: Steps from the last comparison to the next one, once there was one.
@@ -88,6 +88,13 @@ class DriftGuard:
     def progress(self) -> str:
         """How far this rank has come, as text."""
         return f"{self.steps} steps" + (", the last of which was broken off" if 0 < self.steps == self.broken else "")
+
+    def count_backward(self) -> None:
+        """Count one that has ended, on every rank, as a step: there is no optimizer, and the loop may update weights by hand."""
+        self.steps += 1
+        if self.steps >= self.due:
+            self.judge()
+            self.begin()
 
     def judge(self) -> None:
         """End the comparison that is under way; comes before a step that is due.

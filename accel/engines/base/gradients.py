@@ -252,6 +252,8 @@ class Gradients:
         self.held_back = True
         if not self.accumulating and not self.engine.ended:
             self.end_held_back()
+            if not self.engine.optimizers:
+                self.engine.drift.count_backward()
 
     @final
     def end_held_back(self) -> None:
