@@ -30,10 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     known: dict[str, commands.Command] = {}
     for info in pkgutil.iter_modules(commands.__path__):
         known |= importlib.import_module(f"{commands.__name__}.{info.name}").COMMANDS
+    each = {}
     for name, command in sorted(known.items()):
         text = inspect.getdoc(command.run) or ""
-        command.add_arguments(parsers.add_parser(name, help=text.partition("\n")[0], description=text))
-    args = parser.parse_args(argv)
+        each[name] = parsers.add_parser(name, help=text.partition("\n")[0], description=text)
+        command.add_arguments(each[name])
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        each.get(args.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.command is None:
         parser.print_help()
         return 0

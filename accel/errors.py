@@ -19,6 +19,9 @@ T = TypeVar("T")
 class AccelError(Exception):
     """Base of every error raised on purpose by accel."""
 
+    #: The rank of whose failure this one tells, where that is another one.
+    failed_rank: int | None = None
+
 
 class AlreadySetUpError(AccelError):
     """The model already has a live engine with another backend, precision or options."""

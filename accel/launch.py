@@ -32,8 +32,9 @@ from .data import LoaderHandle, raw_loader
 from .errors import LaunchError, checked_call, whole_number
 from .handles import ModelHandle, OptimizerHandle
 from .handles import raw as raw_of
+from .process import who_is_missing
 from .process.environments import resolve
-from .process.startup import place_now
+from .process.startup import RETURNED, place_now
 from .trees import map_leaves
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Failure:
     trace: str
     #: Pickled; empty where that cannot be done.
     error: bytes
+    #: The rank whose failure it tells of, where that is another one.
+    of: int | None
 
 
 @checked_call
@@ -233,7 +236,13 @@ class _Job:
         for rank in range(self._number):
             self._start(rank)
         for first in self._ended(None):
-            if first[1] != 0:
+            if first[1] == 0:
+                for where in (
+                    "",
+                    "/worker/attempt_0/",
+                ):  # as the ranks' torch begins keys, which depends on its version
+                    self._store.set(f"{where}accel/{RETURNED}", str(first[0].rank))
+            else:
                 self._raise([first, *(other for other in self._ended(_GRACE) if other[1] != 0)])
 
     def close(self) -> None:
@@ -292,7 +301,7 @@ class _Job:
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
             hint = "; out of memory, perhaps" if status == -signal.SIGKILL else ""
             raise LaunchError(f"rank {rank} {where} {how}, without an exception{hint}; the others were ended")
-        first = told[0]
+        first = next((failure for failure in told if failure.rank == told[0].of), told[0])
         cause = None
         with contextlib.suppress(Exception):
             found = pickle.loads(first.error)
@@ -336,7 +345,10 @@ def work(*, rank: int, parent: int, argv: list[str], payload: int, states: int, 
             Memory(states).write([_take_state(item) for item in found], "states")
             Memory(result).write(map_leaves(_behind_handle, value, "result"), "result")
     except BaseException as error:
-        failure = Failure(rank, time.time(), traceback.format_exc(), _pickled(error))
+        moment, trace = time.time(), traceback.format_exc()
+        if missing := who_is_missing(error):
+            trace = f"{trace}\n{missing}"
+        failure = Failure(rank, moment, trace, _pickled(error), getattr(error, "failed_rank", None))
         with open(report, "wb") as file:
             pickle.dump(failure, file)
         sys.stdout.flush()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from .errors import AccelError, described
 
@@ -123,7 +124,7 @@ def _walk(
         return visit(path, tree)
     if isinstance(tree, MutableMapping):
         keys, values = list(tree), list(tree.values())
-        paths = [f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]" for key in keys]
+        paths = [f"{path}[{name}]" for name in _names(keys)]
     elif isinstance(tree, list | tuple):
         keys, values = list(range(len(tree))), list(tree)
         names = getattr(tree, "_fields", None)
@@ -141,9 +142,22 @@ def _walk(
     return _rebuild(tree, keys, new)
 
 
+def _names(keys: Sequence[Any]) -> list[str]:
+    """What keys are called, each otherwise: what has no text that is its own, and the same on all ranks, by its place."""
+    names = [f'"{key}"' if isinstance(key, str) and '"' not in key else repr(key) for key in keys]
+    times = Counter(names)
+    for place, key in enumerate(keys):
+        plain: Any = type(key).__repr__
+        if times[names[place]] > 1 or isinstance(key, Tensor | nn.Module) or plain is object.__repr__:
+            names[place] = f"{type(key).__name__} #{place}"
+    return names
+
+
 def _rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     if isinstance(tree, tuple):
-        if type(tree) is tuple or hasattr(tree, "n_fields"):  # what torch and C return knows no other way
+        if type(tree) in (tuple, Size):  # of other values a Size is none
+            return tuple(values)
+        if hasattr(tree, "n_fields"):  # what torch and C return knows no other way
             return type(tree)(values)
         made = tuple.__new__(type(tree), values)  # not by a constructor of the class, whose arguments may be others
         if hasattr(tree, "__dict__"):

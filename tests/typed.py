@@ -69,7 +69,8 @@ def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dic
     assert_type(accel.effective_batch_size(batches), int)
     assert_type(accel.shard_sequence(model, batch), dict[str, Tensor])
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 1}
-    accel.save(state, "run/step-1", wait=False)
+    accel.save(state, "run/step-1", wait=False).result()
+    accel.save(state, "run/step-2", keep=2).result()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     accel.load("run/step-1", state)
     assert_type(accel.unwrap(model), Net)
     assert_type(accel.teardown(model), Net)
@@ -98,7 +99,7 @@ def wrong(net: Net, one: AdamW, loader: DataLoader[Tensor]) -> None:
     accel.accumulate(net, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.accumulate(loader, "4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.setup(net, one, [one])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
-    accel.save("run/step-1", {"model": net})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.save("run/step-1", {"model": net})  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     accel.load({"model": net}, "run/step-1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.load("run/step-1", check="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.launch(train, net, epochs=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, final, overload
 
 import torch
 
@@ -33,9 +33,35 @@ from .steps import Progress, check_flags, check_options, exchange, explain, log_
 from .storage import Claim, storage_of
 from .values import Encoder, Json
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger("accel")
 
 
+class Options(TypedDict, total=False):
+    """What ``save`` takes besides ``wait``, which decides what it returns."""
+
+    keep: int | None
+    filter: Callable[[str], bool] | None
+    placement: Literal["shared", "host"]
+    replicas: int
+    in_memory: bool
+    progress: bool
+
+
+@overload
+def save(
+    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[Options]
+) -> None: ...
+@overload
+def save(
+    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[Options]
+) -> Future[None]: ...
+@overload
+def save(
+    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: bool, **options: Unpack[Options]
+) -> Future[None] | None: ...
 @locked
 def save(
     state: dict[Any, Any],

@@ -227,6 +227,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         "--processes",
+        "--num-processes",
         type=whole_number,
         help="processes on each host; by default one for each accelerator, or one",
     )

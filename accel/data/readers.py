@@ -281,6 +281,8 @@ class SamplerReader(EpochReader):
         """Opens the order, unless it is drawn in place, from the moment when the loader asks."""
         super().begin(start, in_place)
         self._asked, self.first = False, None
+        #: The last step that was read has nothing for this rank.
+        self._left_out = False
         #: What the loader has asked for and the loop has not been given yet: the items of all ranks, and what this one keeps.
         self._pending: deque[tuple[list[Any], Kept]] = deque()
         self._at, self._checksum = sum(start.at), start.checksum or 0
@@ -320,6 +322,7 @@ class SamplerReader(EpochReader):
         order = order or (self._open_in_place() if self.start.in_place else self._order)
         assert order is not None
         for mine, items in divide(order.read, self._division, order.head):
+            self._left_out = not mine
             if mine:
                 self._pending.append((items, kept_of(self._division, self._shape.units, len(items))))
                 yield mine[0] if self._shape.units else mine
@@ -365,7 +368,7 @@ class SamplerReader(EpochReader):
             return False
         width, length = self._division.width, length_of(self._shape.sampler)
         if length is None:
-            return self._order.ended
+            return self._order.ended and not self._left_out
         least = width if self._division.drop_last else 1
         return self._at + least > length and self._order.peek(width) < least
 
@@ -435,10 +438,14 @@ class LoaderPlace(NamedTuple):
 def check(loader: Any, options: Any, world_size: int) -> None:
     """Refuses (LoaderError) a ``DataLoader`` that is distributed already, or reads in a way that cannot be shared."""
     check_options(options)
-    if options.dispatch and not (options.shard and isinstance(loader.dataset, IterableDataset)):
+    if options.dispatch and not options.shard:
+        raise LoaderError(
+            "LoaderOptions(dispatch=True, shard=False): with shard=False each rank reads by itself; choose one"
+        )
+    if options.dispatch and not isinstance(loader.dataset, IterableDataset):
         raise LoaderError(
             "LoaderOptions(dispatch=True) is for iterable datasets, which rank 0 reads for all ranks: each rank reads its own "
-            "samples of a map-style dataset, and all that it reads with shard=False"
+            "samples of a map-style dataset"
         )
     if options.dispatch and not options.even_batches:
         raise LoaderError(

@@ -193,6 +193,8 @@ class StreamReader(EpochReader):
         self._reader.states, self._reader.settles = start.states or {}, in_place
         self._seeds, self.tag = self._seeding.states(), Tag(0, 0, 0)
         self._again, self.first = True, None
+        if start.skip:
+            self._check_known()
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if self._dispatcher is None:

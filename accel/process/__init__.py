@@ -207,6 +207,13 @@ def reason_of(error: RuntimeError) -> str:
     return _state.ended or reason or "a connection between the ranks broke, and no rank says why"
 
 
+def who_is_missing(error: BaseException) -> str:
+    """``_who_is_missing`` of this process, for an error that ends it."""
+    # One of gloo's is a RuntimeError; what connections of the program's own raise tells of no rank.
+    ours = isinstance(error, RuntimeError) and not _state.ended
+    return _who_is_missing(_state.process, error) if _state.process is not None and ours else ""
+
+
 def _who_is_missing(process: Process, error: object) -> str:
     """Which ranks do not say that they failed too; empty where ``error`` is not about other ranks."""
     text = str(error)
@@ -417,9 +424,7 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)
     if error is not None:
         reason = f"rank {rank()} ended with {type(error).__name__}"
-        # One of gloo's is a RuntimeError; what connections of the program's own raise tells of no rank.
-        ours = isinstance(error, RuntimeError) and not _state.ended
-        missing = _who_is_missing(_state.process, error) if _state.process is not None and ours else ""
+        missing = who_is_missing(error)
         if missing and not _state.ended:  # the hang detector may have heard a better reason in the meantime
             reason = f"{reason}: {missing}"
             logger.error(reason)

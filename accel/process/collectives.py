@@ -97,9 +97,9 @@ def all_gather(data: Any, *, gradients: bool = False, pad: float | None = None, 
         data: A tensor, or nested dicts, lists, tuples, namedtuples and dataclasses of tensors.
         pad: Fills the other dimensions at their ends, to the longest of all ranks (what ``generate`` gives differs in length).
         objects: Takes what are no tensors too. Each list is a list of items, which are whatever they are: the lists of all
-            ranks are joined, in the order of the ranks. Anything else, also None, becomes a list of one for each rank, on
-            one process of one. What is sent so is pickled, between the ranks of this job alone; tensors in it arrive on the
-            rank's own device.
+            ranks are joined, in the order of the ranks; a tuple of texts, a batch of torch's collate, counts as a list.
+            Anything else, also None, becomes a list of one for each rank, on one process of one. What is sent so is pickled,
+            between the ranks of this job alone; tensors in it arrive on the rank's own device.
         gradients: Let gradients flow back, as a contrastive loss over all ranks' samples needs it: each rank's tensor gets the
             sum of all ranks' gradients of its rows. The backward is a collective then: every rank uses the result in its
             loss. Otherwise the results carry no gradient.
@@ -300,8 +300,22 @@ def _compare(
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
-    """The data with ``visit(path, leaf)`` in each leaf's place; a list is a leaf where there are ``objects``."""
-    return walk(visit, data, "data", lambda tree: objects and isinstance(tree, list))
+    """The data with ``visit(path, leaf)`` in each leaf's place; a list is a leaf where there are ``objects``.
+
+    A tuple of texts, which torch's collate makes of a batch of them, is one then too.
+    """
+
+    def texts(tree: Any) -> bool:
+        return type(tree) is tuple and len(tree) > 0 and all(isinstance(item, str | bytes) for item in tree)
+
+    if not objects:
+        return walk(visit, data, "data")
+    return walk(
+        lambda path, leaf: visit(path, list(leaf) if texts(leaf) else leaf),
+        data,
+        "data",
+        lambda tree: isinstance(tree, list) or texts(tree),
+    )
 
 
 def _object(leaf: object) -> str:
@@ -367,6 +381,8 @@ def _reduced(path: str, like: Any, values: Sequence[Any], op: str) -> Any:
 def _unfilled(tensor: Tensor, pad: float | None) -> str:
     if pad is None:
         return ""
+    if isinstance(pad, bool) and tensor.dtype is not torch.bool:
+        return f"{tensor.dtype}, and pad={pad!r} is none: expected the number that fills what is shorter, as in pad=0"
     holds = False
     with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # out of its range, or no number
         filled = nn.functional.pad(tensor.new_empty(0), (0, 1), value=pad).item()

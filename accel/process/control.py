@@ -38,6 +38,7 @@ _RAISE: Final = dis.opmap["RAISE_VARARGS"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E", bound=AccelError)
 
 
 def thread_name() -> str:
@@ -314,7 +315,12 @@ def raise_together(
             del own  # with this frame it would live, and all that its frames hold, until garbage is collected
     for number, text in enumerate(problems):
         if text:
-            raise kind(f"{what} failed on rank {number}, so on every rank: {text}")
+            raise _told_of(number, kind(f"{what} failed on rank {number}, so on every rank: {text}"))
+
+
+def _told_of(rank: int, error: E) -> E:
+    error.failed_rank = rank
+    return error
 
 
 def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None) -> list[Any]:
@@ -387,6 +393,6 @@ def main_first(*, local: bool = False) -> Iterator[None]:
         problems = agree("main_first", problem)
     for number, text in enumerate(problems):
         if text:
-            raise AccelError(f"main_first: the body failed on rank {number}, which was first: {text}")
+            raise _told_of(number, AccelError(f"main_first: the body failed on rank {number}, which was first: {text}"))
     if not first:
         yield

@@ -86,6 +86,11 @@ def detect(environ: Mapping[str, str]) -> Place:
     if launcher is None:
         _refuse_missing_agent(environ)
         return ALONE
+    names = (launcher.rank, launcher.size, launcher.local_rank, launcher.local_size)
+    for name in names[:2]:
+        if name not in environ:
+            found = ", ".join(f"{other}={environ[other]}" for other in names if other in environ)
+            raise AccelError(f"{name} is not set, but {found} of {launcher.name} is: set all of its variables, or none")
     rank, world = _integer(environ, launcher.rank), _integer(environ, launcher.size)
     local_rank, local_world = _local(environ, launcher, world)
     places = (
@@ -140,7 +145,16 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _refuse_missing_agent(environ: Mapping[str, str]) -> None:
-    """PET_* of Kubeflow Trainer configure torchrun: without it every pod would train its own model."""
+    """What asks for several processes and gives none its place, so that each would train its own model.
+
+    PET_* of Kubeflow Trainer configure torchrun; or half of torchrun's own variables are there.
+    """
+    for name, least in ((_TORCHRUN.local_rank, 1), (_TORCHRUN.local_size, 2)):
+        if name in environ and _integer(environ, name) >= least:
+            raise AccelError(
+                f"{name}={environ[name]} asks for several processes, but RANK and WORLD_SIZE are not set: set all of torchrun's "
+                f"variables, or unset {name}"
+            )
     for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
         first = environ.get(name, "1").partition(":")[0]
         if first.isdecimal() and int(first) > 1:

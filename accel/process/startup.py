@@ -352,6 +352,10 @@ def _tell_of_waiting(place: Place, done: threading.Event, timeout: timedelta) ->
         waited *= 2
 
 
+#: Under this key of the job's store ``accel.launch`` says which rank has ended well, in the first place of its own store.
+RETURNED: Final = "returned"
+
+
 def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelta) -> str:
     """A name that all ranks of this start have, and no other start. Collective.
 
@@ -360,10 +364,24 @@ def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelt
     """
     own, pause, end = uuid.uuid4().hex, 0.001, time.monotonic() + timeout.total_seconds()
     store = distributed_c10d.PrefixStore("accel", store)
+
+    def wait() -> None:
+        nonlocal pause
+        if store.check([RETURNED]):
+            raise LaunchError(
+                f"rank {store.get(RETURNED).decode()} has returned from its function and does not come to accel.setup or "
+                "accel.init, which every rank calls: not under accel.is_main()"
+            )
+        if time.monotonic() > end:
+            raise dist.DistStoreError("rank 0, or another rank, did not come")
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.5)
+
     if rank == 0:
         store.set("start", own)
         keys = [f"{own}/{other}" for other in range(1, world)]
-        store.wait(keys, timeout)
+        while not store.check(keys):
+            wait()
         store.set(f"{own}/all", "".join(value.decode() for value in store.multi_get(keys)))
         return own
     while True:
@@ -371,10 +389,7 @@ def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelt
         store.set(f"{start}/{rank}", own)
         if store.check([f"{start}/all"]) and own in store.get(f"{start}/all").decode():
             return start
-        if time.monotonic() > end:
-            raise dist.DistStoreError("rank 0, or another rank, did not come")
-        time.sleep(pause)
-        pause = min(1.5 * pause, 0.5)
+        wait()
 
 
 def _agree_on_devices(process: Process, problem: str) -> None:

@@ -59,6 +59,10 @@ def test_diff_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for text in ("-1", "nan", "x"):
         with pytest.raises(SystemExit):
             main(["diff", a, b, "--tolerance", text])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["diff", a, b, "--tolerant"])
+    assert "accel diff: error: unrecognized arguments: --tolerant" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:

@@ -174,6 +174,23 @@ def test_a_rank_without_a_share_agrees_on_the_position() -> None:
     assert ranks == [[[8]], [], [], []]
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_it_does_not_begin_the_next_epoch_alone_where_no_length_tells_the_end(skip: bool) -> None:
+    class Plain:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+    handles = [make(sampled(Plain(), batch_size=2), rank, 2, even_batches=False) for rank in range(2)]
+    if skip:
+        for handle in handles:
+            handle.skip(1)
+    else:
+        _, state = advance(handles, 1)
+        handles = resumed(lambda: sampled(Plain(), batch_size=2), 2, state, even_batches=False)
+    assert [list(handle) for handle in handles] == [[[4]], []]
+    assert [list(handle) for handle in handles] == [[[0, 1], [4]], [[2, 3]]]
+
+
 def test_the_position_is_that_of_the_loop() -> None:
     handle = make(numbers(40, 4, shuffle=True))
     kept = iter(handle)
@@ -298,6 +315,9 @@ def test_a_position_that_cannot_be_known_is_refused_when_it_is_asked_for() -> No
     next(iterator)
     with pytest.raises(LoaderError, match="even_batches"):
         uneven.state_dict()
+    uneven.skip(1)
+    with pytest.raises(LoaderError, match="even_batches"):
+        iter(uneven)
 
 
 # -- iterable datasets that the ranks do not read alike ---------------------------------------------------------------

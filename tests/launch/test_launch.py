@@ -338,6 +338,37 @@ def test_a_rank_that_returns_early_is_told_as_such(quick: None) -> None:
         accel.launch(return_early, num_processes=2)
 
 
+def fail_together(how: str) -> None:
+    if how == "setup on rank 0":
+        if os.environ["RANK"] == "0":
+            accel.setup(nn.Linear(1, 1))
+    elif how == "main_first":
+        accel.init()
+        with accel.main_first():
+            raise OSError("no route")
+    else:
+        accel.largest_batch(lambda size: 1 // (1 - accel.rank()), 4)
+
+
+TOGETHER = {
+    "main_first": (r"rank 0 of 2 .*raised; its traceback:(?s:.*)OSError: no route$", OSError),
+    "largest_batch": (r"rank 1 of 2 .*raised; its traceback:(?s:.*)ZeroDivisionError: ", ZeroDivisionError),
+    "setup on rank 0": (
+        "rank 1 has returned from its function and does not come to accel.setup or accel.init, which every rank calls: not "
+        r"under accel.is_main\(\)",
+        accel.LaunchError,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", TOGETHER)
+def test_the_rank_that_failed_is_told_and_not_those_that_heard_of_it(how: str, quick: None) -> None:
+    message, cause = TOGETHER[how]
+    with pytest.raises(accel.LaunchError, match=message) as caught:
+        accel.launch(fail_together, how, num_processes=2)
+    assert type(caught.value.__cause__) is cause
+
+
 def test_a_rank_that_ends_well_after_a_failure_is_none_of_it(quick: None) -> None:
     with pytest.raises(accel.LaunchError, match=r"rank 1 of 2 in accel.launch\(end_after_a_failure\) raised"):
         accel.launch(end_after_a_failure, num_processes=2)

@@ -673,6 +673,39 @@ def test_objects_and_lengths_that_differ() -> None:
         assert (sent["x"].tolist(), sent["none"]) == ([0.0, 1.0], None)
 
 
+def keyed() -> list[Any]:
+    """By keys that are written alike, or otherwise on each rank; a batch of texts, as torch collates it; and sizes."""
+    rank = accel.rank()
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(1) * rank), object()]
+    tensors = {layer: torch.full((1,), float(n + rank)) for n, layer in enumerate(layers)}
+    return [
+        [list(all_reduce(tensors, "mean").values())[n].item() for n in range(4)],
+        [t.tolist() for t in all_gather(tensors).values()],
+        [t.item() for t in broadcast(tensors, 0).values()],
+        list(all_reduce(dict.fromkeys(layers, 1) | {layers[1]: 5}).values()),
+        all_gather({"a": {"b": 1}, 'a"]["b': 2}, objects=True),
+        all_gather(("x", "y") if rank else ("z",), objects=True),
+        all_gather((b"x", torch.ones(1)), objects=True)[0],
+        all_gather({"size": torch.ones(2, 3).shape}, objects=True),
+        all_reduce(torch.ones(2, 3).shape),
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_value_goes_to_its_key(world: int) -> None:
+    two = world == 2
+    for mean, gathered, sent, numbers, nested, texts, mixed, sizes, total in run(world, keyed):
+        assert mean == [n + 0.5 * two for n in range(4)]
+        assert gathered == [[float(n), n + 1.0][:world] for n in range(4)]
+        assert sent == [0.0, 1.0, 2.0, 3.0]
+        assert numbers == [world, 5 * world, world, world]
+        assert nested == {"a": {"b": [1] * world}, 'a"]["b': [2] * world}
+        assert texts == (["z", "x", "y"] if two else ["z"])
+        assert mixed == [b"x"] * world
+        assert sizes == {"size": ([2] * world, [3] * world)}
+        assert tuple(total) == (2 * world, 3 * world)
+
+
 def refuse_objects() -> list[str]:
     rank = accel.rank()
     wrong: list[Any] = [
@@ -683,6 +716,7 @@ def refuse_objects() -> list[str]:
         lambda: all_reduce({"x": "text"}),
         lambda: all_gather(torch.ones(1, 1 + rank, dtype=torch.uint8), pad=-1),
         lambda: all_gather(torch.ones(1, 1 + rank), pad="x"),  # type: ignore[arg-type]
+        lambda: all_gather(torch.ones(1, 1 + rank), pad=True),
         lambda: all_reduce(1j, "max"),
         lambda: broadcast("text" if rank else None),
         lambda: all_gather("text" if rank else ["text"], objects=True),
@@ -709,6 +743,7 @@ def test_what_is_not_sent_is_refused_on_every_rank() -> None:
             "tuples of tensors; numbers are reduced too",
             "data is torch.uint8, which cannot hold pad=-1",
             "data is torch.float32, which cannot hold pad='x'",
+            "data is torch.float32, and pad=True is none: expected the number that fills what is shorter, as in pad=0",
             "data is complex, which has no max over ranks",
             "is a str; expected a tensor",
             "data is a list of objects on rank 0 and an object on rank 1",

@@ -201,7 +201,12 @@ def test_kubeflow_trainer_goes_through_torchrun() -> None:
     ("environ", "named"),
     [
         ({"RANK": "0"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set, but WORLD_SIZE=2 of torchrun is"),
+        (
+            {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=1 asks for several processes, but RANK and WORLD_SIZE",
+        ),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=2 asks for several processes"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
         ({"PMI_SIZE": "2"}, "PMI_RANK"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_NTASKS"}, "SLURM_NTASKS"),
