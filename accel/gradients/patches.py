@@ -174,6 +174,11 @@ class _Attributes:
 
 
 _CREATE_GRAPH, _INPUTS = 3, 4  # their places among the arguments
+#: What to write where weights and gradients lie on several meshes.
+_WHOLE_EACH: Final = (
+    "On every rank take each one whole: t.full_tensor() if hasattr(t, 'full_tensor') else t, for t of the parameters or their "
+    "gradients; for the norm of the gradients alone there is accel.clip_grad_norm_(model, float('inf'))"
+)
 #: What torch says by itself where a backward cannot go on, and what is meant.
 _MEANT: Final = {
     re.compile("mark a variable ready only once|undefined, but still allreduced"): (
@@ -187,6 +192,10 @@ _MEANT: Final = {
         "up and call backward() once), or differentiates a gradient, or what the forward returned has tensors where they are not "
         "found, in a set, a closure or an object inside of another: return them in lists, dicts or dataclasses; or use a backend "
         "that keeps weights whole"
+    ),
+    re.compile("mixed torch.Tensor and DTensor"): (
+        "this backward meets parts of divided weights beside whole tensors: a loss with parameters in it (a penalty, say), of "
+        f"which some are cut by a plan. {_WHOLE_EACH}"
     ),
 }
 
@@ -635,7 +644,12 @@ def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list
     def meet(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         always = op in _BY_WHOLE
         if not always and usual.issuperset(map(type, args)):
-            return original(op, args, kwargs)
+            try:
+                return original(op, args, kwargs)
+            except RuntimeError as error:
+                if "different meshes" not in str(error) or not any(backend(t) for t in args if isinstance(t, DTensor)):
+                    raise
+                raise BackendError(f"{op} of divided tensors that lie on different meshes. {_WHOLE_EACH}") from error
         tensors = [tensor for _, tensor in all_tensors((args, kwargs))]
         divided = {id(t): t for t in tensors if isinstance(t, DTensor)}
         shapes = {tuple(t.shape) for t in divided.values()}

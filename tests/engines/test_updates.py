@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.sgd import sgd
 
 import accel
@@ -611,3 +612,59 @@ def shrink_one_by_the_other() -> list[float]:
 def test_a_method_of_one_optimizer_that_calls_anothers() -> None:
     for factors in run(2, shrink_one_by_the_other):
         assert factors == pytest.approx([0.5] * 6)
+
+
+# -- hooks for an optimizer's steps ---------------------------------------------------------------------------------------
+
+
+def limit(optimizer: Any, *_: Any) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+        p.grad.clamp_(-0.01, 0.01)
+
+
+class Average:
+    """Of weights, after each step; one process's and all ranks'."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self.values = model, dict[str, torch.Tensor]()
+
+    def __call__(self, *_: Any) -> None:
+        for name, p in self._model.named_parameters():
+            self.values[name] = self.values.get(name, 0) + p.detach().clone()  # type: ignore[assignment]
+
+
+def hooked(backend: Any, before: bool) -> None:
+    averages: list[Average] = []
+
+    def register(optimizer: Any, model: nn.Module) -> None:
+        averages.append(Average(model))
+        optimizer.register_step_pre_hook(limit)
+        optimizer.register_step_post_hook(averages[-1])
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if before:
+            register(optimizer, model)
+        return optimizer
+
+    pair = Pair(backend, optimizer_of)
+    if not before:
+        register(pair.optimizers[0], pair.raw)
+        register(pair.optimizers[1], pair.reference)
+    for _ in range(STEPS):
+        for model, optimizer, x in pair.both():
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+    pair.check()
+    mine, expected = (average.values for average in averages)
+    for name, value in mine.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", *(accel.DeepSpeed(stage=s) for s in (0, 1, 2))], ids=str)
+def test_hooks_see_what_one_process_shows_them_whenever_they_were_registered(backend: Any, before: bool) -> None:
+    need(backend, 2)
+    run(2, hooked, backend, before)

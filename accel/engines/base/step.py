@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
 from ...gradients.log import remove_hooks
@@ -73,6 +74,10 @@ def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = Fals
         current()
 
 
+def _put_first(hooks: Any, hook: RemovableHandle) -> None:
+    hooks.move_to_end(hook.id, last=False)
+
+
 @final
 class Stepper:
     """Hooks on one raw optimizer: gradients are final before it steps, and a step that overflowed changes nothing.
@@ -106,6 +111,8 @@ class Stepper:
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
+        # The user's see final gradients, also those that were registered before.
+        _put_first(optimizer._optimizer_step_pre_hooks, self._hooks[0])
         self._finishes = False
         if engine.gradients.finishes_steps:
             self._finish_steps()
@@ -260,6 +267,7 @@ class Stepper:
         if not self._finishes:
             self._finishes = True
             self._hooks.append(self.optimizer.register_step_post_hook(self._after))
+            _put_first(self.optimizer._optimizer_step_post_hooks, self._hooks[-1])
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():

@@ -337,6 +337,18 @@ class FSDPGradients(Gradients):
         return super().outside_step(optimizer)
 
 
+#: Of a method, and the engine: its weights meet parts.
+_MIXED: Final = (
+    "the method {} uses weights of {}, whole inside of it, beside parts: of another model, whose raw module's method takes parts "
+    "of both; or its own after a backward inside of it, which frees them: call loss.backward() and optimizer.step() in the loop, "
+    "outside of it, or use backend='ddp'"
+)
+_MIXED_BY_PLAN: Final = (
+    "the method {} uses weights of {} that are whole inside of it, beside those of layers that the plan cuts, which are parts "
+    "there too: take each one whole, on every rank: p.full_tensor() if hasattr(p, 'full_tensor') else p"
+)
+
+
 class FSDPEngine(Engine):
     """Puts shards in the parameters' places when it starts; FSDP2 gathers and frees them in its hooks."""
 
@@ -495,9 +507,9 @@ class FSDPEngine(Engine):
             return self._columns.problem
         if method and "mixed torch.Tensor and DTensor" in text:
             return (
-                f"the method {method} uses weights of {self.label}, whole inside of it, beside parts: of another model, whose "
-                "raw module's method takes parts of both; or its own after a backward inside of it, which frees them: call "
-                "loss.backward() and optimizer.step() in the loop, outside of it, or use backend='ddp'"
+                _MIXED_BY_PLAN.format(method, self.label)
+                if self._alike is not None
+                else _MIXED.format(method, self.label)
             )
         if "mixed torch.Tensor and DTensor" in text:
             return (

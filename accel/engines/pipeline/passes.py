@@ -251,7 +251,7 @@ class Pass:
     def _compute(self, given: Message, keep: bool) -> tuple[Message, Any]:
         with torch.set_grad_enabled(self.grad):
             tensors = [_alias(t) if t is not None and t.requires_grad else t for t in given.tensors]
-            out = self.stage.run(put_back(given.form, tensors), keep)
+            out = self.stage.run(put_back(given.form, tensors), keep, len(self.keep) == 1)
             results, form = _sendable(out, f"the output of {self.stage.names[-1]}")
         if self.grad:
             leaves = [t for t in given.tensors if t is not None]

@@ -99,9 +99,31 @@ class Stage:
         self._children = [child for _, child in children]
         self.modules = list(dict.fromkeys(m for child in self._children for m in child.modules()))
         self.parameters = list(dict.fromkeys(p for child in self._children for p in child.parameters()))
+        modules = [(name, m) for prefix, child in children for name, m in child.named_modules(prefix=prefix)]
+        #: Those that are saved: the others are caches, as a rule.
+        self._buffers = [(n, m, key) for n, m in modules for key in m._buffers.keys() - m._non_persistent_buffers_set]
 
-    def run(self, value: Any, keep: bool) -> Any:
-        """The forward; without ``keep`` its activations are computed again in backward instead of kept."""
+    def run(self, value: Any, keep: bool, alone: bool) -> Any:
+        """The forward of a micro-batch, or of the batch ``alone``; without ``keep`` its activations are computed again later.
+
+        BackendError where a micro-batch changes a buffer, which a batch would change once.
+        """
+        before = [] if alone else self._seen()
+        out = self._run(value, keep)
+        for (name, _, key), then, now in zip(self._buffers, before, [] if alone else self._seen(), strict=False):
+            if then[0] is not now[0] or then[1] != now[1]:
+                raise BackendError(
+                    f"{name}.{key} is changed by the forward, once for each micro-batch, where one process changes it once for "
+                    "the batch: use Pipeline(chunks=1), put that layer into eval(), or register the buffer with persistent=False "
+                    "where it is a cache"
+                )
+        return out
+
+    def _seen(self) -> list[tuple[torch.Tensor | None, int]]:
+        found = [module._buffers.get(key) for _, module, key in self._buffers]
+        return [(b, 0 if b is None or b.is_inference() else b._version) for b in found]
+
+    def _run(self, value: Any, keep: bool) -> Any:
         if keep or not torch.is_grad_enabled():
             return self._forward(value)
         return run_again(self._forward_of_copy, self.modules, (value,), {})
@@ -130,7 +152,7 @@ def run_here(
     for moment in range(len(values) + len(stages) - 1):
         for at, stage in zip(range(moment, -1, -1), stages, strict=False):
             if at < len(values):
-                values[at] = stage.run(moved(values[at], stage.device), keep[at])
+                values[at] = stage.run(moved(values[at], stage.device), keep[at], len(values) == 1)
     return moved(put_together(values, where), device)
 
 

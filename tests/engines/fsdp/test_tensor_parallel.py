@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import re
 from collections.abc import Callable
@@ -571,6 +573,46 @@ def a_notebook_cell_run_twice() -> None:
 def test_a_notebook_cell_run_twice() -> None:
     """Its styles are new objects each time."""
     run(2, a_notebook_cell_run_twice)
+
+
+# -- sums over all parameters, of which a plan cuts some ----------------------------------------------------------------
+
+
+class Penalised(nn.Sequential):
+    def penalty(self, each: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        return sum((each(p).square().sum() for p in self.parameters()), torch.zeros(()))
+
+
+def whole(t: Any) -> torch.Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t  # type: ignore[no-any-return]
+
+
+def sums_over_parameters() -> None:
+    """They are right with whole ones, in the loop and in a method; without, an error says so."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    plain = Penalised(*mlp(8, 8, 4), nn.Linear(4, 4))
+    raw = copy.deepcopy(plain)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.TensorParallel(plan=plan))
+    for use in (lambda t: t, whole):
+        told = pytest.raises(accel.BackendError, match=r"t\.full_tensor\(\) if hasattr") if use is not whole else None
+        for penalty in (model.penalty, functools.partial(Penalised.penalty, model)):
+            optimizer.zero_grad()
+            with told or contextlib.nullcontext():
+                (model(x).square().mean() + penalty(use)).backward()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        with told or contextlib.nullcontext():
+            sum(use(p.grad).square().sum() for p in model.parameters())
+    optimizer.zero_grad()
+    (model(x).square().mean() + model.penalty(whole)).backward()
+    (plain(x).square().mean() + plain.penalty(whole)).backward()
+    for mine, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(whole(mine.grad), whole(expected.grad), atol=1e-6)
+
+
+def test_sums_over_all_parameters() -> None:
+    run(2, sums_over_parameters)
 
 
 # -- a mesh of the user's ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import namedtuple
 from collections.abc import Callable
@@ -69,6 +70,41 @@ def test_what_cannot_be_a_pipeline_is_refused_before_anything_changes() -> None:
 class Total(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sum(0)
+
+
+class Counter(nn.Module):
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return x
+
+
+def written_buffers() -> None:
+    """Those that are saved are refused in several micro-batches, and nothing else is."""
+    x = batch(0)[0]
+    norm = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+    cases: list[tuple[str, nn.Module, int, bool]] = [
+        (r"0.parametrizations.weight.0._[uv] is changed by the forward", norm, 2, True),
+        ("", nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), 1, True),
+        ("", nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), 2, False),
+        ("0.count is changed by the forward", Counter(True), 2, True),
+        ("", Counter(False), 2, True),
+        ("", nn.InstanceNorm1d(6), 2, True),
+    ]
+    for refusal, layer, chunks, training in cases:
+        layers = nn.Sequential(layer, nn.Linear(6, 6), nn.Linear(6, 6)).train(training)
+        model = accel.setup(layers, backend=accel.Pipeline(chunks=chunks)).model
+        with pytest.raises(accel.AccelError, match=refusal) if refusal else contextlib.nullcontext():
+            model(x).sum().backward()
+        accel.teardown(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_buffers_that_each_micro_batch_would_write_are_refused(world: int) -> None:
+    run(world, written_buffers)
 
 
 class Pairs(nn.Module):
