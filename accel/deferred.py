@@ -29,7 +29,7 @@ _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
 @checked_call
 @contextlib.contextmanager
-def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[None]:
+def deferred_init(weights: str | os.PathLike[str] | None = None, *, name: str | None = None) -> Iterator[None]:
     """Context: parameters of modules built inside lie on the meta device, without memory or values; buffers are real.
 
     ``accel.setup`` gives them values by each module's ``reset_parameters()`` (or ``_reset_parameters()``), the same on
@@ -41,6 +41,7 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
             ``model.safetensors`` or its index (also as diffusers names them). Each rank reads what it needs, and no method
             is called. All parameters and persistent buffers of the model that is set up must be there; they are
             converted to its dtypes. Buffers that are not persistent stay as they were built.
+        name: which model, where that checkpoint has several, as ``accel.export`` names them.
     """
     source = None
     if weights is not None:
@@ -49,8 +50,11 @@ def deferred_init(weights: str | os.PathLike[str] | None = None) -> Iterator[Non
         source = os.fspath(weights)
         if not is_url(source):
             source = os.path.abspath(os.path.expanduser(refuse_url(source, CheckpointError)))
+    elif name is not None:
+        raise CheckpointError(f"deferred_init(name={name!r}): of which checkpoint? Give weights=... too")
+    where = None if source is None else (source, name)
     writes = _Writes()
-    hook = register_module_parameter_registration_hook(functools.partial(_without_memory, source, writes))
+    hook = register_module_parameter_registration_hook(functools.partial(_without_memory, where, writes))
     try:
         with writes if source is None else contextlib.nullcontext():
             yield
@@ -81,7 +85,7 @@ def _resetting() -> bool:
 
 
 def _without_memory(
-    source: str | None, writes: _Writes, module: nn.Module, name: str, parameter: nn.Parameter | None
+    source: tuple[str, str | None] | None, writes: _Writes, module: nn.Module, name: str, parameter: nn.Parameter | None
 ) -> Any:
     if parameter is None or parameter.is_meta:
         return None
@@ -96,11 +100,13 @@ def _without_memory(
     return made
 
 
-def weights_of(module: nn.Module) -> str | None:
-    """The directory that the values of a deferred module come from; BackendError where there are several."""
+def weights_of(module: nn.Module) -> tuple[str, str | None] | None:
+    """Where the values of a deferred module come from, and the model's name there; BackendError where there are several."""
     sources = {getattr(p, _MARK, (None, None))[1]: name for name, p in module.named_parameters() if p.is_meta}
     if len(sources) > 1:
-        places = "; ".join(f"{name} from {source or 'reset_parameters()'}" for source, name in sources.items())
+        places = "; ".join(
+            f"{name} from {source[0] if source else 'reset_parameters()'}" for source, name in sources.items()
+        )
         raise BackendError(
             f"the parameters of this {type(module).__name__} would come from several places ({places}): build all of it in one "
             "accel.deferred_init()"

@@ -318,6 +318,7 @@ def save_panels(panels: Sequence[Panel], path: str | os.PathLike[str]) -> Path:
     if names:
         figure.legend(parts.values(), parts, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path = Path(refuse_url(os.fspath(path), AccelError))
+    path = path if path.suffix else path.with_suffix(".png")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160)

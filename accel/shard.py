@@ -206,7 +206,7 @@ def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard |
     """
     found: dict[int, tuple[str, torch.Tensor]] = {}
     own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in _state_dict(module).items():
         if name.rpartition(".")[2] == _EXTRA:
             continue  # among `module_values`
         if not isinstance(value, torch.Tensor) or id(value) not in own:
@@ -218,6 +218,18 @@ def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard |
             raise CheckpointError(f"{name!r} of this {type(module).__name__} has no shape yet: run one forward before")
         found.setdefault(id(value), (name, value))
     return [made for name, value in found.values() if (made := make(name, value)) is not None]
+
+
+def _state_dict(module: nn.Module) -> dict[str, Any]:
+    try:
+        return module.state_dict(keep_vars=True)
+    except TypeError as error:
+        if "keep_vars" not in str(error):
+            raise
+        raise CheckpointError(
+            f"the state_dict() of this {type(module).__name__}, or of a module in it, does not take what torch gives it "
+            f"({error}): write def state_dict(self, *args, **kwargs), and give these to super().state_dict"
+        ) from error
 
 
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:

@@ -373,3 +373,26 @@ def test_every_layout_is_filled(tmp_path: Path) -> None:
     model.image = model.image.to(torch.int64)
     with pytest.raises(CheckpointError, match=r"torch.float32 in the checkpoint, torch.int64 here, which cannot hold"):
         accel.load(tmp_path, {"model": model}, convert=True)
+
+
+def test_one_model_of_several(tmp_path: Path) -> None:
+    """By its name, as a training checkpoint has a model and its average."""
+    models = {"net": nn.Linear(2, 2), "average": nn.Linear(2, 2)}
+    accel.save({**models, 3: nn.Linear(2, 2)}, tmp_path)
+    for name, model in models.items():
+        with accel.deferred_init(weights=tmp_path, name=name):
+            raw = nn.Linear(2, 2)
+        accel.setup(raw)
+        assert torch.equal(raw.weight, model.weight)
+    refused = {
+        None: r"has 3 models .*: say which one with name='net'",
+        "other": "has no model 'other'",
+        "[3]": "or under a key that is no string",
+    }
+    for wrong, text in refused.items():
+        with accel.deferred_init(weights=tmp_path, name=wrong):
+            raw = nn.Linear(2, 2)
+        with pytest.raises(accel.CheckpointError, match=text):
+            accel.setup(raw)
+    with pytest.raises(accel.CheckpointError, match="of which checkpoint"), accel.deferred_init(name="net"):
+        pass

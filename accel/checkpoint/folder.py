@@ -370,12 +370,12 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
 
 def _link(src: str, dst: str) -> None:
     storage = storage_of(dst)
-    if storage.real(src) == storage.real(dst):
-        return
     if storage_of(src) is not storage:
         raise CheckpointError(f"{src} cannot be linked to {dst}: both must be in one store, or on one file system")
     one, _ = read(src)
     check_sizes(src, one)
+    if storage.real(src) == storage.real(dst):
+        return
     with contextlib.ExitStack() as resources:
         claim = begin(dst, resources)
         names = [file.name for file in one.files]

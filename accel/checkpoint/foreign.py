@@ -310,6 +310,14 @@ def _recognize(value: Any, path: str, source: str, optimizer: bool, found: dict[
         found["optimizers" if optimizer else "left out"].append(path)
         with parsing(f"{source}: the optimizer's state {path} cannot be taken over; optimizer=False leaves it out"):
             return _optimizer(value) if optimizer else _LEFT_OUT
+    if _is_flattened(value):
+        if optimizer:
+            raise CheckpointError(
+                f"{source}: {path} is an optimizer's state that was flattened (flatten_optimizer_state_dict=True), in which "
+                "accel does not know the parameters' names from the keys: save it without, or optimizer=False leaves it out"
+            )
+        found["left out"].append(path)
+        return _LEFT_OUT
     if is_model(value):
         found["models"].append(path)
         return _model(value, f"{source}: {path}")
@@ -321,6 +329,13 @@ def _recognize(value: Any, path: str, source: str, optimizer: bool, found: dict[
         return type(value)(None if v is _LEFT_OUT else v for _, v in taken)
     found["values"].append(path)
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _is_flattened(value: Any) -> bool:
+    """Whether it is an optimizer's state dict with one key for each value."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and "." in key for key in value):
+        return False
+    return {key.partition(".")[0] for key in value} in ({"state", "param_groups"}, {"param_groups"})
 
 
 def is_model(value: Any) -> bool:

@@ -557,28 +557,33 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     source = weights_of(module)
     if source is None:
         return None
+    directory, name = source
     background.wait()
-    directory = folder.absolute(source)
-    state = _state_for(directory, module)
+    directory = folder.absolute(directory)
+    state = _state_for(directory, name, module)
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)
         loading = Loading(whole, state, undo, 0, stream=False, convert=True, planned=True)
         report(directory, [loading.differences], loading.unneeded.values(), True, 0, way_out="")
 
     def fill(handle: nn.Module) -> None:
-        load(directory, _state_for(directory, handle), convert=True)
+        load(directory, _state_for(directory, name, handle), convert=True)
 
     return fill
 
 
-def _state_for(directory: str, module: nn.Module) -> dict[str, Any]:
+def _state_for(directory: str, name: str | None, module: nn.Module) -> dict[str, Any]:
     """The state whose only model is ``module``, at its place in what ``directory`` holds."""
     if is_weights_alone(directory):
+        if name is not None:
+            raise CheckpointError(f"{directory} has weights of one model, without a name: leave name={name!r} out")
         return {"model": module}
-    name, _ = choose(directory, record.read(directory)[0], None)
+    name, _ = choose(directory, record.read(directory)[0], name)
     *above, last = name.split("/")
     if any(part.startswith("[") for part in (*above, last)):
-        raise CheckpointError(f"{directory}: its model {name!r} lies in a list, where it cannot be taken from")
+        raise CheckpointError(
+            f"{directory}: its model {name!r} lies in a list, or under a key that is no string, where it cannot be taken from"
+        )
     state: dict[str, Any] = {unquote(last): module}
     for part in reversed(above):
         state = {unquote(part): state}

@@ -55,7 +55,9 @@ class Match:
         elif walked or self._decoder.holds_object(node):
             children = children_of(node, self._decoder) if walked else None
             numbered = _is_numbered(node)
-            fits = not numbered if isinstance(value, dict) else numbered and len(children or ()) == len(value)
+            fits = children is not None and (
+                not numbered if isinstance(value, dict) else numbered and len(children) == len(value)
+            )
             if children is not None and fits:
                 return self._visit_container(value, children, name, path)
             here = f"a {type(value).__name__}{f' of {len(value)}' if walked else ''}"

@@ -88,7 +88,9 @@ def check_tensor(value: torch.Tensor, path: str) -> None:
     elif type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         problem = f"of class {type(value).__name__}"
     if problem:
-        raise CheckpointError(f"{path}: a tensor {problem} cannot be stored; store a plain dense tensor")
+        whole = hasattr(value, "full_tensor")
+        advice = "value.full_tensor(), called on every rank" if whole else "a plain dense tensor"
+        raise CheckpointError(f"{path}: a tensor {problem} cannot be stored; store {advice}")
 
 
 # -- The header of a file ----------------------------------------------------------------------------------------------

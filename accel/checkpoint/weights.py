@@ -343,7 +343,9 @@ def choose(directory: str, found: Record, name: str | None) -> tuple[str, dict[s
     if not models:
         raise CheckpointError(f"{directory} has no model")
     if name is None and len(models) != 1:
-        raise CheckpointError(f"{directory} has {len(models)} models ({known}): say which one with name=...")
+        raise CheckpointError(
+            f"{directory} has {len(models)} models ({known}): say which one with name={next(iter(models))!r}"
+        )
     chosen = next(iter(models)) if name is None else name
     if chosen not in models:
         raise CheckpointError(f"{directory} has no model {name!r}; it has {known}")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from ..checkpoint import folder
 from ..checkpoint.reader import Reader
 from ..checkpoint.record import Record, Stored, read
 from ..checkpoint.safetensors import BY_NAME, ITEM_BYTES
-from ..checkpoint.values import TAG
+from ..checkpoint.values import TAG, items_in
 from ..checkpoint.weights import STEMS
 from ..engines.base.memory import human
 from ..errors import CheckpointError
@@ -131,6 +132,7 @@ def _content(name: str, one: torch.Tensor, other: torch.Tensor, tolerance: float
 
 
 def _values(one: object, other: object, path: str, tolerance: float) -> Iterator[str]:
+    one, other = _items(one), _items(other)
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted(one.keys() | other.keys()):
             if key in one and key in other:
@@ -144,6 +146,13 @@ def _values(one: object, other: object, path: str, tolerance: float) -> Iterator
         return
     elif json.dumps(one) != json.dumps(other):
         yield f"{path}: {json.dumps(one)[:60]} and {json.dumps(other)[:60]}"
+
+
+def _items(node: Any) -> Any:
+    """A dict's values by its keys; those that are no strings are there as JSON."""
+    if isinstance(node, dict) and node.get(TAG) == "dict":
+        return {key if isinstance(key, str) else json.dumps(key): value for key, value in items_in(node)}
+    return node
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
@@ -216,12 +225,14 @@ _STEPS = ("step", "global_step", "epoch")
 
 def _limits(record: Record) -> Iterator[str]:
     """Which backend saved it, and at which step, as far as it says; and what of it is bound to a class or to each process."""
-    steps = [f"{key} {record.values[key]}" for key in _STEPS if type(record.values.get(key)) is int]
+    values = _items(record.values)
+    steps = [f"{key} {values[key]}" for key in _STEPS if type(values.get(key)) is int]
     if steps:
         yield f"at {', '.join(steps)}"
-    todo = [("", record.values)]
+    todo: list[tuple[str, Any]] = [("", values)]
     while todo:
         path, node = todo.pop(0)
+        node = _items(node)
         kind = node.get(TAG) if isinstance(node, dict) else None
         if kind == "module":
             backend = f" of backend {node['backend']}" if "backend" in node else ""
@@ -265,7 +276,7 @@ def inspect(args: argparse.Namespace) -> int:
         print(f"  {name:{width}}  {tensor.dtype:5} {list(tensor.shape)}{f' in {pieces} parts' if pieces > 1 else ''}")
     for line in _limits(record):
         print(f"  {line}")
-    for key, value in record.values.items():
+    for key, value in _items(record.values).items():
         text = json.dumps(value)
         print(f"  {key} = {text if len(text) <= 100 else text[:97] + '...'}")
     if args.plot:

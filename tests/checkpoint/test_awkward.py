@@ -15,7 +15,7 @@ from torch import nn
 import accel
 from accel.__main__ import main
 from accel.errors import CheckpointError
-from tests.distributed import run
+from tests.distributed import refusals, run
 
 VIEWS = {
     "every second": torch.arange(10.0)[::2],
@@ -317,3 +317,27 @@ def differing_options(directory: str) -> list[str]:
 def test_options_that_differ_between_ranks(tmp_path: Path) -> None:
     one, other = run(2, differing_options, str(tmp_path / "c"))
     assert one == other
+
+
+class Plain(nn.Linear):
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return super().state_dict()
+
+
+def average_of_parts(folder: Path) -> None:
+    model, _, _ = accel.setup(nn.Linear(4, 4), backend="fsdp")
+    accel.save({"average": {n: p.detach().clone() for n, p in model.named_parameters()}}, folder)
+
+
+def test_what_to_write_instead_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"of this Plain, .* keep_vars.*: write def state_dict\(self, \*args, \*\*kwargs\)"
+    ):
+        accel.save({"model": Plain(2, 2)}, tmp_path / "c")
+    for message in refusals(2, average_of_parts, tmp_path / "c", error="CheckpointError"):
+        assert "store value.full_tensor(), called on every rank" in message
+    accel.save({"hidden": (torch.ones(2), torch.ones(2))}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r'state\["hidden"\] is a NoneType, and in the checkpoint a tuple'):
+        accel.load(tmp_path / "c", {"hidden": None})
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        accel.link(tmp_path / "missing", tmp_path / "missing")

@@ -158,6 +158,15 @@ def test_what_has_only_the_keys_of_an_optimizer_is_a_value(groups: Any, tmp_path
         assert accel.load(tmp_path / "c") == {"notes": notes}
 
 
+def test_a_flattened_optimizer_is_refused_or_left_out(tmp_path: Path) -> None:
+    flat = {"state.0.weight.exp_avg": torch.ones(2), "param_groups.0.weight.lr": 0.1}
+    torch.save({"model": {"0.weight": torch.ones(2)}, "optimizer": flat}, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError, match="optimizer is an optimizer's state that was flattened"):
+        accel.import_checkpoint(tmp_path / "last.pt", tmp_path / "c")
+    found = accel.import_checkpoint(tmp_path / "last.pt", tmp_path / "c", optimizer=False)
+    assert (found["models"], found["left out"]) == (["model"], ["optimizer"])
+
+
 def test_a_state_dict_alone_in_either_format(tmp_path: Path) -> None:
     net, _ = make()
     for zipped in (True, False):

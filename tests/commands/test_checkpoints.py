@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import accel
 from accel.__main__ import main
@@ -56,6 +57,18 @@ def test_diff_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "i: 1 of 2 elements differ" in out
     assert "f: 1 of 3 elements differ, by at most 1" in out
     assert "rank 0." in out
+    accel.save({"m": nn.Linear(1, 1), "step": 3, "n": 4, 7: "x"}, a)
+    accel.save({"m": nn.Linear(1, 1), "step": 3, "n": 5}, b)
+    assert main(["diff", a, b]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "state.n: 4 and 5" in lines
+    assert "state.7: only in the first" in lines
+    assert not [line for line in lines if "state.m" in line or "state.!" in line or "state.items" in line]
+    assert main(["inspect", a, "--plot", str(tmp_path / "picture")]) == 0
+    out = capsys.readouterr().out
+    assert "at step 3" in out
+    assert "  m: a model" in out
+    assert f"picture: {tmp_path / 'picture.png'}" in out
     for text in ("-1", "nan", "x"):
         with pytest.raises(SystemExit):
             main(["diff", a, b, "--tolerance", text])
