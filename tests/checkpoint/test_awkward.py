@@ -331,7 +331,7 @@ def average_of_parts(folder: Path) -> None:
 
 def test_what_to_write_instead_is_said(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"of this Plain, .* keep_vars.*: write def state_dict\(self, \*args, \*\*kwargs\)"
+        CheckpointError, match=r"of this Plain, .*keep_vars.*: write def state_dict\(self, \*args, \*\*kwargs\)"
     ):
         accel.save({"model": Plain(2, 2)}, tmp_path / "c")
     for message in refusals(2, average_of_parts, tmp_path / "c", error="CheckpointError"):
