@@ -339,5 +339,5 @@ def test_what_to_write_instead_is_said(tmp_path: Path) -> None:
     accel.save({"hidden": (torch.ones(2), torch.ones(2))}, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r'state\["hidden"\] is a NoneType, and in the checkpoint a tuple'):
         accel.load(tmp_path / "c", {"hidden": None})
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         accel.link(tmp_path / "missing", tmp_path / "missing")

@@ -318,8 +318,12 @@ class Pass:
         if self._failure is not None:
             failed = f"the {which} of the pipeline failed on rank {self._failure[0]}: {self._failure[1]}"
         answers = agree(f"the end of {what}", (failed, seen.read(), head))
-        if self._error is not None:
-            raise self._error
+        own, self._error = self._error, None  # through a graph it would hold the frames that hold the graph
+        if own is not None:
+            try:
+                raise own
+            finally:
+                del own
         for problem, *_ in answers:
             if problem:
                 raise AccelError(problem)

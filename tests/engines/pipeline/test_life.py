@@ -17,7 +17,7 @@ from accel.registry import registry
 from tests.distributed import outcomes, run
 from tests.engines.pipeline.training import apart, batch, net, one_step
 from tests.faults import Fault
-from tests.models import sgd
+from tests.models import FailingBackward, sgd
 
 
 def half_precision(precision: str, chunks: int) -> float:
@@ -193,3 +193,33 @@ def convert() -> None:
 
 def test_a_model_is_converted_with_what_lies_elsewhere() -> None:
     run(2, convert)
+
+
+class Failing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return FailingBackward.apply(x)  # type: ignore[no-any-return]
+
+
+def after_a_failure(where: int, gone: list[Any]) -> None:
+    layers = [nn.Linear(6, 6) for _ in range(4)]
+    layers.insert(where, Failing())  # type: ignore[arg-type]
+    raw = nn.Sequential(*layers)
+    model, _, _ = accel.setup(raw, sgd(raw), backend="pipeline")
+    gone += [weakref.ref(model), weakref.ref(raw)]
+    loss = model(batch(0)[0]).mean()
+    with pytest.raises((ZeroDivisionError, accel.AccelError), match="this backward fails"):
+        loss.backward()
+    accel.teardown(model)
+
+
+def nothing_is_held() -> None:
+    for where in (1, 4):
+        gone: list[Any] = []
+        after_a_failure(where, gone)
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_backward_that_failed_holds_nothing() -> None:
+    """Else one rank's model would end with the function that it is in, and the others' would not."""
+    run(2, nothing_is_held)
