@@ -220,6 +220,10 @@ class _Worker:
         return self.process.wait()
 
 
+#: With which the ranks' torch begins its keys in the store; which one depends on its version.
+_BEGINNINGS: Final = ("", "/worker/attempt_0/")
+
+
 @final
 class _Job:
     """The workers of one launch."""
@@ -237,10 +241,7 @@ class _Job:
             self._start(rank)
         for first in self._ended(None):
             if first[1] == 0:
-                for where in (
-                    "",
-                    "/worker/attempt_0/",
-                ):  # as the ranks' torch begins keys, which depends on its version
+                for where in _BEGINNINGS:
                     self._store.set(f"{where}accel/{RETURNED}", str(first[0].rank))
             else:
                 self._raise([first, *(other for other in self._ended(_GRACE) if other[1] != 0)])

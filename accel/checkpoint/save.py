@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("accel")
 
 
-class Options(TypedDict, total=False):
+class SaveOptions(TypedDict, total=False):
     """What ``save`` takes besides ``wait``, which decides what it returns."""
 
     keep: int | None
@@ -52,15 +52,15 @@ class Options(TypedDict, total=False):
 
 @overload
 def save(
-    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[Options]
+    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[SaveOptions]
 ) -> None: ...
 @overload
 def save(
-    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[Options]
+    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[SaveOptions]
 ) -> Future[None]: ...
 @overload
 def save(
-    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: bool, **options: Unpack[Options]
+    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: bool, **options: Unpack[SaveOptions]
 ) -> Future[None] | None: ...
 @locked
 def save(

@@ -161,7 +161,7 @@ class State:
             if engine is not None and engine.holdings.partial(given):
                 raise CheckpointError(
                     f"{path}: the state_dict() of this {type(given).__name__} has entries of its own ({', '.join(own[:5])}), "
-                    f"which backend {engine.name!r} cannot divide: use one where each process has whole optimizers, such as 'ddp'"
+                    f"which backend {engine.name!r} cannot divide: use one where each process has whole optimizers"
                 )
             return StatefulObject(name, path, optimizer)
         if handle is not None and engine is not None:

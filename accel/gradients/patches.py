@@ -194,8 +194,8 @@ _MEANT: Final = {
         "that keeps weights whole"
     ),
     re.compile("mixed torch.Tensor and DTensor"): (
-        "this backward meets parts of divided weights beside whole tensors: a loss with parameters in it (a penalty, say), of "
-        f"which some are cut by a plan. {_WHOLE_EACH}"
+        "this backward meets parts of divided weights beside whole tensors, as where a loss has parameters in it (a penalty, "
+        f"say), of which a plan cuts some. {_WHOLE_EACH}"
     ),
 }
 

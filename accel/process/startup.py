@@ -365,7 +365,7 @@ def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelt
     own, pause, end = uuid.uuid4().hex, 0.001, time.monotonic() + timeout.total_seconds()
     store = distributed_c10d.PrefixStore("accel", store)
 
-    def wait() -> None:
+    def wait(most: float) -> None:
         nonlocal pause
         if store.check([RETURNED]):
             raise LaunchError(
@@ -375,13 +375,13 @@ def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelt
         if time.monotonic() > end:
             raise dist.DistStoreError("rank 0, or another rank, did not come")
         time.sleep(pause)
-        pause = min(1.5 * pause, 0.5)
+        pause = min(1.5 * pause, most)
 
     if rank == 0:
         store.set("start", own)
         keys = [f"{own}/{other}" for other in range(1, world)]
         while not store.check(keys):
-            wait()
+            wait(0.02)
         store.set(f"{own}/all", "".join(value.decode() for value in store.multi_get(keys)))
         return own
     while True:
@@ -389,7 +389,7 @@ def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelt
         store.set(f"{start}/{rank}", own)
         if store.check([f"{start}/all"]) and own in store.get(f"{start}/all").decode():
             return start
-        wait()
+        wait(0.5)
 
 
 def _agree_on_devices(process: Process, problem: str) -> None:

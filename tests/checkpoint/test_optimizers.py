@@ -213,7 +213,7 @@ def test_they_are_refused_where_an_optimizer_is_divided(tmp_path: Path) -> None:
     for message in refusals(2, save_aged, tmp_path / "c", error="CheckpointError"):
         assert message == (
             "state[\"optimizer\"]: the state_dict() of this Aged has entries of its own (age), which backend 'fsdp' cannot "
-            "divide: use one where each process has whole optimizers, such as 'ddp'"
+            "divide: use one where each process has whole optimizers"
         )
 
 
