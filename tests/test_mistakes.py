@@ -793,7 +793,7 @@ COMMANDS = {
 }
 USAGES = {
     "diff one two --tolerance x": "argument --tolerance: expected a number from 0 on, found 'x'",
-    "run -n x train.py": "argument -n/--processes: expected a whole number, found 'x'",
+    "run -n x train.py": "argument -n/--processes/--num-processes: expected a whole number, found 'x'",
     "run --port x train.py": "argument --port: expected a whole number, found 'x'",
     "run": "the following arguments are required: script",
 }

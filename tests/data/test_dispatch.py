@@ -129,7 +129,11 @@ def test_the_batches_of_all_ranks_are_split_and_resume_anywhere() -> None:
         (lambda: numbers(9, None), {"split_batches": True}, "no batch_size of its own"),
         (lambda: numbers(9, 3), {"split_batches": 3}, "expected a bool"),
         (lambda: numbers(9, 3), {"dispatch": True}, "is for iterable datasets"),
-        (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "is for iterable datasets"),
+        (
+            lambda: DataLoader(Counting(9), 3),
+            {"dispatch": True, "shard": False},
+            "with shard=False each rank reads by itself",
+        ),
         (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "even_batches": False}, "equally many"),
     ],
 )
