@@ -447,9 +447,12 @@ class DDPEngine(Engine):
         gradients.num_joined += 1
         if reduction.passed and sync and self.options.find_unused_parameters:
             gradients.forget_uses()
-        if grad and not (reduction.noted or ddp._has_rebuilt_buckets):  # now it makes its buckets anew
+        anew = grad and not (reduction.noted or ddp._has_rebuilt_buckets)  # now it makes its buckets
+        if anew:
             reduction.new_buckets()
         out = ddp(*args, **kwargs)
+        if anew:
+            reduction.made_buckets()
         # It makes its buckets once, in the second one; after a join each goes on telling the other ranks that there is one.
         usual = not (reduction.noted or ddp._use_python_reducer or ddp._join_config.enable)
         gradients.direct = usual and ddp._has_rebuilt_buckets

@@ -1,10 +1,11 @@
-"""Gradients that a loop keeps over ``zero_grad()``, and that lie in the reducer's buckets."""
+"""Gradients that a loop has besides the parameters, where the reducer's buckets have their place."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -20,51 +21,100 @@ _uses: Any = torch._C._storage_Use_Count
 
 @final
 class KeptGradients:
-    """With ``gradient_as_bucket_view`` a reduction writes where the last one's gradients lie.
+    """With ``gradient_as_bucket_view`` a reduction puts views of its buckets into ``p.grad``, and writes where the last ones lie.
 
-    Those that the loop still has, though no parameter does, get memory of their own first, so that they stay as they are with
-    torch's default. Python's count of a gradient tells of them. Of what only shares its memory (``p.grad.data``, a slice)
-    torch's count of the bucket tells, but not where it is: a warning says so. One such name may be left over from a loop.
+    A loop sees neither. Views that it still has, though no parameter does, get memory of their own first. Gradients of its own
+    memory that it has too (a list of them, views of one flat tensor) get the result, and their places back. Python's count of a
+    tensor tells of both. Of what only shares a bucket's memory (``p.grad.data``, a slice) torch's count of the bucket tells,
+    but not where it is: a warning says so. One such name may be left over from a loop.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._parameters: Sequence[nn.Parameter] = ()
-        #: The gradients of the last reduction. As long as the first parameter's is the same one, the others are.
-        self.views: list[torch.Tensor | None] = []
+        #: The views, by the numbers of their parameters, as far as they are known.
+        self._numbers: list[int] = []
+        self._views: list[torch.Tensor] = []
         #: The buckets, none once there was a warning, and how often torch counts these where nobody else has a part of them.
         self._buckets: list[int] = []
-        self._uses = 0
+        self._count = 0
         self._told = False
+        #: The loop's own gradients in a reduction, with the numbers of their parameters and with their memory.
+        self._own: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def reset(self, parameters: Sequence[nn.Parameter]) -> None:
-        """New buckets, of these parameters."""
-        self._parameters, self.views, self._buckets = parameters, [], []
+        """New buckets are made now, of these parameters; ``give_back`` ends what that does to gradients that are there."""
+        self._parameters, self._numbers, self._views, self._buckets = parameters, [], [], []
+        self._own = self._find_own()
 
-    def reduced(self) -> None:
-        """Note where the gradients of a reduction lie."""
-        self.views = [p.grad if type(p.grad) is torch.Tensor else None for p in self._parameters]
-        if not self._told:
-            self._buckets = list({v.untyped_storage()._cdata for v in self.views if v is not None})
-            self._uses = sum(map(_uses, self._buckets))
-
-    def keep(self) -> None:
-        """Give them memory of their own, before a reduction."""
-        views = self.views
+    def begin(self) -> None:
+        """Hear that a reduction is about to begin."""
+        views = self._views
         if views and max(map(sys.getrefcount, views)) > _UNUSED:
-            for index, count in enumerate(list(map(sys.getrefcount, views))):
-                view = views[index]
-                if view is not None and count > _UNUSED and self._parameters[index].grad is not view:
+            for place, count in enumerate(list(map(sys.getrefcount, views))):
+                view = views[place]
+                if count > _UNUSED and self._parameters[self._numbers[place]].grad is not view:
                     with torch.no_grad():
                         own = view.clone()
                     # Who has `view` has the copy then, and torch's reducer writes to what was `view`.
                     swap: Any = torch._C._swap_tensor_impl
                     swap(view, own)
-                    views[index] = own
-        if self._buckets and sum(map(_uses, self._buckets)) > self._uses + 1:
+                    views[place] = own
+        first = self._parameters[0].grad
+        self._own = [] if first is None or (views and views[0] is first) else self._find_own()
+        if self._buckets and sum(map(_uses, self._buckets)) > self._count + 1:
             self._told, self._buckets = True, []
             logger.warning(
                 "%s: tensors that lie in the memory of gradients (p.grad.data, p.grad.detach(), a slice) are still held where "
                 "the next backward begins, which overwrites them: keep p.grad itself, or p.grad.clone()",
                 self._kind,
             )
+
+    def end(self) -> None:
+        """Hear that it has ended, so that gradients lie in the buckets: in the same places, as long as these are the same."""
+        own = self._own
+        if own:
+            self.give_back()
+        known = self._views and len(self._views) == len(self._parameters)
+        if not known or self._views[0] is not self._parameters[0].grad:
+            self._note({number for number, *_ in own})
+
+    def give_back(self) -> None:
+        """Put the loop's own gradients into their parameters again, with the values that these have."""
+        own, self._own = self._own, []
+        with torch.no_grad():
+            for number, tensor, memory in own:
+                parameter = self._parameters[number]
+                if parameter.grad is None or parameter.grad.data_ptr() == memory.data_ptr():
+                    continue
+                memory.copy_(parameter.grad)
+                if parameter.grad is tensor:  # torch has moved it
+                    tensor.data = memory
+                else:
+                    parameter.grad = tensor
+
+    def _note(self, own: Container[int]) -> None:
+        found = dict(zip(self._numbers, self._views, strict=True))  # also of those that got none this time
+        grads = [None if i in own else p.grad for i, p in enumerate(self._parameters)]
+        found |= {i: grad for i, grad in enumerate(grads) if type(grad) is torch.Tensor}
+        self._numbers, self._views = sorted(found), [found[number] for number in sorted(found)]
+        if not self._told:
+            self._buckets = list({v.untyped_storage()._cdata for v in self._views})
+            self._count = sum(map(_uses, self._buckets))
+
+    def _find_own(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The gradients that are no views of buckets, and that somebody besides their parameters has, or a part of them."""
+        known = set(map(id, self._views))
+        grads = [p.grad for p in self._parameters]
+        places = [g.untyped_storage()._cdata if type(g) is torch.Tensor else 0 for g in grads]
+        times, own = Counter(places), []
+        for number, count in enumerate(list(map(sys.getrefcount, grads))):
+            grad, place = grads[number], places[number]
+            if (
+                grad is not None
+                and place
+                and id(grad) not in known
+                and (count > _UNUSED or _uses(place) > times[place])
+            ):
+                own.append((number, grad, grad.detach()))
+        return own

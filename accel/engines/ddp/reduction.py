@@ -85,12 +85,18 @@ class Reduction:
 
     def release(self) -> None:
         self._reducer = None
-        self.new_buckets()
+        if self._kept is not None:
+            self._kept.reset(())
 
     def new_buckets(self) -> None:
-        """Hear that the reducer makes others, or ends: where the last gradients lie, nothing is written any more."""
+        """Hear that the reducer makes others: where the last gradients lie, nothing is written any more."""
         if self._kept is not None:
             self._kept.reset(self._trained)
+
+    def made_buckets(self) -> None:
+        """Hear that it has made them."""
+        if self._kept is not None:
+            self._kept.give_back()
 
     def forward(self, graph: bool, armed: bool) -> None:
         """There was one; whether it made a graph, and the next backward will be reduced, with all that came before it."""
@@ -125,7 +131,7 @@ class Reduction:
             if self.unfinished:
                 self._late(self.missing())
             if self._kept is not None and self.armed and not self.unfinished:
-                self._kept.keep()
+                self._kept.begin()
             if self.armed and not (self.noted or self.unfinished):
                 grad = self._trained[0].grad
                 self._usual, self._first = True, (grad, 0 if grad is None else grad._version)
@@ -181,11 +187,8 @@ class Reduction:
 
     def _end_reduction(self) -> None:
         self.armed, self.local = False, not self._whole
-        kept = self._kept
-        if kept is not None and not (
-            kept.views and kept.views[0] is not None and kept.views[0] is self._trained[0].grad
-        ):
-            kept.reduced()
+        if self._kept is not None:
+            self._kept.end()
 
     def _remember(self) -> None:
         watched: Sequence[nn.Parameter] = self._parameters if self.running else ()
