@@ -505,15 +505,15 @@ def test_gradients_of_a_branch_that_a_loop_keeps_are_its_own() -> None:
     assert run(2, branches) == [True, True]
 
 
-def look_at_gradients(how: str) -> tuple[bool, list[str]]:
-    """Whether gradients stay in one place while a loop looks at them, and what is logged."""
+def look_at_gradients(how: str) -> tuple[bool, bool, list[str]]:
+    """Whether gradients stay in one place, and the same tensors, while a loop looks at them; and what is logged."""
     texts: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accel").addHandler(handler)
     raw = net()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
-    places, kept = [], []
+    places, same, kept = [], [], []
     for step in range(5):
         optimizer.zero_grad(set_to_none=how != "zeros")
         model(data(step, accel.rank())).mean().backward()
@@ -524,15 +524,17 @@ def look_at_gradients(how: str) -> tuple[bool, list[str]]:
         if how == "parts":
             kept.append([p.grad.detach() for p in model.parameters()])
         places.append(left.data_ptr())
+        same.append(id(raw[0].weight.grad))
         optimizer.step()
     logging.getLogger("accel").removeHandler(handler)
-    return len(set(places[2:])) == 1, texts
+    return len(set(places[2:])) == 1, len(set(same[2:])) == 1, texts
 
 
 @pytest.mark.parametrize("how", ["plain", "norms", "zeros", "parts"])
 def test_what_lies_in_the_memory_of_gradients_is_told_once(how: str) -> None:
-    for in_place, texts in run(2, look_at_gradients, how):
+    for in_place, not_copied, texts in run(2, look_at_gradients, how):
         assert in_place
+        assert not_copied
         assert [t.partition(": ")[2] for t in texts] == [
             "tensors that lie in the memory of gradients (p.grad.data, p.grad.detach(), a slice) are still held where the next "
             "backward begins, which overwrites them: keep p.grad itself, or p.grad.clone()"

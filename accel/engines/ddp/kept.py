@@ -13,8 +13,15 @@ from torch import nn
 
 logger = logging.getLogger("accel")
 
-#: References to a tensor that only a list holds, as `map` counts them.
-_UNUSED: Final = next(map(sys.getrefcount, [torch.empty(0, device="cpu")]))
+
+def _count_unused() -> int:
+    """References to a tensor that a list and torch hold, as ``map`` counts them."""
+    parameter = nn.Parameter(torch.empty(0, device="cpu"))
+    parameter.grad = torch.empty(0, device="cpu")
+    return next(map(sys.getrefcount, [parameter.grad]))
+
+
+_UNUSED: Final = _count_unused()
 #: Of a storage, in C++: its tensors, as a rule.
 _uses: Any = torch._C._storage_Use_Count
 
@@ -44,8 +51,8 @@ class KeptGradients:
 
     def reset(self, parameters: Sequence[nn.Parameter]) -> None:
         """New buckets are made now, of these parameters; ``give_back`` ends what that does to gradients that are there."""
+        self._own = self._find_own() if parameters is self._parameters else []
         self._parameters, self._numbers, self._views, self._buckets = parameters, [], [], []
-        self._own = self._find_own()
 
     def begin(self) -> None:
         """Hear that a reduction is about to begin."""
@@ -72,26 +79,26 @@ class KeptGradients:
 
     def end(self) -> None:
         """Hear that it has ended, so that gradients lie in the buckets: in the same places, as long as these are the same."""
-        own = self._own
-        if own:
-            self.give_back()
+        back = self.give_back() if self._own else ()
         known = self._views and len(self._views) == len(self._parameters)
         if not known or self._views[0] is not self._parameters[0].grad:
-            self._note({number for number, *_ in own})
+            self._note(back)
 
-    def give_back(self) -> None:
-        """Put the loop's own gradients into their parameters again, with the values that these have."""
-        own, self._own = self._own, []
+    def give_back(self) -> Container[int]:
+        """Put the loop's own gradients into their parameters again, with the values that these have; for which that was to do."""
+        own, self._own, back = self._own, [], set()
         with torch.no_grad():
             for number, tensor, memory in own:
                 parameter = self._parameters[number]
                 if parameter.grad is None or parameter.grad.data_ptr() == memory.data_ptr():
                     continue
+                back.add(number)
                 memory.copy_(parameter.grad)
                 if parameter.grad is tensor:  # torch has moved it
                     tensor.data = memory
                 else:
                     parameter.grad = tensor
+        return back
 
     def _note(self, own: Container[int]) -> None:
         found = dict(zip(self._numbers, self._views, strict=True))  # also of those that got none this time
@@ -103,18 +110,15 @@ class KeptGradients:
             self._count = sum(map(_uses, self._buckets))
 
     def _find_own(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The gradients that are no views of buckets, and that somebody besides their parameters has, or a part of them."""
+        """The gradients that somebody besides their parameters has, or, where they are no views of buckets, a part of them."""
         known = set(map(id, self._views))
         grads = [p.grad for p in self._parameters]
         places = [g.untyped_storage()._cdata if type(g) is torch.Tensor else 0 for g in grads]
         times, own = Counter(places), []
         for number, count in enumerate(list(map(sys.getrefcount, grads))):
             grad, place = grads[number], places[number]
-            if (
-                grad is not None
-                and place
-                and id(grad) not in known
-                and (count > _UNUSED or _uses(place) > times[place])
-            ):
-                own.append((number, grad, grad.detach()))
+            if grad is not None and place:
+                view = id(grad) in known
+                if count > _UNUSED + view or (not view and _uses(place) > times[place]):
+                    own.append((number, grad, grad.detach()))
         return own
