@@ -108,9 +108,11 @@ class Stage:
 
         BackendError where a micro-batch changes a buffer, which a batch would change once.
         """
-        before = [] if alone else self._seen()
+        if alone:
+            return self._run(value, keep)
+        before = self._seen()
         out = self._run(value, keep)
-        for (name, _, key), then, now in zip(self._buffers, before, [] if alone else self._seen(), strict=False):
+        for (name, _, key), then, now in zip(self._buffers, before, self._seen(), strict=True):
             if then[0] is not now[0] or then[1] != now[1]:
                 raise BackendError(
                     f"{name}.{key} is changed by the forward, once for each micro-batch, where one process changes it once for "
