@@ -299,6 +299,32 @@ def refusals() -> None:
     accel.teardown(model)
 
 
+def load_in_an_interval(outer: dict[str, Any] | None) -> None:
+    """Each rank loads the same whole state, from which a new interval begins."""
+    raw, reference = net(), by_hand(2, outer, 2)
+    start = net().state_dict()
+    model, o, _ = accel.setup(raw, adam(raw), backend=accel.DDP(sync_every=2, outer=outer))
+    train(model, o, range(1))
+    before = o.state_dict()["state"]
+    assert before
+    model.load_state_dict(start)
+    assert close(raw, net())
+    assert not accel.unwrap(model).state_dict().keys() - start.keys()
+    fresh = adam(net())
+    o.load_state_dict(fresh.state_dict())
+    train(model, o, range(2))
+    assert close(raw, reference)
+    train(model, o, range(1))
+    with pytest.raises(accel.BackendError, match="of the handle"):
+        raw.load_state_dict(start)
+    accel.teardown(model)
+
+
+def test_a_whole_state_is_loaded_between_averages() -> None:
+    run(2, load_in_an_interval, None)
+    run(2, load_in_an_interval, {"lr": 1.0})
+
+
 def load_on_one_rank() -> None:
     model, o, raw = set_up(2, None)
     train(model, o, range(2))

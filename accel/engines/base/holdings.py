@@ -274,7 +274,7 @@ class Holdings(Raw):
 
         It is the raw object's own, with its hooks, checks and messages; it meets what notes the values that this rank needs.
         """
-        if not self.partial(optimizer):
+        if not self.partial(optimizer) and not (optimizer is None and self.apart()):
             return (self.module if optimizer is None else optimizer).load_state_dict(*args, **kwargs)
         if optimizer is None:
             return self._load_model(args, kwargs)

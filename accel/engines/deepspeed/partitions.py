@@ -115,6 +115,8 @@ class Partitions(ABC):
         self._hooks: list[RemovableHandle] = []
         #: Whose gradients are taken at the end of the backward: hooks of the program may change them first.
         self._hooked: list[int] = []
+        #: What came in this backward, or in one inside of it, and is not reduced yet.
+        self._came: set[int] = set()
         self.interruption = Interruption()
         #: What backwards left in ``p.grad``.
         self.waiting: dict[int, torch.Tensor] = {}
@@ -178,6 +180,7 @@ class Partitions(ABC):
         else:
             self.waiting.pop(index, None)
             self.enter_backward()
+            self._refuse_second(index)
             hooks: Any = self.parameters[index]._post_accumulate_grad_hooks  # by a number that counts up
             if next(reversed(hooks)) > self._hooks[-1].id:
                 self._hooked.append(index)
@@ -192,11 +195,23 @@ class Partitions(ABC):
             self.interruption.refuse()
             at_end_of_backward(lambda: self._end_of_backward(task))
 
+    def _refuse_second(self, index: int) -> None:
+        """Of one that is in a bucket, autograd may have added to the bucket's memory already."""
+        if index in self._came:
+            raise BackendError(
+                f"{self.label}: the gradient of {self.names[index]!r} came a second time in one backward, before it was reduced: "
+                "its layer runs directly and, earlier in the forward, in a checkpoint(..., use_reentrant=True). Use "
+                "use_reentrant=False, or run this forward and backward inside of accel.no_sync(model): optimizer.step() then "
+                "averages all gradients"
+            )
+        self._came.add(index)
+
     def _end_of_backward(self, task: int) -> None:
         hooked, self._hooked = self._hooked, []
         for index in hooked:
             self.take(index)
         self.finish()
+        self._came.clear()
         self.interruption.running.discard(task)
 
     def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
@@ -279,6 +294,7 @@ class Partitions(ABC):
         self.interruption.stale = self.interruption.cut = False
         self.waiting.clear()
         self._hooked.clear()
+        self._came.clear()
         for parameter in self.parameters:
             if (grad := parameter.grad) is not None and bool(grad.any()):  # zeros are dropped gradients too
                 self.interruption.incomplete = True

@@ -233,6 +233,32 @@ def two_backwards_over_a_checkpoint() -> None:
     pair.check()
 
 
+def came_twice(stage: int) -> None:
+    """A layer that runs in a reentrant checkpoint, and then directly: told by name, and right where the step averages."""
+    pair = Pair(zero(stage), momentum)
+
+    def out(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        again = model.right(checkpoint(model.body, x.requires_grad_(), use_reentrant=True))  # type: ignore[operator]
+        return again.square().mean() + model.body(x).square().mean()  # type: ignore[operator]
+
+    for step in range(3):
+        pair.optimizer.zero_grad()
+        pair.plain_optimizer.zero_grad()
+        x = data(step, accel.rank())
+        if step == 1:
+            with pytest.raises(accel.BackendError, match=r"gradient of 'body.* came a second time.*accel.no_sync"):
+                out(pair.model, x).backward()
+            pair.optimizer.zero_grad()
+            pair.model(x)  # which clears what was left half-way
+        with accel.no_sync(pair.model):
+            out(pair.model, x).backward()
+        for batch in data(step):
+            (out(pair.plain, batch) / accel.world_size()).backward()
+        pair.optimizer.step()
+        pair.plain_optimizer.step()
+    pair.check()
+
+
 def graphs_from_before_a_step(stage: int) -> None:
     """As on one process: refused where the step has changed their weights, and right where it has changed others."""
     for part in ("left", "right"):
@@ -278,6 +304,11 @@ LOOPS = [
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_loop_is_exact(stage: int, loop: Callable[[int], None]) -> None:
     run(2, loop, stage)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_layer_in_a_reentrant_checkpoint_and_outside_of_it(stage: int) -> None:
+    run(2, came_twice, stage)
 
 
 def test_two_backwards_over_a_checkpoint_at_stage_3() -> None:
