@@ -210,8 +210,7 @@ def trained(setup, clip):
 
 
 def kept(save, load, net, optimizer):
-    folder = accel.broadcast([torch.tensor(list(tempfile.mkdtemp().encode()))])[0]
-    path = f"{bytes(folder.tolist()).decode()}/saved"
+    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/saved"
     save(path, {"net": net, "optimizer": optimizer, "step": 3})
     other, fresh = build()
     state = {"net": other, "optimizer": fresh, "step": 0}

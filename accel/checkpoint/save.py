@@ -162,7 +162,7 @@ def _check_equal(told: Sequence[tuple[str, tuple[object, ...], Summary]]) -> Non
         if summary.structure != told[0][2].structure:
             raise CheckpointError(
                 f"accel.save: the state of rank {rank} has other objects or tensors than that of rank 0; give every rank "
-                "the same keys, and its own part of data only as plain values"
+                "the same keys in one order, and its own part of data only as plain values"
             )
 
 
