@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -27,9 +27,19 @@ _WRITTEN: Final = "_accel_written"
 _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
 
+class Source(NamedTuple):
+    """A directory of weights, the model's name there, and whether it has to have just what the model has."""
+
+    weights: str
+    name: str | None
+    strict: bool
+
+
 @checked_call
 @contextlib.contextmanager
-def deferred_init(weights: str | os.PathLike[str] | None = None, *, name: str | None = None) -> Iterator[None]:
+def deferred_init(
+    weights: str | os.PathLike[str] | None = None, *, name: str | None = None, strict: bool = True
+) -> Iterator[None]:
     """Context: parameters of modules built inside lie on the meta device, without memory or values; buffers are real.
 
     ``accel.setup`` gives them values by each module's ``reset_parameters()`` (or ``_reset_parameters()``), the same on
@@ -42,8 +52,12 @@ def deferred_init(weights: str | os.PathLike[str] | None = None, *, name: str | 
             is called. All parameters and persistent buffers of the model that is set up must be there; they are
             converted to its dtypes. Buffers that are not persistent stay as they were built.
         name: which model, where that checkpoint has several, as ``accel.export`` names them.
+        strict: False leaves out what ``weights`` has beside, and buffers that it lacks stay as they were built, with a warning
+            that lists both. Each parameter must be there all the same.
     """
     source = None
+    if type(strict) is not bool:
+        raise CheckpointError(f"strict={strict!r}: expected True or False")
     if weights is not None:
         if not isinstance(weights, str | os.PathLike):
             raise CheckpointError(f"deferred_init(weights=...): expected a path, found {described(weights)}")
@@ -52,7 +66,9 @@ def deferred_init(weights: str | os.PathLike[str] | None = None, *, name: str | 
             source = os.path.abspath(os.path.expanduser(refuse_url(source, CheckpointError)))
     elif name is not None:
         raise CheckpointError(f"deferred_init(name={name!r}): of which checkpoint? Give weights=... too")
-    where = None if source is None else (source, name)
+    elif not strict:
+        raise CheckpointError("deferred_init(strict=False): with which weights? Give weights=... too")
+    where = None if source is None else Source(source, name, strict)
     writes = _Writes()
     hook = register_module_parameter_registration_hook(functools.partial(_without_memory, where, writes))
     try:
@@ -85,7 +101,7 @@ def _resetting() -> bool:
 
 
 def _without_memory(
-    source: tuple[str, str | None] | None, writes: _Writes, module: nn.Module, name: str, parameter: nn.Parameter | None
+    source: Source | None, writes: _Writes, module: nn.Module, name: str, parameter: nn.Parameter | None
 ) -> Any:
     if parameter is None or parameter.is_meta:
         return None
@@ -100,12 +116,12 @@ def _without_memory(
     return made
 
 
-def weights_of(module: nn.Module) -> tuple[str, str | None] | None:
-    """Where the values of a deferred module come from, and the model's name there; BackendError where there are several."""
+def weights_of(module: nn.Module) -> Source | None:
+    """Where the values of a deferred module come from; BackendError where there are several."""
     sources = {getattr(p, _MARK, (None, None))[1]: name for name, p in module.named_parameters() if p.is_meta}
     if len(sources) > 1:
         places = "; ".join(
-            f"{name} from {source[0] if source else 'reset_parameters()'}" for source, name in sources.items()
+            f"{name} from {source.weights if source else 'reset_parameters()'}" for source, name in sources.items()
         )
         raise BackendError(
             f"the parameters of this {type(module).__name__} would come from several places ({places}): build all of it in one "

@@ -331,6 +331,7 @@ def _draw(axes: Any, panel: Panel, parts: dict[str, Any]) -> None:
     """One panel; ``parts`` takes what a legend shows."""
     outline = {"fill": False, "edgecolor": "#64748b", "linestyle": ":"}
     names, row = {}, 0
+    visible = max((sum(s.values()) for bars in panel.groups.values() for _, s, _ in bars), default=0.0) / 500
 
     def write(text: str, end: float, points: str = "data", **font: Any) -> None:
         place = (text, (end, row), (4, 0), (points, "data"), "offset points")
@@ -344,7 +345,8 @@ def _draw(axes: Any, panel: Panel, parts: dict[str, Any]) -> None:
             end, names[row] = 0.0, name
             for part, size in sizes.items():
                 style = {"color": panel.colours[part]} if part in panel.colours else outline
-                parts[part] = axes.barh(row, size, 0.78, end, **style)
+                bar = axes.barh(row, size, 0.78, end, **style)
+                parts |= {part: bar} if size > visible else {}
                 end += size
             write(text, end, fontsize=8)
             row += 1

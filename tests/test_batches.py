@@ -70,6 +70,10 @@ def split_all() -> None:
     assert dicts["y"]["words"] == tuple("abcde"[i] for i in dicts["x"].tolist())  # type: ignore[index]
     assert accel.all_gather(accel.split(range(5), pad=True), objects=True) == [0, 1, 2, 3, 4, *[4] * (-5 % world)]
 
+    for pad in (False, True):
+        whole = {"x": torch.arange(5), "y": {"words": list("abcde")}}
+        mine = accel.split(whole, pad=pad)
+        assert accel.gather_for_metrics(mine["x"] * 2, whole).tolist() == [0, 2, 4, 6, 8]
     for wrong, what in (
         ("a prompt", "items is a str; expected a list"),
         (np.add, "items is a numpy.ufunc; expected a list"),
@@ -84,9 +88,9 @@ def split_all() -> None:
     for rows, of, what in (
         (torch.ones(9), range(8 * world), "expected dim 0 to be this rank's batch of 8, found shape \\(9,\\)"),
         (torch.ones(()), range(8), "found shape \\(\\)"),
-        (torch.ones(8), torch.tensor(8), "or the list or tensor that accel.split has cut, found a torch.Tensor"),
-        (torch.ones(8), nn.Sequential(nn.Tanh()), "or the list or tensor that accel.split has cut, found a "),
-        (torch.ones(8), {"x": range(8)}, "that accel.split has cut, found a dict: give one of its values"),
+        (torch.ones(8), torch.tensor(8), "or the list, tensor or dict that accel.split has cut, found a torch.Tensor"),
+        (torch.ones(8), nn.Sequential(nn.Tanh()), "or the list, tensor or dict that accel.split has cut, found a "),
+        (torch.ones(8), {"x": 8}, "that accel.split has cut, found a dict"),
         (
             torch.ones(8 // world),
             range(7 + rank),
@@ -135,7 +139,7 @@ def gather_on_one_rank_amiss(backend: Any) -> None:
     for rows_amiss, items, what in (
         (torch.ones(9), [0, 1, 2, 3], "expected dim 0 to be this rank's batch"),
         (rows, None, "no loader of accel has given a batch yet, or accel.split has cut since"),
-        (rows, 3, "expected the loader that accel.setup returned, or the list or tensor"),
+        (rows, 3, "expected the loader that accel.setup returned, or the list, tensor or dict"),
     ):
         with pytest.raises(accel.AccelError, match=what if amiss else " on rank 1.*" + what) as found:
             accel.gather_for_metrics(rows_amiss, items) if amiss else accel.gather_for_metrics(rows, [0, 1, 2, 3])

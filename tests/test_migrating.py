@@ -23,10 +23,16 @@ PACKAGES = {"Raw DistributedDataParallel": "torch", "Accelerate": "accelerate", 
 SAME = {
     "Accelerate": """
 import contextlib
+import os
 
 from accelerate import Accelerator, skip_first_batches
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list, gather_object, set_seed
+from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list, find_executable_batch_size
+from accelerate.utils import gather_object, set_seed
+from safetensors.torch import load_file
+
+import tempfile
+import time
 
 peer = Accelerator(cpu=True, gradient_accumulation_steps=2)
 x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
@@ -148,6 +154,95 @@ def stream():
 
 objects = [f"of {accel.rank()}", {"rank": accel.rank()}]
 
+
+def ends(loader, is_last, gather):
+    found = [(is_last(), gather(batch)) for batch in loader]
+    return [last for last, _ in found], len(found[-1][1])
+
+
+def ends_by_peer(length):
+    loader = peer.prepare(DataLoader(torch.arange(length), batch_size=4))
+    state, remainder = peer.gradient_state, []
+
+    def is_last():
+        remainder.append(state.remainder)
+        return state.end_of_dataloader
+
+    lasts, rows = ends(loader, is_last, peer.gather_for_metrics)
+    assert rows == remainder[-1]
+    return lasts, remainder[-1]
+
+
+def ends_by_accel(length):
+    loader = accel.setup(None, dataloaders=DataLoader(torch.arange(length), batch_size=4)).dataloaders
+    return ends(loader, lambda: loader.is_last, accel.gather_for_metrics)
+
+
+def texts(loader, gather):
+    return [text for batch in loader for text in gather([f"row {x:.0f}" for x in batch])]
+
+
+def first(context):
+    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/made"
+    with context():
+        time.sleep(0.3 * accel.is_main())
+        made = not os.path.exists(path)
+        open(path, "a").close()
+    return made
+
+
+def fits(size):
+    if size > 16:
+        raise RuntimeError("CUDA out of memory.")
+    return size
+
+
+def kept(prepare, save, load):
+    net, optimizer = build()
+    model, optimizer = prepare(net, optimizer)[:2]
+    F.mse_loss(model(inputs), data.tensors[1]).backward()
+    optimizer.step()
+    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/saved"
+    save(path, model, optimizer)
+    state = [p.detach().clone() for p in net.parameters()]
+    with torch.no_grad():
+        for p in net.parameters():
+            p.zero_()
+    load(path, model, optimizer)
+    assert all(torch.equal(p, old) for p, old in zip(net.parameters(), state))
+    return state
+
+
+def kept_by_peer():
+    alone = Accelerator(cpu=True)
+    # A rank that is early would find nothing.
+    save = lambda path, *_: (alone.save_state(path), alone.wait_for_everyone())
+    found = kept(alone.prepare, save, lambda path, *_: alone.load_state(path))
+    alone.free_memory()
+    return found
+
+
+def kept_by_accel():
+    return kept(
+        accel.setup,
+        lambda path, model, optimizer: accel.save({"model": model, "optimizer": optimizer}, path),
+        lambda path, model, optimizer: accel.load(path, {"model": model, "optimizer": optimizer}),
+    )
+
+
+def weights(prepare, write):
+    net, optimizer = build()
+    model = prepare(net, optimizer)[0]
+    path = accel.broadcast(tempfile.mkdtemp(), objects=True)
+    write(model, path)
+    accel.barrier()
+    return load_file(f"{path}/model.safetensors")
+
+
+def exported(model, path):
+    accel.save({"model": model}, f"{path}/checkpoint")
+    accel.export(f"{path}/checkpoint", path)
+
 pairs = {
     "broadcast": (broadcast(x.clone(), from_process=1), accel.broadcast(x, src=1)),
     "broadcast_object_list": (sent() == accel.broadcast(["from 1", 1], objects=True), True),
@@ -160,6 +255,25 @@ pairs = {
         list(skip_first_batches(peer.prepare(DataLoader(torch.arange(20.0), batch_size=2)), 2)),
         rest_by_accel(),
     ),
+    **{f"the end of {n} rows": (ends_by_peer(n), ends_by_accel(n)) for n in (10, 11, 20)},
+    "gather_for_metrics of objects": (
+        texts(peer.prepare(whole()), lambda rows: peer.gather_for_metrics(rows, use_gather_object=True))
+        == texts(
+            accel.setup(None, dataloaders=whole()).dataloaders, lambda rows: accel.gather_for_metrics(rows, objects=True)
+        ),
+        True,
+    ),
+    "main_process_first": (first(peer.main_process_first), first(accel.main_first)),
+    "find_executable_batch_size": (
+        find_executable_batch_size(fits, starting_batch_size=64, reduce_batch_size_fn=None)() <= 16,
+        accel.largest_batch(fits, 64)[1] <= 16,
+    ),
+    "save_state, load_state": (kept_by_peer(), kept_by_accel()),
+    "get_state_dict": (
+        peer.get_state_dict(peer.prepare(build()[0])),
+        accel.full_state_dict(accel.setup(build()[0]).model),
+    ),
+    "save_model": (weights(peer.prepare, peer.save_model), weights(accel.setup, exported)),
     "no_sync": (two_backwards(peer.prepare, peer.no_sync), two_backwards(accel.setup, accel.no_sync)),
     "clip_grad_value_": (
         trained_by_peer(lambda _: contextlib.nullcontext(), lambda model: peer.clip_grad_value_(model.parameters(), 0.01)),
@@ -193,7 +307,9 @@ pairs = {
 import os
 import tempfile
 
-from lightning_fabric import Fabric
+from lightning_fabric import Fabric, is_wrapped
+
+import time
 
 peer = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
 peer.launch()
@@ -216,6 +332,44 @@ def kept(save, load, net, optimizer):
     state = {"net": other, "optimizer": fresh, "step": 0}
     load(path, state)
     return state["step"], [p.detach() for p in other.parameters()], fresh.param_groups[0]["lr"]
+
+
+def first(context):
+    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/made"
+    with context():
+        time.sleep(0.3 * accel.is_main())
+        made = not os.path.exists(path)
+        open(path, "a").close()
+    return made
+
+
+def partly(setup, save, load):
+    # Only the weights are saved, and loaded into a model that has something else beside.
+    net, optimizer = build()
+    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/saved"
+    save(path, {"net": setup(net, optimizer)[0]})
+    other = build()[0]
+    with torch.no_grad():
+        for p in other.parameters():
+            p.fill_(7.0)
+    other.more = nn.Linear(1, 1)
+    load(path, {"net": other})
+    return [other.get_parameter(name).detach() for name, _ in net.named_parameters()]
+
+
+def is_weight(name):
+    return name.endswith("weight")
+
+
+def raw(load):
+    net, other = build()[0], build()[0]
+    path = accel.broadcast(tempfile.mkdtemp(), objects=True)
+    torch.save(net.state_dict(), f"{path}/{accel.rank()}")
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    load(f"{path}/{accel.rank()}", other)
+    return [p.detach() for p in other.parameters()]
 
 
 whole = DataLoader(torch.arange(11.0), batch_size=2)
@@ -267,6 +421,24 @@ pairs = {
         clipped(peer.setup, lambda model, optimizer: peer.clip_gradients(model, optimizer, clip_val=0.01)),
         clipped(accel.setup, lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)),
     ),
+    "rank_zero_first": (first(lambda: peer.rank_zero_first(local=True)), first(lambda: accel.main_first(local=True))),
+    "is_wrapped": (
+        [is_wrapped(one) for net in (build()[0],) for one in (net, peer.setup_module(net))],
+        [accel.unwrap(one) is not one for net in (build()[0],) for one in (net, accel.setup(net).model)],
+    ),
+    "save(filter), load(strict=False)": (
+        partly(
+            peer.setup,
+            lambda path, state: peer.save(path, state, filter={"net": lambda name, value: is_weight(name)}),
+            lambda path, state: peer.load(path, state, strict=False),
+        ),
+        partly(
+            accel.setup,
+            lambda path, state: accel.save(state, path, filter=is_weight),
+            lambda path, state: accel.load(path, state, strict=False),
+        ),
+    ),
+    "load_raw": (raw(peer.load_raw), raw(lambda path, model: model.load_state_dict(torch.load(path)))),
     "use_distributed_sampler": (
         list(peer.setup_dataloaders(whole, use_distributed_sampler=False)),
         list(accel.setup(None, dataloaders=whole, loader_options=accel.LoaderOptions(shard=False)).dataloaders),

@@ -373,6 +373,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.LoaderError,
         "LoaderOptions(sed=...): there is no such option; did you mean seed?",
     ),
+    "Accelerate's option of a loader": (
+        lambda: ANY.LoaderOptions(dispatch_batches=True),
+        accel.LoaderError,
+        "LoaderOptions(dispatch_batches=...): there is no such option; did you mean dispatch?",
+    ),
     "options of loaders as a dict": (
         lambda: ANY.setup(None, dataloaders=loader(), loader_options={"shard": False}),
         accel.LoaderError,
@@ -463,8 +468,8 @@ BACKENDS = (
 @pytest.mark.parametrize(
     ("backend", "named"),
     [
-        ("fdsp", "'fdsp', did you mean 'fsdp'?"),
-        ("fdsp:replicas=2", "'fdsp:replicas=2', did you mean 'fsdp'?"),
+        ("fdsp", "'fdsp' (did you mean 'fsdp'?)"),
+        ("fdsp:replicas=2", "'fdsp:replicas=2' (did you mean 'fsdp'?)"),
         ({"name": "ddp"}, "{'name': 'ddp'}"),
         (None, "None"),
     ],
@@ -528,6 +533,27 @@ def test_options_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         accel.setup(net())
     said = "ACCEL_BACKEND='fsdp:replica=2': FSDP(replica=...): there is no such option; did you mean replicas?"
     assert str(caught.value) == said
+    monkeypatch.setenv("ACCEL_BACKEND", "fsdp:param_dtype=float16")
+    with pytest.raises(accel.BackendError) as caught:
+        accel.setup(net())
+    assert str(caught.value).endswith("FSDP(param_dtype=torch.float16): expected None or torch.bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("fsdp:param_dtype=bfloat16, replicas=2", accel.FSDP(param_dtype=torch.bfloat16, replicas=2)),
+        ("fsdp:reduce_dtype=torch.float32", accel.FSDP(reduce_dtype=torch.float32)),
+        ("pipeline:balance=[1,1],chunks=2", accel.Pipeline(balance=[1, 1], chunks=2)),
+        (
+            "ddp:sync_every=2,outer={'lr':0.7,'momentum':0.9,'nesterov':True}",
+            accel.DDP(sync_every=2, outer={"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ),
+        ("deepspeed:3,offload_optimizer=true", accel.DeepSpeed(stage=3, offload_optimizer=True)),
+    ],
+)
+def test_options_in_a_text_are_those_of_the_call(text: str, options: Any) -> None:
+    assert resolve(text)[1] == options
 
 
 NO_DEVICE = (
@@ -745,7 +771,7 @@ def test_the_command_lines_own(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert capsys.readouterr().out == f"accel {accel.__version__}\n"
     assert main(["run", "--backend", "fdsp", __file__]) == 1
-    assert capsys.readouterr().err == f"accel run: unknown backend 'fdsp', did you mean 'fsdp'?; expected {BACKENDS}\n"
+    assert capsys.readouterr().err == f"accel run: unknown backend 'fdsp' (did you mean 'fsdp'?); expected {BACKENDS}\n"
     assert main([]) == 0
     assert capsys.readouterr().out.startswith("usage: python -m accel [-h] [--version]\n")
 

@@ -16,7 +16,7 @@ from .background import background
 from .placement import NUMBER, Sight, memory_place, memory_series, newest, seen_in_memory
 from .reader import WorkerThreads
 from .record import NAME, Record, encode, exists, is_damaged, read
-from .steps import exchange, explain, on_every_rank
+from .steps import check_arguments, exchange, explain, on_every_rank
 from .storage import MEMORY, Claim, StoreError, check_size, storage_of, unreadable
 
 logger = logging.getLogger("accel")
@@ -258,7 +258,7 @@ def free(directory: str, kept: str | None = None) -> None:
             with contextlib.suppress(CheckpointError, OSError):  # another job saves there
                 remove(where)
                 seen_in_memory.pop(where, None)
-    if own and NUMBER.search(name) and not current().place.local_rank:
+    if own and os.path.basename(own) == name and not current().place.local_rank:
         storage_of(own).remove_directory(os.path.dirname(own))  # that of the series, once it is empty
 
 
@@ -354,8 +354,11 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         CheckpointError: ``src`` is no complete checkpoint, or ``dst`` cannot be written.
     """
 
-    def act() -> None:
+    def look() -> tuple[None, dict[str, object]]:
         background.wait()
+        return None, {"src": named(src), "dst": named(dst)}
+
+    def act() -> None:
         if rank() == 0:
             if (found := newest_place(src)) != absolute(src):
                 raise CheckpointError(
@@ -364,6 +367,7 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
                 )
             read_standing(found, lambda: _link(found, absolute(dst)))
 
+    check_arguments("accel.link", exchange("accel.link (the beginning)", look)[1])
     on_every_rank("accel.link", act)
     free(absolute(dst))
 

@@ -69,7 +69,11 @@ def import_checkpoint(
         with progress_bar("accel.import_checkpoint", shown=progress) as more:
             return _convert(folder.absolute(source), folder.absolute(dir), optimizer, more)
 
-    return on_running_ranks("accel.import_checkpoint", lambda: check_flags(optimizer=optimizer, progress=progress), act)
+    def look() -> tuple[dict[str, object], None]:
+        check_flags(optimizer=optimizer, progress=progress)
+        return {"source": folder.named(source), "dir": folder.named(dir), "optimizer": optimizer}, None
+
+    return on_running_ranks("accel.import_checkpoint", look, act)
 
 
 def _convert(source: str, directory: str, optimizer: bool, progress: Progress) -> dict[str, list[str]]:

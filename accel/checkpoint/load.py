@@ -533,6 +533,12 @@ class Loading:
                 engine.drift.forget()
                 engine.process.order.forget()
 
+    def lacking_parameters(self, module: nn.Module) -> list[str]:
+        """Of what the checkpoint lacks, the parameters of a module of the state."""
+        paths = [one.path for one, _ in self._match.objects if isinstance(one, ModuleObject)]
+        names = {f"{path}, {name}" for path in paths for name, _ in module.named_parameters(remove_duplicate=False)}
+        return [name for name in self.differences.missing if name in names]
+
     def filled(self) -> None:
         """Tell the engines. Collective."""
         engines = {id(one.engine): one.engine for one, _ in self._match.objects if one.engine is not None}
@@ -549,6 +555,9 @@ def _order(one: StateObject) -> bool:
 # -- First values of a model that was built without memory, from a checkpoint or a directory of weights ---------------
 
 
+_WAY_OUT: Final = " (deferred_init(weights, strict=False) takes one that has more, or lacks buffers)"
+
+
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     """What fills the handle of a deferred module, once it has memory; None where there is nothing to read. Local.
 
@@ -557,17 +566,20 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     source = weights_of(module)
     if source is None:
         return None
-    directory, name = source
     background.wait()
-    directory = folder.absolute(directory)
-    state = _state_for(directory, name, module)
+    directory = folder.absolute(source.weights)
+    state = _state_for(directory, source.name, module)
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)
         loading = Loading(whole, state, undo, 0, stream=False, convert=True, planned=True)
-        report(directory, [loading.differences], loading.unneeded.values(), True, 0, way_out="")
+        if source.strict:
+            report(directory, [loading.differences], loading.unneeded.values(), True, 0, _WAY_OUT)
+        else:
+            lacking = Differences(loading.lacking_parameters(module), loading.differences.unfit)
+            report(directory, [lacking], (), True, 0, "")
 
     def fill(handle: nn.Module) -> None:
-        load(directory, _state_for(directory, name, handle), convert=True)
+        load(directory, _state_for(directory, source.name, handle), strict=source.strict, convert=True)
 
     return fill
 

@@ -282,6 +282,8 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
             return f"{dtype} in the checkpoint, {slot.tensor.dtype} here, which cannot hold its values"
         if not convert:
             return f"{dtype} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
+        if planned and slot.tensor.is_meta and slot.tensor.is_floating_point() and not dtype.is_floating_point:
+            return f"{dtype} in the file, {slot.tensor.dtype} here: of a quantised format it seems, which its own library reads"
     if slot.tensor.is_meta and not planned:
         return "it is on the meta device, which holds no values; give it memory first (module.to_empty(device=...))"
     if overlaps_itself(slot.tensor):

@@ -110,7 +110,7 @@ def find_disks(directory: str, present: Callable[[str], Record | None]) -> Disks
 # The newest snapshot of a checkpoint lies in files in /dev/shm, which outlive the processes. It is a checkpoint on disks of hosts
 # in another place, which follows from the identity of an empty file in the directory that it belongs to: so whoever removes that
 # directory is rid of it. Directories whose names end in a number are a series with one such file above them, and one snapshot,
-# the newest.
+# the newest. Places in a store have no such file: their snapshots lie together by the URL above them.
 
 NUMBER: Final = re.compile(r"\d+\Z")
 _MARK: Final = ".accel.memory"
@@ -121,16 +121,18 @@ seen_in_memory: Final[dict[str, str]] = {}
 def memory_place(directory: str, *, make: bool = False) -> str | None:
     """Where the snapshot of a directory lies on this host; None: nowhere. CheckpointError where it cannot ``make`` a place."""
     parent, name = os.path.split(directory)
-    if not NUMBER.search(name):
+    # What a store does not list is found by what is above it.
+    if not (is_url(parent) if is_url(directory) else NUMBER.search(name)):
         return _folder(directory, make)
     folder = _folder(parent, make)
     return folder and os.path.join(folder, name)
 
 
 def memory_series(root: str) -> list[str]:
-    """The names, which end in a number, of the directories in ``root`` of which this host may have snapshots."""
+    """The names of the directories in ``root`` of which this host has snapshots that lie together."""
     folder = _folder(root)
-    return list(filter(NUMBER.search, os.listdir(folder))) if folder and os.path.isdir(folder) else []
+    names = os.listdir(folder) if folder and os.path.isdir(folder) else []
+    return [name for name in names if os.path.isdir(os.path.join(str(folder), name))]
 
 
 def _folder(directory: str, make: bool = False) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -148,22 +149,31 @@ def _read_in_steps(opened: File, offset: int, step: int, steps: Iterable[list[me
 
 
 def _refuse_overflow(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Refuse (CheckpointError) numbers that are finite, and would not be in a dtype that they are converted to."""
+    """Refuse (CheckpointError) numbers that would be others, or not finite, in a dtype that they are converted to."""
     saved = values.dtype
-    if saved is dtype or saved is torch.bool or saved.is_complex or not dtype.is_floating_point or not values.numel():
+    if saved is dtype or saved is torch.bool or not values.numel() or not (dtype.is_floating_point or dtype.is_complex):
         return
+    if saved.is_complex:
+        values = torch.view_as_real(values.resolve_conj())
+        saved = values.dtype
     most = torch.finfo(dtype).max
-    if (torch.finfo(saved) if saved.is_floating_point else torch.iinfo(saved)).max <= most:
+    unending = dtype.is_complex or _has_infinity(dtype)
+    if (torch.finfo(saved) if saved.is_floating_point else torch.iinfo(saved)).max <= most and unending:
         return
     numbers = values if saved in (torch.float32, torch.float64) else values.double()
     if not bool((torch.stack(torch.aminmax(numbers)).abs() <= most).all()):  # or not a number, or infinite there too
-        finite = numbers[numbers.isfinite()]
-        largest = float(finite[finite.abs().argmax()]) if finite.numel() else 0.0
+        known = numbers[numbers.isfinite() if unending else ~numbers.isnan()]
+        largest = float(known[known.abs().argmax()]) if known.numel() else 0.0
         if abs(largest) > most:
             raise CheckpointError(
                 f"{name} has the value {largest:g}, and {dtype} ends at {most:g}: convert to a dtype that holds it, such as "
                 "torch.bfloat16, or leave the dtype as it is"
             )
+
+
+@functools.cache
+def _has_infinity(dtype: torch.dtype) -> bool:
+    return bool(torch.tensor(float("inf"), device="cpu").to(dtype).double().isinf())
 
 
 def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
@@ -220,10 +230,14 @@ class Reader:
                 if checksums_of(memoryview(content)) == written.header:
                     break
                 if tried == opened.tries:
-                    raise DamageError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
+                    raise DamageError(f"{path}: its header is damaged, or it is of another save; {self._advice(file)}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
                 self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
+
+    def _advice(self, file: int) -> str:
+        copies = len(self._record.hosts_of(file)) > 1
+        return f"{_ADVICE}{'; or remove this file here: its copy on another host is then taken' if copies else ''}"
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Where elements of a tensor's line are: (file, byte in it, first element, number of elements), if files have them."""
@@ -356,7 +370,7 @@ class Reader:
             inside = header.inside(begin, end)
             raise DamageError(
                 f"{opened.path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
-                f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
+                f"{', ...' if len(inside) > 3 else ''}; {self._advice(file)}"
             )
 
     def fill(self, wanted: Iterable[Shard], due: Mapping[int, set[int]] | None = None) -> None:

@@ -191,8 +191,9 @@ def _absent(directory: str) -> str:
     if inside:
         return f"{directory} holds checkpoints ({', '.join(inside[-5:])}) but is none: name one, or accel.latest({directory!r})"
     return (
-        f"{directory} has no {NAME}, so that it is no complete checkpoint of accel: the save did not finish, or another "
-        f"library wrote it (accel.import_checkpoint takes some); it holds {', '.join(names[:5]) or 'nothing'}"
+        f"{directory} has no {NAME}, so that it is no complete checkpoint of accel: the save did not finish, it has weights "
+        "alone, as accel.export writes them (accel.load takes these), or another library wrote it (accel.import_checkpoint takes "
+        f"some); it holds {', '.join(names[:5]) or 'nothing'}"
     )
 
 

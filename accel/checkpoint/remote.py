@@ -29,6 +29,8 @@ _PAUSES: Final = (0.2, 0.8, 3.2)  # seconds before a request is tried again; mos
 _LARGEST: Final = 5 << 30  # bytes of one request; what is put on a condition is put by one
 _BLOCK: Final = 16 << 20  # bytes of a part of an upload, of which there may be 10,000
 _GAP: Final = 1 << 20  # bytes that are read in vain rather than asking twice; so much of a file's beginning is kept
+#: Have no directories, by their protocols.
+_FLAT: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "cos", "obs", "memory"})
 _LATER: Final = frozenset({408, 429, 500, 502, 503, 504})  # answers of a server, or of what is in front of it
 _BUSY: Final = frozenset(
     {errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, getattr(errno, "EREMOTEIO", errno.EBUSY)}
@@ -123,6 +125,7 @@ class Remote:
     def __init__(self, protocol: str, fs: Any) -> None:
         self._fs = fs
         self.conditional = "s3" in protocol
+        self._flat = protocol in _FLAT
         #: Those that are not asynchronous are for one thread; memory's files even have one place that is read next.
         self._turn: Any = contextlib.nullcontext() if fs.async_impl else threading.RLock()
         self.in_flight = 8 if fs.async_impl else 1
@@ -190,9 +193,17 @@ class Remote:
         return str(self.ask("ukey", path))
 
     def make(self, directory: str) -> None:
-        """There are none, only names that begin alike."""
+        """Most have none, only names that begin alike: there it would make a bucket, if anything."""
+        if not self._flat:
+            self.ask("makedirs", directory, exist_ok=True)
 
-    sync = remove_directory = make
+    def remove_directory(self, directory: str) -> None:
+        if not self._flat:
+            with contextlib.suppress(OSError):  # it is not empty
+                self.ask("rmdir", directory)
+
+    def sync(self, directory: str) -> None:
+        """What has been put is durable."""
 
     def claim(self, directory: str) -> Claim:
         return Turn(self, directory)
@@ -201,8 +212,16 @@ class Remote:
         return tempfile.gettempdir()
 
     def fetched(self, path: str, folder: str) -> str:
-        here = os.path.join(folder, "source")
-        self.ask("get", path, here, recursive=self.is_directory(path))
+        here, there = os.path.join(folder, "source"), self._fs._strip_protocol(path)
+        found = self.ask("find", path) if self.is_directory(path) else [there]
+        files = [name for name in found if not name.endswith("/")]  # some stores mark a directory so
+        parts = [os.path.normpath(name.removeprefix(there).strip("/")) for name in files]
+        if outside := [name for name in parts if name.split("/")[0] == ".."]:
+            raise CheckpointError(
+                f"{path} has the file {outside[0]!r}, which would come to lie outside of a copy of it"
+            )
+        # As lists, names are not taken for patterns.
+        self._again(lambda: self._fs.get(files, [os.path.normpath(os.path.join(here, part)) for part in parts]), path)
         return here
 
     @contextlib.contextmanager

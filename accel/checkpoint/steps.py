@@ -10,7 +10,7 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pickle import PickleError
 from typing import Any, Final, TypeVar, final
 
@@ -50,15 +50,19 @@ def on_every_rank(what: str, act: Callable[[], T]) -> T:
     return exchange(what, lambda: (act(), None))[0]
 
 
-def on_running_ranks(what: str, look: Callable[[], Hashable], act: Callable[[int, int], T]) -> T:
+def on_running_ranks(
+    what: str, look: Callable[[], tuple[Mapping[str, object], Hashable]], act: Callable[[int, int], T]
+) -> T:
     """Run ``look``, then ``act`` on every rank if accel runs over several, else here, without a process group.
 
-    ``act`` is given this rank's number among those for which ``look`` gave the same, and how many they are.
+    ``look`` gives the arguments, which are to be the same on all ranks, and something else: ``act`` is given this rank's number
+    among those for which that is the same, and how many they are.
     """
     process = running()
     if process is not None and process.place.world_size > 1:
-        mine, told = exchange(f"{what} (the beginning)", lambda: (look(),) * 2)
-        alike = [number for number, theirs in enumerate(told) if theirs == mine]
+        (_, mine), told = exchange(f"{what} (the beginning)", lambda: (look(),) * 2)
+        check_arguments(what, [arguments for arguments, _ in told])
+        alike = [number for number, (_, theirs) in enumerate(told) if theirs == mine]
         return on_every_rank(what, lambda: act(alike.index(process.place.rank), len(alike)))
     try:
         look()
@@ -90,12 +94,19 @@ def check_flags(**flags: object) -> None:
             raise CheckpointError(f"{name}={value!r}: expected True or False")
 
 
+def check_arguments(what: str, told: Sequence[Mapping[str, object]]) -> None:
+    """Refuse that the ranks call ``what`` with other arguments, by their names."""
+    for name in told[0]:
+        check_options(what, name, [arguments[name] for arguments in told])
+
+
 def check_options(what: str, names: str, told: Sequence[object]) -> None:
     """Refuse that the ranks give ``what`` other options, ``names``."""
+    be = "are" if " and " in names else "is"
     for number, options in enumerate(told):
         if options != told[0]:
             raise CheckpointError(
-                f"{what}: {names} are {told[0]} on rank 0, and {options} on rank {number}; give every rank the same"
+                f"{what}: {names} {be} {told[0]} on rank 0, and {options} on rank {number}; give every rank the same"
             )
 
 
@@ -180,8 +191,7 @@ _DELAY: Final = 2.0  # seconds; what is done by then has no bar
 @contextlib.contextmanager
 def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> Iterator[Progress]:
     """Context: shows how many of ``total`` bytes rank 0 has done, where somebody may watch and tqdm is installed."""
-    watched = hasattr(sys, "ps1") or (sys.stderr is not None and sys.stderr.isatty())  # ps1: as in a notebook
-    if not (shown and watched and rank() == 0 and os.environ.get("ACCEL_QUIET", "") in ("", "0")):
+    if not (shown and rank() == 0 and os.environ.get("ACCEL_QUIET", "") in ("", "0") and _is_watched()):
         yield lambda nbytes: None
         return
     try:
@@ -193,6 +203,13 @@ def progress_bar(what: str, total: int | None = None, *, shown: bool = True) -> 
         return
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, delay=_DELAY) as bar:
         yield bar.update
+
+
+def _is_watched() -> bool:
+    """Whether somebody may look at standard error, which a program may have closed, or replaced by what has only ``write``."""
+    with contextlib.suppress(AttributeError, TypeError, ValueError, OSError):
+        return hasattr(sys, "ps1") or bool(sys.stderr.isatty())  # ps1: as in a notebook
+    return False
 
 
 def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:

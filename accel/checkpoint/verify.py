@@ -85,13 +85,14 @@ def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
 
     begin, directory, found = time.monotonic(), "", None
 
-    def look() -> Hashable:
+    def look() -> tuple[Mapping[str, object], Hashable]:
         nonlocal directory, found
         check_flags(progress=progress)
         background.wait()
         directory = folder.newest_place(dir)
         found, _ = record.read(directory)
-        return folder.key_of(directory) if found.hosts else None  # hosts have copies of their own
+        # Hosts have copies of their own.
+        return {"dir": folder.named(dir)}, folder.key_of(directory) if found.hosts else None
 
     def act(rank: int, world: int) -> None:
         assert found is not None

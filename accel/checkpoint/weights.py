@@ -401,7 +401,13 @@ def export(
         if rank == 0:
             folder.read_standing(dir, write)
 
-    on_running_ranks("accel.export", lambda: check_flags(overwrite=overwrite, progress=progress), act)
+    def look() -> tuple[dict[str, object], None]:
+        check_flags(overwrite=overwrite, progress=progress)
+        places = {"dir": folder.named(dir), "out": folder.named(out)}
+        asked = {"max_shard_size": _parse_size(max_shard_size), "dtype": _parse_dtype(dtype)}
+        return {**places, **asked, "name": name, "overwrite": overwrite, "library": library}, None
+
+    on_running_ranks("accel.export", look, act)
 
 
 def _export(planned: Export, out: str, library: str, overwrite: bool, progress: Progress) -> None:

@@ -118,17 +118,35 @@ def _form(tensor: Stored) -> tuple[str, tuple[int, ...]]:
 def _content(name: str, one: torch.Tensor, other: torch.Tensor, tolerance: float) -> Iterator[str]:
     if torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
         return
+    if one.is_complex() or one.is_floating_point():
+        count, largest = _difference(one, other, tolerance)
+    else:
+        count, largest = _whole_difference(one, other, tolerance)
+    if count:
+        yield f"{name}: {count} of {one.numel()} elements differ, by at most {largest:.3g}"
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> tuple[int, float]:
+    """How many elements differ by more, and by how much."""
     wide = torch.complex128 if one.is_complex() else torch.float64
     a, b = one.to(wide), other.to(wide)
     distance = (a - b).abs()
-    if one.is_complex() or one.is_floating_point():
-        differ = (a != b) & ~(a.isnan() & b.isnan())
-    else:
-        differ = one.to(torch.int64) != other.to(torch.int64)  # as floats large ones could be equal
-    if tolerance > 0:
-        differ &= ~(distance <= tolerance)
-    if count := int(differ.sum()):
-        yield f"{name}: {count} of {one.numel()} elements differ, by at most {float(distance[differ].max()):.3g}"
+    differ = (a != b) & ~(a.isnan() & b.isnan()) & ~(distance <= tolerance)
+    return int(differ.sum()), float(distance[differ].max()) if bool(differ.any()) else 0.0
+
+
+def _whole_difference(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> tuple[int, int]:
+    """The same of integers, which are not all numbers of a float; a distance may need one bit more than they have."""
+    flip = torch.iinfo(torch.int64).min if one.dtype is torch.uint64 else 0  # so that they are in order as signed ones
+    a, b = (t.view(torch.int64) ^ flip if flip else t.to(torch.int64) for t in (one, other))
+    unsigned = torch.maximum(a, b) - torch.minimum(a, b)
+    far = unsigned < 0
+    differ = (far & (unsigned.double() + 2.0**64 > tolerance)) | (
+        ~far & (unsigned > min(math.floor(tolerance), 2**63 - 1))
+    )
+    chosen = unsigned[differ & far] if bool((differ & far).any()) else unsigned[differ]
+    largest = int(chosen.max()) if chosen.numel() else 0
+    return int(differ.sum()), largest + 2**64 if largest < 0 else largest
 
 
 def _values(one: object, other: object, path: str, tolerance: float) -> Iterator[str]:

@@ -23,6 +23,7 @@ from ..process.collectives import gather, walked
 from ..process.control import agree, locked, raise_together
 from ..process.rng import Generators, from_plain, to_plain
 from ..process.transfer import Prints, Read, other_values
+from ..trees import walk
 from .iteration import Accumulation as Accumulation
 from .iteration import Iteration, latest, states
 from .iteration import LoaderState as LoaderState
@@ -390,13 +391,14 @@ def _kept(loader: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int] 
 
 def _cut(items: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int]]:
     """What is kept of rows for this rank's part of items that ``split`` has cut, and the place that it was cut for."""
-    if not has_parts(items):
-        one = ": give one of its values, which are equally long" if isinstance(items, Mapping) else ""
+    cut: list[Any] = []
+    walk(lambda _, leaf: cut.append(leaf), items, "items", has_parts)  # those of dicts are equally long
+    if not cut or not has_parts(cut[0]):
         raise LoaderError(
-            "gather_for_metrics: expected the loader that accel.setup returned, or the list or tensor that accel.split has cut, "
-            f"found {described(items)}{one}"
+            "gather_for_metrics: expected the loader that accel.setup returned, or the list, tensor or dict that accel.split has "
+            f"cut, found {described(items)}"
         )
-    length = len(items)
+    length = len(cut[0])
     ways = [latest.divisions[length, pad] for pad in (False, True) if (length, pad) in latest.divisions]
     if not ways and world_size() > 1:
         raise LoaderError(

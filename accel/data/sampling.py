@@ -172,14 +172,17 @@ def draws_alone(sampler: Any) -> bool:
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
     """The seed of a loader's orders, the same in each setup of the same loader; None is the seed of this process's torch.
 
-    A sampler with a ``generator`` draws from that alone, as torch's do; other loaders of one setup differ by their place in it.
+    Without a seed a sampler with a ``generator`` draws from that alone, as torch's do, though the user may not have given it one
+    (torchdata's make their own); other loaders of one setup differ by their place in it.
     """
+    if seed is not None:
+        return mix(seed, place)
     batcher = loader.batch_sampler
     sampler = loader.sampler if batcher is None or type(batcher) is BatchSampler else batcher
     own = [seed_of(generator) for generator in own_generators(loader).values()]
     if isinstance(getattr(sampler, "generator", None), torch.Generator):
-        return mix(seed, *own)
-    return mix(torch.initial_seed() if seed is None else seed, place, *own)
+        return mix(None, *own)
+    return mix(torch.initial_seed(), place, *own)
 
 
 _BLOCK = 1 << 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import difflib
 import importlib.util
 import pkgutil
@@ -11,6 +12,7 @@ import sys
 from collections import UserDict
 from typing import Any, Final, final
 
+import torch
 from torch import nn
 
 from ..errors import BackendError
@@ -113,19 +115,39 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
 
 def _options(kind: type[Options], text: str) -> Options:
     """Those of ``"name:option=value,option=value"``; a value without a name is for the ``leading`` option."""
+    kinds = {option.name: str(option.type) for option in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
-    for item in filter(None, text.partition(":")[2].split(",")):
-        name, named, value = item.strip().rpartition("=")
+    for item in filter(None, _items(text.partition(":")[2])):
+        name, named, value = item.partition("=")
         if not named and not kind.leading:
             raise BackendError(f"backend {text!r}: {item!r} names no option; expected name=value")
-        plain = value.strip()
-        with contextlib.suppress(ValueError, SyntaxError):  # then it is a text
-            plain = ast.literal_eval(plain.capitalize() if plain in ("true", "false", "none") else plain)
-        name = name.strip() or kind.leading
+        name, value = (name.strip(), value) if named else (kind.leading, item)
         if name in values:
             raise BackendError(f"backend {text!r}: {name} is there twice")
-        values[name] = plain
+        values[name] = _plain(value.strip(), "dtype" in kinds.get(name, ""))
     return kind(**values)
+
+
+def _items(text: str) -> list[str]:
+    """What stands between commas that are in no brackets."""
+    items, depth = [""], 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth <= 0:
+            items.append("")
+        else:
+            items[-1] += char
+    return [item.strip() for item in items]
+
+
+def _plain(text: str, is_dtype: bool) -> Any:
+    """The value that a text means, or the text itself."""
+    dtype = getattr(torch, text.removeprefix("torch."), None) if is_dtype else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    with contextlib.suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
+    return text
 
 
 def _unknown(backend: object) -> BackendError:
@@ -139,7 +161,7 @@ def _unknown(backend: object) -> BackendError:
         return BackendError(f"backend {backend!r}: options in a text follow a colon, as name:option=value,option=value")
     meant = difflib.get_close_matches(str(backend).partition(":")[0].lower(), ENGINES, 1)
     return BackendError(
-        f"unknown backend {backend!r}{f', did you mean {meant[0]!r}?' if meant else ''}; expected 'auto', one of "
+        f"unknown backend {backend!r}{f' (did you mean {meant[0]!r}?)' if meant else ''}; expected 'auto', one of "
         f"{', '.join(map(repr, ENGINES))}, or options: {', '.join(f'accel.{name}(...)' for name in option_names())}"
     )
 

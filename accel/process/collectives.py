@@ -385,8 +385,9 @@ def _unfilled(tensor: Tensor, pad: float | None) -> str:
         return f"{tensor.dtype}, and pad={pad!r} is none: expected the number that fills what is shorter, as in pad=0"
     holds = False
     with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # out of its range, or no number
-        filled = nn.functional.pad(tensor.new_empty(0), (0, 1), value=pad).item()
-        holds = filled == pad or tensor.is_floating_point() or tensor.is_complex()
+        filled = tensor.new_full((1,), pad).item()
+        inexact = tensor.is_floating_point() or tensor.is_complex()
+        holds = filled == pad or (inexact and (pad != pad or abs(pad) <= torch.finfo(tensor.dtype).max))
     return "" if holds else f"{tensor.dtype}, which cannot hold pad={pad!r}"
 
 

@@ -38,11 +38,12 @@ def _colour(name: str, others: Mapping[str, str]) -> str:
 
 
 def _panel(panel: Panel) -> memory.Panel:
+    unit = panel.unit if panel.limit is None else f"{panel.unit} (dashed: {panel.limit:.3g})"
     others = dict(zip(panel.bars, COLOURS * 2, strict=False))
     if panel.stacked:
         parts = [{name: values[i] or 0.0 for name, values in panel.bars.items()} for i in range(len(panel.groups))]
         rows = [(group, part, f"{sum(part.values()):.3g}") for group, part in zip(panel.groups, parts, strict=True)]
-        return memory.Panel(panel.title, panel.unit, {"": rows}, others, panel.limit)
+        return memory.Panel(panel.title, unit, {"": rows}, others, panel.limit)
     colours = {name: _colour(name, others) for name in panel.bars}
     names = {name: textwrap.fill(name.replace("`", ""), 36) for name in panel.bars}
     groups = {
@@ -53,7 +54,7 @@ def _panel(panel: Panel) -> memory.Panel:
         ]
         for i, group in enumerate(panel.groups)
     }
-    return memory.Panel(panel.title, panel.unit, groups, colours, panel.limit)
+    return memory.Panel(panel.title, unit, groups, colours, panel.limit)
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:

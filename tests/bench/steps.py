@@ -176,4 +176,4 @@ def ratio_panel(data: Data, title: str, names: Sequence[str], limit: float | Non
     found = {key: rows(data, key) for key in data["tables"]}
     groups = [data["tables"][key]["title"].partition(":")[0] for key in found]
     bars = {n: [t[n].cpu_ratio if n in t else None for t in found.values()] for n in names}
-    return Panel(title, "cpu time of a step, multiple", groups, bars, limit)
+    return Panel(title, f"cpu time of a step, multiple of {names[0]}", groups, bars, limit)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,7 +141,13 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused(shape: tuple[int, ...], tm
         for dtype in (torch.bfloat16, torch.float64):
             assert torch.equal(loaded(key, dtype), numbers.to(dtype))
     assert torch.equal(loaded("inf", torch.float16), (numbers / 0).half())
+    with pytest.raises(CheckpointError, match="inf has the value .?inf, and torch.float8_e4m3fn ends at 448"):
+        loaded("inf", torch.float8_e4m3fn)
     assert torch.equal(loaded("true", torch.int8), (numbers > 0).to(torch.int8))
+    accel.save({"z": torch.tensor([1 + 1j, 1e300 - 2j], dtype=torch.complex128)}, tmp_path / "complex")
+    into = {"z": torch.zeros(2, dtype=torch.complex64)}
+    with pytest.raises(CheckpointError, match=r"z has the value 1e\+300, and torch.complex64 ends at"):
+        accel.load(tmp_path / "complex", into, convert=True)
     model = nn.Linear(3, 1)
     with torch.no_grad():
         model.weight.fill_(1e5)
@@ -341,3 +349,21 @@ def test_what_to_write_instead_is_said(tmp_path: Path) -> None:
         accel.load(tmp_path / "c", {"hidden": None})
     with pytest.raises(CheckpointError, match="does not exist"):
         accel.link(tmp_path / "missing", tmp_path / "missing")
+
+
+class Written(io.StringIO):
+    """What programs put in the place of a standard stream."""
+
+    isatty = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("error", ["replaced", "closed", "none"])
+def test_whatever_standard_error_is(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = {"replaced": Written(), "closed": io.StringIO(), "none": None}[error]
+    if error == "closed":
+        assert stream is not None
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    accel.save({"x": torch.arange(3)}, tmp_path / "c")
+    accel.load(tmp_path / "c", {"x": torch.zeros(3, dtype=torch.int64)})
+    accel.verify(tmp_path / "c")

@@ -285,3 +285,47 @@ def test_each_says_at_its_end_what_it_did(tmp_path: Path, caplog: pytest.LogCapt
     assert [text.partition(": ")[2].partition(" MB in")[0] for text in said] == [
         f"{done}, 1.0" for done in ("saved", "loaded", "verified", "exported")
     ]
+
+
+def different_calls(root: str) -> list[str]:
+    rank, found = accel.rank(), []
+    a, b = f"{root}/a", f"{root}/b"
+    accel.save({"m": torch.nn.Linear(2, 2)}, a)
+    accel.save({"m": torch.nn.Linear(2, 2)}, b)
+    if rank == 0:
+        torch.save({"m": torch.nn.Linear(2, 2).state_dict()}, f"{root}/old.pt")
+    accel.barrier()
+    for call in (
+        lambda: accel.link(a, f"{root}/l{rank}"),
+        lambda: accel.link([a, b][rank], f"{root}/l"),
+        lambda: accel.verify([a, b][rank]),
+        lambda: accel.export(a, f"{root}/e{rank}"),
+        lambda: accel.export(a, f"{root}/e", dtype=["bfloat16", None][rank]),
+        lambda: accel.import_checkpoint(f"{root}/old.pt", f"{root}/i{rank}"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        found.append(str(caught.value))
+    accel.export(a, f"{root}/e", dtype=["bfloat16", torch.bfloat16][rank])
+    accel.link(a, f"{root}/l")
+    return found
+
+
+def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
+    first, second = run(2, different_calls, str(tmp_path))
+    assert first == second
+    at = str(tmp_path)
+    for message, text in zip(
+        first,
+        (
+            f"accel.link: dst is {at}/l0 on rank 0, and {at}/l1 on rank 1; give every rank the same",
+            f"accel.link: src is {at}/a on rank 0, and {at}/b on rank 1",
+            f"accel.verify: dir is {at}/a on rank 0, and {at}/b on rank 1",
+            f"accel.export: out is {at}/e0 on rank 0, and {at}/e1 on rank 1",
+            "accel.export: dtype is BF16 on rank 0, and None on rank 1",
+            f"accel.import_checkpoint: dir is {at}/i0 on rank 0, and {at}/i1 on rank 1",
+        ),
+        strict=True,
+    ):
+        assert text in message
+    assert {one.name for one in tmp_path.iterdir()} == {"a", "b", "old.pt", "e", "l"}

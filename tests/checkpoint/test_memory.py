@@ -294,6 +294,28 @@ def test_a_series_has_one_snapshot(tmp_path: Path) -> None:
         accel.teardown()
 
 
+def test_a_name_without_a_number_in_a_store(tmp_path: Path) -> None:
+    """The store lists nothing of what is in memory alone."""
+    memory, root = str(tmp_path / "memory"), "memory://unnumbered/run"
+    one: dict[str, Any] = {"x": torch.zeros(3)}
+    with memory_in(memory):
+        accel.init()
+        for value, place in ((1, f"{root}/first"), (2, f"{root}/last"), (3, f"{root}/last"), (4, f"{root}/step-1")):
+            accel.save(one | {"n": value}, place, in_memory=True)
+            assert accel.latest(root) == accel.latest(place) == accel.latest(root, placement="host") == place
+            assert accel.load(place)["n"] == value
+        assert len(held(memory)) == 3
+        for value, place in ((5, f"{root}/last"), (6, "memory://unnumbered")):
+            accel.save(one | {"n": value}, place)
+            assert accel.latest(place) == place
+            assert accel.load(place)["n"] == value
+        assert len(held(memory)) == 2
+        accel.save(one | {"n": 7}, "memory://unnumbered-7", in_memory=True)
+        assert accel.load("memory://unnumbered-7")["n"] == 7
+        assert not (tmp_path / "memory:").exists()
+        accel.teardown()
+
+
 def test_what_is_frozen_is_linked_on_disk_all_the_same(tmp_path: Path) -> None:
     net = nn.Linear(8, 8)
     net.bias.requires_grad_(False)

@@ -173,6 +173,31 @@ def survives_in_the_background(root: str) -> None:
             pending.result(20)
 
 
+def damaged_on_one(root: str) -> None:
+    """Where a file is damaged, its copy on another host is taken once it is removed."""
+    rank = accel.rank()
+    with At(root, f"host{rank}") as home:
+        accel.save(state(2.0), "ckpt", placement="host", replicas=1)
+        mine = min((home / "ckpt").glob(f"accel-*-{rank:05d}*.safetensors"))
+        content = bytearray(mine.read_bytes())
+        content[-1] ^= 1
+        if rank == 0:
+            mine.write_bytes(content)
+        accel.barrier()
+        other = state(0.0)
+        with pytest.raises(CheckpointError, match="remove this file here: its copy on another host is then taken"):
+            accel.load("ckpt", other)
+        if rank == 0:
+            mine.unlink()
+        accel.barrier()
+        accel.load("ckpt", other)
+        assert values(other) == {2.0}
+
+
+def test_a_damaged_file_has_a_copy(tmp_path: Path) -> None:
+    run(2, damaged_on_one, str(tmp_path))
+
+
 def test_a_lost_host_is_found_on_its_neighbour(tmp_path: Path) -> None:
     run(3, survives, str(tmp_path))
     run(3, survives_in_the_background, str(tmp_path))

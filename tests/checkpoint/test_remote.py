@@ -148,6 +148,52 @@ def test_sources_of_other_libraries(prefix: str, tmp_path: Path) -> None:
         assert torch.equal(new.weight, net.weight)
 
 
+@pytest.mark.parametrize("where", ["s3", "memory"])
+def test_names_are_no_patterns(where: str, prefix: str) -> None:
+    from fsspec.core import url_to_fs
+
+    root = {"s3": prefix, "memory": f"memory://{next(numbers)}"}[where]
+    fs, path = url_to_fs(root)
+    for name, value in (("w1.pt", 1.0), ("w[1].pt", 2.0), ("old [x]*?/.metadata", 0.0)):
+        content = io.BytesIO()
+        torch.save({"n": value}, content)
+        fs.pipe_file(f"{path}/{name}", content.getvalue())
+    accel.import_checkpoint(f"{root}/w[1].pt", f"{root}/c")
+    assert accel.load(f"{root}/c")["n"] == 2.0
+    with pytest.raises(CheckpointError, match="is no whole checkpoint of torch.distributed.checkpoint"):
+        accel.import_checkpoint(f"{root}/old [x]*?", f"{root}/d")
+    accel.save({"n": 1}, f"{root}/new [x]*?")
+    accel.verify(accel.latest(f"{root}/new [x]*?"))  # type: ignore[arg-type]
+
+
+def test_a_file_system_with_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sftp or hdfs, of which fsspec knows nothing but their protocols."""
+    from fsspec.implementations.local import LocalFileSystem
+    from fsspec.registry import _registry, register_implementation
+
+    class Directories(LocalFileSystem):
+        protocol = ("tree",)
+
+        @classmethod
+        def _strip_protocol(cls, path: Any) -> Any:
+            return LocalFileSystem._strip_protocol(str(path).removeprefix("tree://"))
+
+    register_implementation("tree", Directories, clobber=True)
+    try:
+        root = f"tree://{tmp_path}/run"
+        for step in (1, 2, 3):
+            accel.save({"n": step, "m": nn.Linear(2, 2)}, f"{root}/step-{step}", keep=2)
+        assert sorted(os.listdir(tmp_path / "run")) == ["step-2", "step-3"]
+        assert accel.latest(root) == f"{root}/step-3"
+        accel.link(f"{root}/step-3", f"{root}/best")
+        accel.export(f"{root}/best", f"{root}/deep/out")
+        assert accel.load(f"{root}/best")["n"] == 3
+        accel.load(f"{root}/deep/out", {"m": nn.Linear(2, 2)})
+    finally:
+        _registry.pop("tree", None)  # type: ignore[attr-defined]
+        remote._opened.cache_clear()
+
+
 def on_two_ranks(endpoint: str, root: str, local: str) -> dict[str, Any]:
     """Between backends, and between a store and the disk; the requests of saves are counted by rank 0's proxy."""
     torch.manual_seed(0)

@@ -78,6 +78,34 @@ def test_diff_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "accel diff: error: unrecognized arguments: --tolerant" in capsys.readouterr().err
 
 
+def test_diff_of_large_integers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exactly, also where a distance has more bits than a number, or a float."""
+    top = 2**63
+    pairs = {
+        "near": ([2**62, 5], [2**62 + 100, 5], torch.int64),
+        "ends": ([-top, 7], [top - 1, 9], torch.int64),
+        "unsigned": ([0, 2**64 - 1], [2**64 - 1, 2**64 - 3], torch.uint64),
+        "small": ([200, 3], [100, 3], torch.uint8),
+    }
+    for side, name in enumerate("ab"):
+        accel.save({key: torch.tensor(pair[side], dtype=pair[2]) for key, pair in pairs.items()}, tmp_path / name)
+    command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    expected = {
+        "0": {"near": (1, 100), "ends": (2, 2**64 - 1), "unsigned": (2, 2**64 - 1), "small": (1, 100)},
+        "2": {"near": (1, 100), "ends": (1, 2**64 - 1), "unsigned": (1, 2**64 - 1), "small": (1, 100)},
+        "99.5": {"near": (1, 100), "ends": (1, 2**64 - 1), "unsigned": (1, 2**64 - 1), "small": (1, 100)},
+        "100": {"ends": (1, 2**64 - 1), "unsigned": (1, 2**64 - 1)},
+        "1e20": {},
+    }
+    for tolerance, found in expected.items():
+        assert main([*command, "--tolerance", tolerance]) == bool(found)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "elements" in line]
+        assert lines == [
+            f"{name}: {count} of 2 elements differ, by at most {most:.3g}"
+            for name, (count, most) in sorted(found.items())
+        ]
+
+
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     save(str(tmp_path), 3.0)
     command = [sys.executable, "-m", "accel", "diff", str(tmp_path), str(tmp_path)]

@@ -167,3 +167,23 @@ def _own_parts(directory: str) -> None:
 def test_each_rank_resumes_its_own_in_a_checkpoint(tmp_path: Path) -> None:
     reset()
     run(2, _own_parts, str(tmp_path / "one"))
+
+
+def orders(seed: int | None) -> list[list[int]]:
+    """Of loaders whose samplers have drawn their generators' seeds from torch's, which differs each time."""
+    found = []
+    for number in range(2):
+        torch.manual_seed(10 * number + accel.rank())
+        loader = stateful.StatefulDataLoader(list(range(8)), batch_size=2, shuffle=True)
+        handle = accel.setup(None, dataloaders=loader, loader_options=LoaderOptions(seed=seed)).dataloaders
+        found.append([int(x) for batch in handle for x in accel.gather_for_metrics(batch)])
+        accel.teardown()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_seed_decides_the_order(world: int) -> None:
+    for one, other in run(world, orders, 3):
+        assert one == other
+        assert sorted(one) == list(range(8))
+    assert run(world, orders, 4)[0][0] != run(world, orders, 3)[0][0]

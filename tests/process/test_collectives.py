@@ -652,6 +652,9 @@ def send_objects() -> list[Any]:
     }
     gathered = all_gather(data, objects=True)
     padded = all_gather(torch.full((1, 1 + rank), rank), pad=-1)
+    for value in (float("inf"), float("nan"), -65504.0, 0.1):
+        filled = all_gather(torch.zeros(1, 1 + rank, dtype=torch.float16), pad=value)[0, 1]
+        assert torch.equal(filled, torch.tensor(value, dtype=torch.float16)) or value != value
     leaf = torch.ones(1, 1 + rank, requires_grad=True)
     rows = all_gather(leaf, pad=0, gradients=True)
     (rows * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
@@ -717,6 +720,7 @@ def refuse_objects() -> list[str]:
         lambda: all_gather(torch.ones(1, 1 + rank, dtype=torch.uint8), pad=-1),
         lambda: all_gather(torch.ones(1, 1 + rank), pad="x"),  # type: ignore[arg-type]
         lambda: all_gather(torch.ones(1, 1 + rank), pad=True),
+        lambda: all_gather(torch.ones(1, 1 + rank, dtype=torch.float16), pad=-1e9),
         lambda: all_reduce(1j, "max"),
         lambda: broadcast("text" if rank else None),
         lambda: all_gather("text" if rank else ["text"], objects=True),
@@ -744,6 +748,7 @@ def test_what_is_not_sent_is_refused_on_every_rank() -> None:
             "data is torch.uint8, which cannot hold pad=-1",
             "data is torch.float32, which cannot hold pad='x'",
             "data is torch.float32, and pad=True is none: expected the number that fills what is shorter, as in pad=0",
+            "data is torch.float16, which cannot hold pad=-1000000000.0",
             "data is complex, which has no max over ranks",
             "is a str; expected a tensor",
             "data is a list of objects on rank 0 and an object on rank 1",

@@ -217,7 +217,7 @@ class FSDP(Planned, SequenceOptions):
         for name, allowed in (("param_dtype", (torch.bfloat16,)), ("reduce_dtype", (torch.float32, torch.bfloat16))):
             if getattr(self, name) not in (None, *allowed):
                 raise BackendError(
-                    f"FSDP({name}={getattr(self, name)}): expected None or {' or '.join(map(str, allowed))}"
+                    f"FSDP({name}={getattr(self, name)!r}): expected None or {' or '.join(map(str, allowed))}"
                 )
 
     def axes(self, world_size: int) -> dict[str, int]:
