@@ -176,4 +176,5 @@ def ratio_panel(data: Data, title: str, names: Sequence[str], limit: float | Non
     found = {key: rows(data, key) for key in data["tables"]}
     groups = [data["tables"][key]["title"].partition(":")[0] for key in found]
     bars = {n: [t[n].cpu_ratio if n in t else None for t in found.values()] for n in names}
-    return Panel(title, f"cpu time of a step, multiple of {names[0]}", groups, bars, limit)
+    first = next(name for table in found.values() for name in table)
+    return Panel(title, f"cpu time of a step, multiple of {first}", groups, bars, limit)
