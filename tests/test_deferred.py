@@ -439,6 +439,7 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
     with accel.deferred_init(weights=tmp_path):
         net = nn.Linear(2, 2)
     with pytest.raises(
-        CheckpointError, match="weight: torch.int8 in the file, torch.float32 here: of a quantised format"
+        CheckpointError,
+        match="weight: torch.int8 in the checkpoint, torch.float32 here, a weight: these are of a quantised",
     ):
         accel.setup(net)

@@ -277,17 +277,23 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
     dtype = BY_NAME[stored.dtype]
     if stored.shape != tuple(slot.shape):
         return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"
-    if dtype is not slot.tensor.dtype:
-        if not _holds(slot.tensor.dtype, dtype):
-            return f"{dtype} in the checkpoint, {slot.tensor.dtype} here, which cannot hold its values"
-        if not convert:
-            return f"{dtype} in the checkpoint, {slot.tensor.dtype} here (convert=True converts)"
-        if planned and slot.tensor.is_meta and slot.tensor.is_floating_point() and not dtype.is_floating_point:
-            return f"{dtype} in the file, {slot.tensor.dtype} here: of a quantised format it seems, which its own library reads"
+    if dtype is not slot.tensor.dtype and (problem := _unconverted(dtype, slot.tensor, convert, planned)):
+        return f"{dtype} in the checkpoint, {slot.tensor.dtype} here{problem}"
     if slot.tensor.is_meta and not planned:
         return "it is on the meta device, which holds no values; give it memory first (module.to_empty(device=...))"
     if overlaps_itself(slot.tensor):
         return "its elements share memory (an expanded or overlapping view), so that they cannot be filled; give its clone()"
+    return ""
+
+
+def _unconverted(dtype: torch.dtype, here: torch.Tensor, convert: bool, planned: bool) -> str:
+    """Why values of a dtype are not converted to that of a tensor."""
+    if not _holds(here.dtype, dtype):
+        return ", which cannot hold its values"
+    if not convert:
+        return " (convert=True converts)"
+    if planned and here.is_meta and here.is_floating_point() and not dtype.is_floating_point:
+        return ", a weight: these are of a quantised format, which its own library reads"
     return ""
 
 
