@@ -121,7 +121,8 @@ def weights_of(module: nn.Module) -> Source | None:
     sources = {getattr(p, _MARK, (None, None))[1]: name for name, p in module.named_parameters() if p.is_meta}
     if len(sources) > 1:
         places = "; ".join(
-            f"{name} from {source.weights if source else 'reset_parameters()'}" for source, name in sources.items()
+            f"{name} from {', '.join(map(str, source)) if source else 'reset_parameters()'}"
+            for source, name in sources.items()
         )
         raise BackendError(
             f"the parameters of this {type(module).__name__} would come from several places ({places}): build all of it in one "

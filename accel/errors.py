@@ -120,8 +120,7 @@ def refuse_unknown(kind: type, args: Sequence[object], given: Iterable[str], err
         raise error(f"{kind.__name__}({args[0]!r}): options go by their names: {', '.join(known)}")
     for name in given:
         if name not in known:
-            longer = [one for one in known if name.startswith(one) or one.startswith(name)]
-            meant = longer[:1] or difflib.get_close_matches(name, known, 1)
+            meant = [one for one in known if name.startswith(f"{one}_")] or difflib.get_close_matches(name, known, 1)
             guess = f"did you mean {meant[0]}?" if meant else f"its options are {', '.join(known)}"
             raise error(f"{kind.__name__}({name}=...): there is no such option; {guess}")
 

@@ -251,7 +251,8 @@ def free(directory: str, kept: str | None = None) -> None:
     """
     own = memory_place(directory)
     root, name = os.path.split(directory)
-    alike = (os.path.join(root, one) for one in memory_series(root) if _series(one) == _series(name))
+    numbered = filter(NUMBER.search, memory_series(root) if NUMBER.search(name) else ())
+    alike = (os.path.join(root, one) for one in numbered if _series(one) == _series(name))
     for where in () if current().place.local_rank else {own, *map(memory_place, alike)} - {None, kept}:
         assert where is not None
         if os.path.isdir(where) and (where == own or where in seen_in_memory or not exists(where)):

@@ -79,6 +79,7 @@ class WorkerThreads:
         return found
 
 
+_COPY: Final = "; or remove this file here: accel.load on all hosts then takes its copy from another one"
 _ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again from where it is whole"
 
 
@@ -237,7 +238,7 @@ class Reader:
 
     def _advice(self, file: int) -> str:
         copies = len(self._record.hosts_of(file)) > 1
-        return f"{_ADVICE}{'; or remove this file here: its copy on another host is then taken' if copies else ''}"
+        return f"{_ADVICE}{_COPY if copies else ''}"
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Where elements of a tensor's line are: (file, byte in it, first element, number of elements), if files have them."""

@@ -197,13 +197,11 @@ class Remote:
         if not self._flat:
             self.ask("makedirs", directory, exist_ok=True)
 
-    def remove_directory(self, directory: str) -> None:
-        if not self._flat:
-            with contextlib.suppress(OSError):  # it is not empty
-                self.ask("rmdir", directory)
-
     def sync(self, directory: str) -> None:
         """What has been put is durable."""
+
+    def remove_directory(self, directory: str) -> None:
+        """An empty one may stay: what some filesystems call ``rmdir`` takes all that is in it, too."""
 
     def claim(self, directory: str) -> Claim:
         return Turn(self, directory)
@@ -220,8 +218,10 @@ class Remote:
             raise CheckpointError(
                 f"{path} has the file {outside[0]!r}, which would come to lie outside of a copy of it"
             )
-        # As lists, names are not taken for patterns.
-        self._again(lambda: self._fs.get(files, [os.path.normpath(os.path.join(here, part)) for part in parts]), path)
+        targets = [os.path.normpath(os.path.join(here, part)) for part in parts]
+        for directory in {folder if found == [there] else here, *map(os.path.dirname, targets)}:
+            os.makedirs(directory, exist_ok=True)
+        self._again(lambda: self._fs.get(files, targets), path)  # of lists, names are not taken for patterns
         return here
 
     @contextlib.contextmanager

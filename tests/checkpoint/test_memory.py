@@ -310,6 +310,13 @@ def test_a_name_without_a_number_in_a_store(tmp_path: Path) -> None:
             assert accel.latest(place) == place
             assert accel.load(place)["n"] == value
         assert len(held(memory)) == 2
+        for name in ("best", "best2", "best"):  # that one has a number makes them no series
+            accel.save(one | {"n": 8}, f"{root}/{name}", in_memory=True)
+        assert accel.load(f"{root}/best")["n"] == accel.load(f"{root}/best2")["n"] == 8
+        accel.save(one | {"n": 9}, f"{root}/best3", in_memory=True)
+        assert accel.load(f"{root}/best")["n"] == 8
+        with pytest.raises(CheckpointError, match="does not exist"):
+            accel.load(f"{root}/best2")
         accel.save(one | {"n": 7}, "memory://unnumbered-7", in_memory=True)
         assert accel.load("memory://unnumbered-7")["n"] == 7
         assert not (tmp_path / "memory:").exists()

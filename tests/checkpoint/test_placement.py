@@ -185,7 +185,7 @@ def damaged_on_one(root: str) -> None:
             mine.write_bytes(content)
         accel.barrier()
         other = state(0.0)
-        with pytest.raises(CheckpointError, match="remove this file here: its copy on another host is then taken"):
+        with pytest.raises(CheckpointError, match="remove this file here: accel.load on all hosts then takes its copy"):
             accel.load("ckpt", other)
         if rank == 0:
             mine.unlink()

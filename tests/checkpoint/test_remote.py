@@ -167,7 +167,7 @@ def test_names_are_no_patterns(where: str, prefix: str) -> None:
 
 
 def test_a_file_system_with_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As sftp or hdfs, of which fsspec knows nothing but their protocols."""
+    """As of network drives, of which fsspec knows nothing but their protocols. Empty directories stay."""
     from fsspec.implementations.local import LocalFileSystem
     from fsspec.registry import _registry, register_implementation
 
@@ -183,7 +183,14 @@ def test_a_file_system_with_directories(tmp_path: Path, monkeypatch: pytest.Monk
         root = f"tree://{tmp_path}/run"
         for step in (1, 2, 3):
             accel.save({"n": step, "m": nn.Linear(2, 2)}, f"{root}/step-{step}", keep=2)
-        assert sorted(os.listdir(tmp_path / "run")) == ["step-2", "step-3"]
+        assert sorted(path.parent.name for path in (tmp_path / "run").rglob("accel.json")) == ["step-2", "step-3"]
+        assert not os.listdir(tmp_path / "run/step-1")
+        with pytest.warns(UserWarning, match="single process"):
+            torch.distributed.checkpoint.save({"model": {"x": torch.ones(2)}}, checkpoint_id=tmp_path / "dcp/a/b")
+        accel.import_checkpoint(f"tree://{tmp_path}/dcp/a/b", f"tree://{tmp_path}/imported")
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(CheckpointError, match="is no checkpoint that accel knows"):
+            accel.import_checkpoint(f"tree://{tmp_path}/empty", f"tree://{tmp_path}/other")
         assert accel.latest(root) == f"{root}/step-3"
         accel.link(f"{root}/step-3", f"{root}/best")
         accel.export(f"{root}/best", f"{root}/deep/out")

@@ -284,7 +284,7 @@ class Holdings(Raw):
     def _load_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("assign") or args[2:3] == (True,):
             raise BackendError(
-                "load_state_dict(assign=True) would replace parameters that are divided over the ranks by whole ones: leave "
+                "load_state_dict(assign=True) would replace parameters that are divided, or averaged, over the ranks: leave "
                 "assign out"
             )
         if type(self).filled is not Holdings.filled:  # a collective

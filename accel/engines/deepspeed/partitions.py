@@ -115,7 +115,7 @@ class Partitions(ABC):
         self._hooks: list[RemovableHandle] = []
         #: Whose gradients are taken at the end of the backward: hooks of the program may change them first.
         self._hooked: list[int] = []
-        #: What came in this backward, or in one inside of it, and is not reduced yet.
+        #: What came in this backward since it began, or since one inside of it ended.
         self._came: set[int] = set()
         self.interruption = Interruption()
         #: What backwards left in ``p.grad``.
@@ -199,8 +199,8 @@ class Partitions(ABC):
         """Of one that is in a bucket, autograd may have added to the bucket's memory already."""
         if index in self._came:
             raise BackendError(
-                f"{self.label}: the gradient of {self.names[index]!r} came a second time in one backward, before it was reduced: "
-                "its layer runs directly and, earlier in the forward, in a checkpoint(..., use_reentrant=True). Use "
+                f"{self.label}: the gradient of {self.names[index]!r} came a second time in one backward: its "
+                "layer runs directly and, earlier in the forward, in a checkpoint(..., use_reentrant=True). Use "
                 "use_reentrant=False, or run this forward and backward inside of accel.no_sync(model): optimizer.step() then "
                 "averages all gradients"
             )
