@@ -29,6 +29,12 @@ class Accumulator(Protocol):
 NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true")
 
 
+def dtype_of(given: object) -> torch.dtype | None:
+    """The dtype that a text names, with or without ``torch.``, or that is given itself; None of anything else."""
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    return found if isinstance(found, torch.dtype) else None
+
+
 @final
 class Precision:
     """What a precision name means for parameters, inputs, the forward pass and outputs.

@@ -19,20 +19,45 @@ from tests.programs import ROOT
 PAGE = ROOT / "docs/migrating.md"
 PACKAGES = {"Raw DistributedDataParallel": "torch", "Accelerate": "accelerate", "Fabric": "lightning_fabric"}
 
+#: What both sections call.
+SHARED = """
+import os
+import tempfile
+import time
+
+
+def folder():
+    return accel.broadcast(tempfile.mkdtemp(), objects=True)
+
+
+def first(context):
+    path = f"{folder()}/made"
+    with context():
+        time.sleep(0.3 * accel.is_main())
+        made = not os.path.exists(path)
+        open(path, "a").close()
+    return made
+
+
+def two_backwards(prepare, no_sync):
+    net, optimizer = build()
+    model, optimizer = prepare(net, optimizer)[:2]
+    with no_sync(model):
+        F.mse_loss(model(inputs + accel.rank()), data.tensors[1]).backward()
+    F.mse_loss(model(inputs), data.tensors[1]).backward()
+    optimizer.step()
+    return [p.detach() for p in net.parameters()]
+"""
 #: The rows in bold: each function gives what the library does and what accel does.
 SAME = {
     "Accelerate": """
 import contextlib
-import os
 
 from accelerate import Accelerator, skip_first_batches
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list, find_executable_batch_size
 from accelerate.utils import gather_object, set_seed
 from safetensors.torch import load_file
-
-import tempfile
-import time
 
 peer = Accelerator(cpu=True, gradient_accumulation_steps=2)
 x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
@@ -107,16 +132,6 @@ def local_sgd(model):
     return LocalSGD(accelerator=peer, model=model, local_sgd_steps=4)
 
 
-def two_backwards(prepare, no_sync):
-    net, optimizer = build()
-    model, optimizer = prepare(net, optimizer)[:2]
-    with no_sync(model):
-        F.mse_loss(model(inputs + accel.rank()), data.tensors[1]).backward()
-    F.mse_loss(model(inputs), data.tensors[1]).backward()
-    optimizer.step()
-    return [p.detach() for p in net.parameters()]
-
-
 def configured(**options):
     peer.dataloader_config = DataLoaderConfiguration(**options)
     return lambda loader: list(peer.prepare(loader))
@@ -182,15 +197,6 @@ def texts(loader, gather):
     return [text for batch in loader for text in gather([f"row {x:.0f}" for x in batch])]
 
 
-def first(context):
-    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/made"
-    with context():
-        time.sleep(0.3 * accel.is_main())
-        made = not os.path.exists(path)
-        open(path, "a").close()
-    return made
-
-
 def fits(size):
     if size > 16:
         raise RuntimeError("CUDA out of memory.")
@@ -202,7 +208,7 @@ def kept(prepare, save, load):
     model, optimizer = prepare(net, optimizer)[:2]
     F.mse_loss(model(inputs), data.tensors[1]).backward()
     optimizer.step()
-    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/saved"
+    path = f"{folder()}/saved"
     save(path, model, optimizer)
     state = [p.detach().clone() for p in net.parameters()]
     with torch.no_grad():
@@ -233,7 +239,7 @@ def kept_by_accel():
 def weights(prepare, write):
     net, optimizer = build()
     model = prepare(net, optimizer)[0]
-    path = accel.broadcast(tempfile.mkdtemp(), objects=True)
+    path = folder()
     write(model, path)
     accel.barrier()
     return load_file(f"{path}/model.safetensors")
@@ -305,12 +311,7 @@ pairs = {
 }
 """,
     "Fabric": """
-import os
-import tempfile
-
 from lightning_fabric import Fabric, is_wrapped
-
-import time
 
 peer = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
 peer.launch()
@@ -327,7 +328,7 @@ def trained(setup, clip):
 
 
 def kept(save, load, net, optimizer):
-    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/saved"
+    path = f"{folder()}/saved"
     save(path, {"net": net, "optimizer": optimizer, "step": 3})
     other, fresh = build()
     state = {"net": other, "optimizer": fresh, "step": 0}
@@ -335,19 +336,10 @@ def kept(save, load, net, optimizer):
     return state["step"], [p.detach() for p in other.parameters()], fresh.param_groups[0]["lr"]
 
 
-def first(context):
-    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/made"
-    with context():
-        time.sleep(0.3 * accel.is_main())
-        made = not os.path.exists(path)
-        open(path, "a").close()
-    return made
-
-
 def partly(setup, save, load):
     # Only the weights are saved, and loaded into a model that has something else beside.
     net, optimizer = build()
-    path = f"{accel.broadcast(tempfile.mkdtemp(), objects=True)}/saved"
+    path = f"{folder()}/saved"
     save(path, {"net": setup(net, optimizer)[0]})
     other = build()[0]
     with torch.no_grad():
@@ -364,7 +356,7 @@ def is_weight(name):
 
 def raw(load):
     net, other = build()[0], build()[0]
-    path = accel.broadcast(tempfile.mkdtemp(), objects=True)
+    path = folder()
     torch.save(net.state_dict(), f"{path}/{accel.rank()}")
     with torch.no_grad():
         for p in other.parameters():
@@ -380,16 +372,6 @@ def gradient(gather):
     y = (x + 1).requires_grad_()
     gather(y).square().sum().backward()
     return y.grad
-
-
-def two_backwards(setup, no_sync):
-    net, optimizer = build()
-    model, optimizer = setup(net, optimizer)[:2]
-    with no_sync(model):
-        F.mse_loss(model(inputs + accel.rank()), data.tensors[1]).backward()
-    F.mse_loss(model(inputs), data.tensors[1]).backward()
-    optimizer.step()
-    return [p.detach() for p in net.parameters()]
 
 
 def clipped(setup, clip):
@@ -483,7 +465,7 @@ def script_of(section: str) -> str:
     text = next(s for s in sections if s.startswith(f"{section}\n"))
     (_, common), (before_kind, before), (after_kind, after) = blocks(head)[0], *blocks(text)
     assert (before_kind, after_kind) == ("py", "python")
-    rows = [SAME[section], COMPARE] if section in SAME else []
+    rows = [SHARED, SAME[section], COMPARE] if section in SAME else []
     parts = [
         common,
         *rows,

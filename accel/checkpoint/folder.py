@@ -13,7 +13,7 @@ from ..errors import CheckpointError, checked_call, is_url, refuse_url
 from ..process import current, rank
 from ..process.control import locked
 from .background import background
-from .placement import NUMBER, Sight, memory_place, memory_series, newest, seen_in_memory
+from .placement import NUMBER, Sight, memory_names, memory_place, newest, seen_in_memory
 from .reader import WorkerThreads
 from .record import NAME, Record, encode, exists, is_damaged, read
 from .steps import check_arguments, exchange, explain, on_every_rank
@@ -251,8 +251,7 @@ def free(directory: str, kept: str | None = None) -> None:
     """
     own = memory_place(directory)
     root, name = os.path.split(directory)
-    numbered = filter(NUMBER.search, memory_series(root) if NUMBER.search(name) else ())
-    alike = (os.path.join(root, one) for one in numbered if _series(one) == _series(name))
+    alike = (os.path.join(root, one) for one in _others_of_series(name, memory_names(root)))
     for where in () if current().place.local_rank else {own, *map(memory_place, alike)} - {None, kept}:
         assert where is not None
         if os.path.isdir(where) and (where == own or where in seen_in_memory or not exists(where)):
@@ -277,16 +276,17 @@ def check_keep(directory: str, keep: object) -> None:
         )
 
 
-def _series(name: str) -> str:
-    return NUMBER.sub("", name)
+def _others_of_series(name: str, names: Iterable[str]) -> list[str]:
+    """Those that differ from it by the number at their end, which all of a series have."""
+    series = NUMBER.sub("", name)
+    return [n for n in names if n not in (series, name) and name != series == NUMBER.sub("", n)]
 
 
 def prune(directory: str, keep: int) -> None:
     """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
     root, name = os.path.split(directory)
-    series = _series(name)
     storage = storage_of(root)
-    others = [n for n in storage.names(root) if _series(n) == series and n not in (series, name)]
+    others = _others_of_series(name, storage.names(root))
     real = storage.real(root)
     paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
     found = [(one.time, path) for path in paths if (one := complete(path, elsewhere=True)) is not None]
@@ -324,7 +324,7 @@ def check_placement(placement: object) -> None:
 
 def _candidates(path: str) -> list[str]:
     """What may be checkpoints: a directory, and what is in it, on disk or in memory."""
-    held = memory_series(absolute(path))
+    held = memory_names(absolute(path))
     try:
         names = {*storage_of(path).names(path), *held}
     except (FileNotFoundError, NotADirectoryError):

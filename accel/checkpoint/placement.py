@@ -128,7 +128,7 @@ def memory_place(directory: str, *, make: bool = False) -> str | None:
     return folder and os.path.join(folder, name)
 
 
-def memory_series(root: str) -> list[str]:
+def memory_names(root: str) -> list[str]:
     """The names of the directories in ``root`` of which this host has snapshots that lie together."""
     folder = _folder(root)
     names = os.listdir(folder) if folder and os.path.isdir(folder) else []

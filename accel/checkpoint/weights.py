@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..precision import dtype_of
 from ..process.control import locked
 from . import folder, record
 from .background import background
@@ -316,8 +317,8 @@ def _parse_size(size: int | str) -> int:
 def _parse_dtype(dtype: str | torch.dtype | None) -> str | None:
     if dtype is None:
         return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or found not in NAMES:
+    found = dtype_of(dtype)
+    if found is None or not found.is_floating_point or found not in NAMES:
         raise CheckpointError(f"dtype={dtype!r}: expected a floating-point dtype such as 'bfloat16'")
     return NAMES[found]
 

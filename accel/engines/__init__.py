@@ -12,10 +12,10 @@ import sys
 from collections import UserDict
 from typing import Any, Final, final
 
-import torch
 from torch import nn
 
 from ..errors import BackendError
+from ..precision import dtype_of
 from ..process import Process
 from .base.engine import Context as Context
 from .base.engine import Engine as Engine
@@ -142,8 +142,7 @@ def _items(text: str) -> list[str]:
 
 def _plain(text: str, is_dtype: bool) -> Any:
     """The value that a text means, or the text itself."""
-    dtype = getattr(torch, text.removeprefix("torch."), None) if is_dtype else None
-    if isinstance(dtype, torch.dtype):
+    if is_dtype and (dtype := dtype_of(text)) is not None:
         return dtype
     with contextlib.suppress(ValueError, SyntaxError):
         return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
