@@ -71,13 +71,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not [page for page in PAGES if page.startswith("docs/") and f": {Path(page).name}\n" not in config]
 
 
-CITING = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/features.md"))
-LINKED = [(file, name) for name, file in re.findall(r"\[`(\w+)`\]\((tests/[\w/]+\.py)\)", CITING)]
-CITED = sorted({*re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", CITING), *LINKED})
+FEATURES = (ROOT / "docs/features.md").read_text(encoding="utf-8")
+CITED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", FEATURES)))
 
 
 def test_every_test_that_is_cited_is_there() -> None:
     assert len(CITED) > 100
-    assert len(LINKED) > 10
     missing = [f"{file}::{name}" for file, name in CITED if f"\ndef {name}(" not in (ROOT / file).read_text("utf-8")]
     assert not missing
