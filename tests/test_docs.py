@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,30 +18,38 @@ ERRORS = sorted(name for name in accel.__all__ if name.endswith("Error"))
 
 
 def snippets(page: str) -> list[tuple[int, str]]:
-    """The Python blocks of a page that are whole (fenced by ```python alone), with their lines."""
+    """Return the Python blocks of a page with their line numbers.
+
+    A block is fenced by ```python alone, or stands in a comment that begins with ``<!-- run`` and readers don't see.
+    """
     text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    blocks = re.finditer(r"^(?:```python|<!-- run)\n(.*?)^(?:```|-->)$", text, re.MULTILINE | re.DOTALL)
     return [(text.count("\n", 0, block.start(1)), block[1]) for block in blocks]
 
 
-def execute(page: str) -> None:
-    """Runs a page's snippets in order, in one namespace."""
+def execute(page: str, directory: Path) -> None:
+    """Run a page's snippets in order, in one namespace and in ``directory``."""
     namespace: dict[str, Any] = {"__name__": page}
-    for line, source in snippets(page):
-        exec(compile("\n" * line + source, page, "exec"), namespace)
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        for line, source in snippets(page):
+            exec(compile("\n" * line + source, page, "exec"), namespace)
+    finally:
+        os.chdir(before)
 
 
 RUNNABLE = [page for page in PAGES if snippets(page)]
 
 
 @pytest.mark.parametrize("page", RUNNABLE)
-def test_snippets(page: str) -> None:
-    run(1, execute, page)
+def test_snippets(page: str, tmp_path: Path) -> None:
+    run(1, execute, page, tmp_path)
 
 
 @pytest.mark.parametrize("page", RUNNABLE)
-def test_snippets_on_two_ranks(page: str) -> None:
-    run(2, execute, page)
+def test_snippets_on_two_ranks(page: str, tmp_path: Path) -> None:
+    run(2, execute, page, tmp_path)
 
 
 def test_the_loop_and_the_first_page_are_run() -> None:
