@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import AccelError, LoaderError, RankMismatchError, checked_call, described, text_of_error, whole_number
+from ..errors import AccelError, LoaderError, RankMismatchError, described, text_of_error, whole_number
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
 from ..process.control import agree, locked, raise_together
@@ -28,7 +28,6 @@ from .iteration import Accumulation as Accumulation
 from .iteration import Iteration, latest, states
 from .iteration import LoaderState as LoaderState
 from .iteration import forget as forget
-from .iteration import remember as remember
 from .readers import WHOLE, Kept, Start, keeps_alone, length_of, shape_of, too_short
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
@@ -301,7 +300,6 @@ def _read(state: Any) -> dict[str, Any]:
     raise LoaderError(f"expected what LoaderHandle.state_dict() returns, found {state!r}")
 
 
-@checked_call
 def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     """The samples of one step of all ranks together: the loader's batch size times the number of ranks. Local.
 

@@ -284,11 +284,6 @@ class StreamComparisons:
         self.process, self.name, self.dataset, self.even = process, name, dataset, even
         self._begun: Counter[tuple[int, ...]] = Counter()
 
-    def begin_anew(self) -> None:
-        """What was told before is of iterations that were not the same on all ranks."""
-        self.name = f"{self.name} {self.process.rounds}"
-        self._begun.clear()
-
     def begin(self, epoch: int, at: tuple[int, ...]) -> StreamComparison:
         place = (epoch, *at)
         self._begun[place] += 1
