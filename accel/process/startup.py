@@ -32,7 +32,6 @@ from .environments import (
     default_backend,
     detect,
     identity,
-    misspelt,
     parse_backend,
     pick,
     refuse_shared,
@@ -235,9 +234,6 @@ def start(backend: str | None, timeout: timedelta | None, request: object, rende
         # As the other ranks, which may have no problem, choose it.
         _connect(process, backend or default_backend(available()[0]), problem, rendezvous)
     select(process.device)
-    if place.rank == 0:
-        for name, meant in misspelt(os.environ).items():
-            logger.warning("%s=%s has no effect: did you mean %s?", name, os.environ[name], meant)
     return process
 
 

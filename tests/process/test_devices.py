@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import accel
 from accel.errors import AccelError, DeviceError
 from accel.process.environments import (
     available,
@@ -147,13 +146,6 @@ def test_the_environment_speaks_where_the_call_does_not(monkeypatch: pytest.Monk
     monkeypatch.setenv("ACCEL_DEVICES", "")
     kind, count = available()
     assert resolve("auto") == parse_devices("auto", count, kind)
-
-
-def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for name, value in {"ACCEL_BACKENDS": "fsdp", "ACCEL_BENCH_DIR": "x", "ACCEL_QUIET": "1"}.items():
-        monkeypatch.setenv(name, value)
-    accel.init()
-    assert caplog.messages == ["ACCEL_BACKENDS=fsdp has no effect: did you mean ACCEL_BACKEND?"]
 
 
 def test_available_tells_what_torch_has() -> None:
