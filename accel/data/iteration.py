@@ -289,8 +289,6 @@ class Iteration:
         if self.finished:
             return False
         self.reader.close()
-        if self._comparison is not None:
-            self._comparison.end(self.reader.given - self.reader.start.skip)
         nothing = self.reader.given == self.reader.start.skip
         if self.reader.start.inside and nothing and self.reader.complete():
             self._begin()
