@@ -774,11 +774,11 @@ COMMANDS = {
     ),
     "convert file new": "accel convert: {here}/file is no file of torch.save with tensors and plain values only",
     "convert one new": "accel convert: {here}/one needs no import: accel.load reads it as it is",
-    "export one file": "accel export: File exists: {here}/file; that is no directory: choose another name",
-    "export one weights": "accel export: {here}/weights has weights already (model.safetensors); --overwrite replaces them",
-    "export one new --dtype x": "accel export: --dtype 'x': expected a floating-point dtype such as 'bfloat16'",
+    "export one file": "accel export: accel.export: File exists: {here}/file; that is no directory: choose another name",
+    "export one weights": "accel export: {here}/weights has weights already (model.safetensors); overwrite=True replaces them",
+    "export one new --dtype x": "accel export: dtype='x': expected a floating-point dtype such as 'bfloat16'",
     "export one new --max-shard-size x": (
-        "accel export: --max-shard-size 'x': expected a number of bytes, or text such as '5GB'"
+        "accel export: max_shard_size='x': expected a number of bytes, or text such as '5GB'"
     ),
     "inspect xx://bucket/run": (
         "accel inspect: xx://bucket/run: Protocol not known: xx (pip install it: s3fs for s3://, gcsfs for gs://, adlfs for az://)"

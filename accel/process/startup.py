@@ -263,8 +263,7 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
     if process.group is None:
         # Optimizers would import it when there is a group, which it would hold: `unseen_group`.
         importlib.import_module("torch.distributed.nn")
-        own = pick(process.asked, process.place.local_rank, process.place.local_world_size)[0]
-        device = None if problem or own.type == "cpu" or own.index is None else own
+        device = None if problem else _accelerator_of(process)
         process.group = rendezvous.make_group(process.place, backend, process.timeout, device)
         process.owns_group = True
         process.backends = parse_backend(dist.get_backend_config(process.group))
@@ -282,6 +281,14 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
                 f"{_unreachable(process.place)}"
             ) from error
         raise
+
+
+def _accelerator_of(process: Process) -> torch.device | None:
+    """Return the accelerator of this rank with its index. torch_xla's is none to ``torch.accelerator``."""
+    device = pick(process.asked, process.place.local_rank, process.place.local_world_size)[0]
+    accelerator = torch.accelerator.current_accelerator()
+    known = accelerator is not None and device.type == accelerator.type and device.index is not None
+    return device if known else None
 
 
 def _after(begin: float, timeout: timedelta) -> str:
