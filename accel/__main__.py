@@ -7,10 +7,9 @@ import importlib
 import inspect
 import os
 import pkgutil
-import re
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from . import commands
 from .errors import AccelError
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = known[args.command].run(args)
         sys.stdout.flush()
     except AccelError as error:
-        print(f"accel {args.command}: {_in_options(str(error), vars(args))}", file=sys.stderr)
+        print(f"accel {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"accel {args.command}: ended by Ctrl-C", file=sys.stderr)
@@ -55,15 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status
-
-
-def _in_options(text: str, options: Iterable[str]) -> str:
-    """An error of the library as one of the command line, whose options have the names of arguments."""
-    for name in options:
-        option = f"--{name.replace('_', '-')}"
-        text = re.sub(rf"\b{name}=True\b", option, text)
-        text = re.sub(rf"\b{name}=", f"{option} ", text)
-    return re.sub(r"^accel\.\w+( \([\w ]+\))?: ", "", text)
 
 
 if __name__ == "__main__":

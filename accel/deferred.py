@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import BackendError, CheckpointError, checked_call, described, is_url, refuse_url
+from .errors import BackendError, CheckpointError, described, is_url, refuse_url
 
 #: On a parameter that waits for its first values: the module that it was made for, and the directory that they come from.
 _MARK: Final = "_accel_deferred"
@@ -35,7 +35,6 @@ class Source(NamedTuple):
     strict: bool
 
 
-@checked_call
 @contextlib.contextmanager
 def deferred_init(
     weights: str | os.PathLike[str] | None = None, *, name: str | None = None, strict: bool = True

@@ -5,15 +5,10 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import difflib
-import functools
-import inspect
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 
 class AccelError(Exception):
@@ -65,32 +60,6 @@ class LaunchError(AccelError):
 
 class TimeoutError(AccelError, builtins.TimeoutError):
     """A rank did not arrive at a collective of accel in time."""
-
-
-# -- Wrong calls -------------------------------------------------------------------------------------------------------
-
-
-def refuse_call(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
-    """Raise AccelError where an error is of the call itself: other libraries name their arguments otherwise."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        raise AccelError(f"accel.{error}; its arguments are {', '.join(signature.parameters) or 'none'}") from None
-
-
-def checked_call(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, of which a wrong call raises AccelError."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            refuse_call(function, args, kwargs, error)
-            raise
-
-    return call
 
 
 # -- What users give ---------------------------------------------------------------------------------------------------

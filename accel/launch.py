@@ -29,7 +29,7 @@ from torch import nn
 
 from .api import shut_down
 from .data import LoaderHandle, raw_loader
-from .errors import LaunchError, checked_call, whole_number
+from .errors import LaunchError, whole_number
 from .handles import ModelHandle, OptimizerHandle
 from .handles import raw as raw_of
 from .process import who_is_missing
@@ -97,7 +97,6 @@ class Failure:
     of: int | None
 
 
-@checked_call
 def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None, **unknown: Never) -> T:
     """Run ``fn(*args)`` in new processes, one a rank, and return rank 0's result; from a script or a notebook cell.
 
@@ -455,7 +454,6 @@ def stateful(parts: dict[str, object]) -> list[Any]:
     return [item for key, item in found.items() if key not in inside]
 
 
-@checked_call
 def check_picklable(obj: object, name: str = "obj") -> None:
     """Check that ``obj`` can be pickled, as ``torch.save(obj)`` and the workers of a spawning loader do.
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .engines import BASELINE, ENGINES, Options, engine_of
 from .engines.base.memory import UNITS, Footprint, MemoryUse, count, human, take
-from .errors import AccelError, OptimizerError, checked_call, refuse_url
+from .errors import AccelError, OptimizerError, refuse_url
 from .handles import OptimizerHandle, raw
 from .registry import registry, resolve_module
 from .shard import Shard
@@ -149,7 +149,6 @@ def _bar(row: MemoryRow, size: int) -> tuple[str, dict[str, float], str]:
 # -- making one -------------------------------------------------------------------------------------------------------
 
 
-@checked_call
 def memory_report(
     model_or_handle: nn.Module,
     optimizer: Any = None,
@@ -235,7 +234,6 @@ def _title(module: nn.Module, footprint: Footprint, optimizers: Sequence[Optimiz
 # -- A model's engine in a few lines of text ---------------------------------------------------------------------------
 
 
-@checked_call
 def summary(model: nn.Module) -> str:
     """The model's engine: backend, ranks, precision, parameters, and the bytes that lie on this rank. Local.
 

@@ -4,7 +4,8 @@
 ``outcomes`` returns what each rank did, errors included. ``fn`` lives at the top level of a test module.
 The timeouts are guards against a hang, long enough for a busy machine, and no measures.
 A call that outlives its timeout, and a call that may break the process group (``breaks=True``),
-costs the pool its workers, which are killed by pid; the next call gets new ones.
+costs the pool its workers, which are killed by pid; the next call gets new ones. After an error
+on any rank the pool is kept if its ranks can still exchange values.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 from tests import faults
 
 GUARD = 180.0  # seconds
+_CHECK = b"check"  # asks a worker whether it can still reach the other ranks
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
 
@@ -92,6 +94,25 @@ def _clean() -> None:
     gc.collect()
 
 
+def _are_connected() -> bool:
+    """Return True if all ranks still reach each other through accel and agree on what comes next."""
+    import torch
+    import torch.distributed as dist
+
+    import accel
+
+    try:
+        accel.init(timeout=timedelta(seconds=5))
+        token = torch.full((37,), accel.world_size())
+        tokens = accel.all_gather(token[None])
+        if dist.is_initialized():
+            dist.monitored_barrier(timeout=timedelta(seconds=5))
+        accel.teardown()
+    except Exception:
+        return False
+    return bool((tokens == accel.world_size()).all())
+
+
 def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> None:
     stacks = os.open(f"{rendezvous}.{rank}", os.O_CREAT | os.O_WRONLY)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
@@ -99,9 +120,13 @@ def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> No
     connection.send_bytes(b"ready")
     while True:
         try:
-            fn, args, clean, plan, test = pickle.loads(connection.recv_bytes())
+            message = connection.recv_bytes()
         except EOFError:
             os._exit(0)
+        if message == _CHECK:
+            connection.send_bytes(pickle.dumps(_are_connected()))
+            continue
+        fn, args, clean, plan, test = pickle.loads(message)
         os.environ["PYTEST_CURRENT_TEST"] = test
         freeze_modules()
         outcome = _perform(fn, args, plan)
@@ -156,6 +181,20 @@ class Pool:
                 process.join(1)
                 results.append(Outcome(error=("Died",), message=f"exit status {process.exitcode}"))
         return results
+
+    def is_connected(self) -> bool:
+        """Return True if the ranks can still exchange values after a call that failed."""
+        with contextlib.suppress(EOFError, OSError):
+            for _, connection in self.workers:
+                connection.send_bytes(_CHECK)
+            deadline = time.monotonic() + 10
+            for _, connection in self.workers:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    return False
+                if not pickle.loads(connection.recv_bytes()):
+                    return False
+            return True
+        return False
 
     def _stacks(self) -> str:
         """Where all threads of all ranks are."""
@@ -227,7 +266,8 @@ def outcomes(
     except BaseException:
         _discard(world)
         raise
-    if breaks or any(result.error for result in results):
+    failed = any(result.error for result in results)
+    if breaks or (failed and not pool.is_connected()):
         _discard(world)
     return results
 

@@ -6,6 +6,8 @@ import contextlib
 import gc
 import importlib
 import os
+import sys
+from typing import Any
 
 from tests import interpreters
 
@@ -19,10 +21,21 @@ def _import(*names: str) -> None:
             importlib.import_module(name)
 
 
+def _rewrite_asserts() -> None:
+    """Let a failed assert of a test module show its values on a rank too, as pytest does in its own process."""
+    from _pytest.config import _prepareconfig
+
+    # "tests" itself is imported already, of which pytest would warn.
+    _prepareconfig(["-s", "-p", "no:xdist", "--noconftest", "-W", "ignore::pytest.PytestAssertRewriteWarning"])
+    hook: Any = next(finder for finder in sys.meta_path if type(finder).__name__ == "AssertionRewritingHook")
+    hook.mark_rewrite("tests")
+
+
 _import("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api", "numpy")
 gc.collect()
 gc.freeze()
 interpreters.serve()
+_rewrite_asserts()
 _import("fairscale", "deepspeed", "safetensors.torch", "xxhash")
 _import("accel.checkpoint.load", "accel.checkpoint.save", "accel.engines.fsdp.module")
 _import(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -11,13 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 import accel
 from accel import process
 from accel.api import batches
-from tests.distributed import outcomes, run
+from tests.distributed import outcomes, refusals, run
+from tests.programs import free_port
 
 TOO_MUCH = 1 << 50  # bytes, which no host has
 
@@ -188,37 +192,41 @@ def test_ranks_that_read_one_batch_have_one_part_which_is_gathered_once() -> Non
 FITS = 2
 
 
-class Net(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+def start_own_groups(port: int) -> None:
+    """Let accel create the process group, as under torchrun, instead of using the one of the tests."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    batches._PATIENCE = timedelta(seconds=0.2)
 
 
-def fail_once(where: str, net: nn.Module, optimizer: torch.optim.Optimizer, batch_size: int, at: int) -> list[None]:
-    """Rank 1 runs out of memory in step ``at`` of too large a batch; the list is for noting steps."""
+def fail_once(where: str, net: nn.Module, optimizer: torch.optim.Optimizer, batch_size: int) -> list[None]:
+    """Let rank 1 run out of memory in the second step if the batch is too large. Append to the list after each step."""
     steps: list[None] = []
 
     def fail(*args: Any) -> None:
-        if batch_size > FITS and process.rank() == 1 and len(steps) == at:
-            hook.remove()
+        if batch_size > FITS and process.rank() == 1 and len(steps) == 1:
             torch.empty(TOO_MUCH, dtype=torch.uint8)
 
     if where == "step":
-        hook = optimizer.register_step_pre_hook(fail)
+        optimizer.register_step_pre_hook(fail)
     elif where == "backward":
-        hook = net[2].register_full_backward_pre_hook(fail)  # type: ignore[index]
+        net[2].register_full_backward_pre_hook(fail)  # type: ignore[index]
     else:
-        hook = net[2].register_forward_pre_hook(fail)  # type: ignore[index]
+        net[2].register_forward_pre_hook(fail)  # type: ignore[index]
     return steps
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = Net()
-    return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+def loader_of(batch_size: int) -> Any:
+    data: Any = torch.arange(64.0).view(16, 4) / 64
+    return DataLoader(data, batch_size=batch_size, shuffle=True)
 
 
-def train(handles: Any, raw: torch.optim.Optimizer, where: str, batch_size: int, at: int = 1) -> dict[str, Any]:
-    model, optimizer, loader = handles
-    steps = fail_once(where, accel.unwrap(model), raw, batch_size, at)
+def training(backend: Any, where: str, batch_size: int) -> dict[str, Any]:
+    """Train a new model; everything is built in here."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    raw = torch.optim.AdamW(net.parameters(), lr=0.1)
+    steps = fail_once(where, net, raw, batch_size)
+    model, optimizer, loader = accel.setup(net, raw, loader_of(batch_size), backend=backend)
     for x in loader:
         optimizer.zero_grad()
         model(x).square().mean().backward()
@@ -227,101 +235,35 @@ def train(handles: Any, raw: torch.optim.Optimizer, where: str, batch_size: int,
     return accel.full_state_dict(model)
 
 
-def loader_of(batch_size: int, *, shuffle: bool = False) -> Any:
-    data: Any = torch.arange(64.0).view(16, 4) / 64
-    return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
-
-
-def training(backend: Any, where: str, batch_size: int) -> dict[str, Any]:
-    """As a user's function does it: all that it trains is made in it."""
-    net, raw = made()
-    return train(accel.setup(net, raw, loader_of(batch_size, shuffle=True), backend=backend), raw, where, batch_size)
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def fit(backends: list[Any], places: list[str]) -> None:
-    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
+def fit(port: int, backends: list[Any], places: list[str]) -> None:
+    start_own_groups(port)
     for backend in backends:
         torch.manual_seed(1)
         want = training(backend, "", FITS)
         for where in places:
+            accel.teardown()
             torch.manual_seed(1)
             size, got = accel.largest_batch(lambda n, b=backend, w=where: training(b, w, n), 5)  # type: ignore[misc]
-            assert (size, same(want, got)) == (FITS, True), (backend, where)
+            assert size == FITS
+            assert all(torch.equal(want[name], got[name]) for name in want), (backend, where)
+        accel.teardown()
 
 
 BACKENDS = ["ddp", "fsdp", "sharded", "pipeline", accel.DeepSpeed(stage=1), accel.DeepSpeed(stage=3)]
 
 
-def test_all_ranks_begin_again_where_one_has_no_memory() -> None:
-    run(2, fit, BACKENDS, ["forward", "backward", "step"])
+def in_own_groups(fn: Any, *args: Any) -> list[Any]:
+    results = outcomes(2, fn, free_port(), *args, breaks=True)
+    assert not any(result.error for result in results), [result.trace for result in results]
+    return [result.value for result in results]
 
 
-def keep(backends: list[Any]) -> None:
-    """The model is made before, and set up before or in the function. Another one is there all the while."""
-    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
-    other, other_raw = made()
-    others = accel.setup(other, other_raw, loader_of(4), backend="fsdp")
-    for backend in backends:
-        results = []
-        for where, before in (("", True), ("backward", True), ("forward", False)):
-            torch.manual_seed(3)
-            net, raw = made()
-            handles = accel.setup(net, raw, loader_of(FITS), backend=backend) if before else None
-
-            def fn(batch_size: int) -> dict[str, Any]:
-                found = handles or accel.setup(net, raw, loader_of(FITS), backend=backend)  # noqa: B023
-                return train(found, raw, where, batch_size, at=0)  # noqa: B023
-
-            size, result = accel.largest_batch(fn, 5 if where else FITS)
-            results.append(result)
-            assert (size, same(result, results[0])) == (FITS, True), (backend, where, before)
-            accel.teardown(net)
-    train(others, other_raw, "", FITS)
+def test_all_ranks_halve_the_batch_if_one_runs_out_of_memory() -> None:
+    in_own_groups(fit, BACKENDS, ["forward", "backward", "step"])
 
 
-def test_what_was_there_before_goes_on() -> None:
-    run(2, keep, ["ddp", "fsdp", accel.DeepSpeed(stage=3)])
-
-
-def read_once() -> None:
-    """Rank 1 fails before its loop, in which the others are, over a loader that is set up before, or only made."""
-    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
-    for before in (True, False):
-        raw = loader_of(1, shuffle=True)
-        handle = accel.setup(None, dataloaders=raw).dataloaders if before else None
-        for error, size in ((torch.OutOfMemoryError, FITS), (KeyError, 5)):
-
-            def fn(batch_size: int) -> list[float]:
-                loader = handle or accel.setup(None, dataloaders=raw).dataloaders  # noqa: B023
-                model = accel.setup(Net()).model
-                if batch_size > size and process.rank() == 1:  # noqa: B023
-                    raise error  # noqa: B023
-                seen = []
-                for x in loader:
-                    model(x).sum().backward()
-                    seen.append(float(x[0, 0]))
-                return seen
-
-            with contextlib.suppress(accel.AccelError, KeyError):
-                accel.largest_batch(fn, 6)
-            seen = accel.largest_batch(fn, size)[1]
-            assert len(set(accel.all_gather(seen, objects=True))) == 16
-        positions = accel.all_gather([raw if handle is None else handle.state_dict()], objects=True)
-        assert handle is None or positions[0] == positions[1]
-
-
-def test_loaders_begin_again_where_they_were() -> None:
-    run(2, read_once)
-
-
-def refuse() -> list[str]:
-    batches._PATIENCE = timedelta(seconds=0.1)  # type: ignore[misc]
-    net, raw = made()
-    handles = accel.setup(net, raw, loader_of(FITS), backend="ddp")
+def refuse(port: int) -> list[str]:
+    start_own_groups(port)
     messages = []
 
     def no_memory(batch_size: int) -> None:
@@ -332,20 +274,21 @@ def refuse() -> list[str]:
             raise KeyError("mine")
         accel.barrier()
 
-    def ends(batch_size: int) -> None:
-        accel.teardown()
-
-    for fn in (no_memory, other_error, ends, lambda n: train(handles, raw, "step", n, at=0)):
+    for fn in (no_memory, other_error):
         try:
             accel.largest_batch(fn, 3)
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
-    assert accel.all_reduce(1) == 2  # the groups go on
+    assert accel.all_reduce(1) == 2  # the groups were started again
+    model = accel.setup(nn.Linear(1, 1)).model
+    with pytest.raises(accel.AccelError, match=r"Linear #\d+ is already set up. Build the model inside the function"):
+        accel.largest_batch(no_memory, 3)
+    assert accel.unwrap(model).weight.isfinite().all()
     return messages
 
 
-def test_what_cannot_go_on_is_an_error_on_every_rank() -> None:
-    first, second = run(2, refuse)
+def test_other_errors_are_raised_on_every_rank() -> None:
+    first, second = in_own_groups(refuse)
     assert (
         first[0]
         == second[0]
@@ -353,15 +296,16 @@ def test_what_cannot_go_on_is_an_error_on_every_rank() -> None:
     )
     assert first[1].endswith("the function of accel.largest_batch failed on rank 1, so on every rank: KeyError: 'mine'")
     assert second[1] == "KeyError: 'mine'"
-    for messages in (first, second):
-        assert "accel.teardown() inside of accel.largest_batch" in messages[2]
-        assert "largest_batch: memory ran out on a rank while the ranks made a step of Net #" in messages[3]
-    with pytest.raises(accel.AccelError, match="expected start to be an int of at least 1, found 0"):
-        accel.largest_batch(print, 0)
 
 
-def leave() -> str:
-    process._SILENT = 1.0
+def test_a_group_of_the_program_is_refused() -> None:
+    for message in refusals(2, accel.largest_batch, print, 4, error="AccelError"):
+        assert "restarts the process group, but accel did not create it" in message
+
+
+def leave(port: int) -> str:
+    start_own_groups(port)
+    process._RESTART = timedelta(seconds=2)
 
     def fn(batch_size: int) -> None:
         if process.rank() == 1:
@@ -371,16 +315,15 @@ def leave() -> str:
     try:
         accel.largest_batch(fn, 4)
     except SystemExit:
-        process.end_groups("rank 1 left")  # as where its process ends
+        process.end_groups("rank 1 left")  # as at the end of its process
+        time.sleep(5)
     except accel.AccelError as error:
         return str(error)
     return ""
 
 
 def test_nobody_waits_for_a_rank_that_has_ended() -> None:
-    first, second = outcomes(2, leave, breaks=True)
-    assert "(rank 1 left) and rank 1 does not come to connect them anew: it was killed" in first.value
-    assert not second.error
+    assert "not every rank came to start again within 2 s" in in_own_groups(leave)[0]
 
 
 def test_one_process_halves_until_it_fits() -> None:
@@ -391,18 +334,16 @@ def test_one_process_halves_until_it_fits() -> None:
         torch.empty(TOO_MUCH if batch_size > FITS else 1, dtype=torch.uint8)
         return [int(torch.randint(1000, ()))]
 
-    before, raw = made()
-    handles = accel.setup(before, raw, loader_of(FITS), backend="ddp")
     torch.manual_seed(0)
     assert accel.largest_batch(fn, 9) == (FITS, [44])
     assert tried == [9, 4, 2]
-    train(handles, raw, "", FITS)
     with pytest.raises(ZeroDivisionError):
         accel.largest_batch(lambda n: 1 // 0, 4)
-    accel.teardown()
+    with pytest.raises(accel.AccelError, match="expected start to be an int of at least 1, found 0"):
+        accel.largest_batch(print, 0)
 
 
-def test_what_would_not_run_is_refused() -> None:
+def test_a_generator_or_coroutine_is_refused() -> None:
     def steps(size: int) -> Iterator[int]:
         yield size
 
@@ -411,6 +352,6 @@ def test_what_would_not_run_is_refused() -> None:
 
     asynchronous: Any = step(8)
     for fn, found in ((steps, "generator"), (lambda _: asynchronous, "coroutine")):
-        with pytest.raises(accel.AccelError, match=f"fn returned a {found}, so that nothing of it has run"):
+        with pytest.raises(accel.AccelError, match=f"fn returned a {found}, so nothing of it has run"):
             accel.largest_batch(fn, 8)
     asynchronous.close()

@@ -55,7 +55,7 @@ import contextlib
 
 from accelerate import Accelerator, skip_first_batches
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list, find_executable_batch_size
+from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list
 from accelerate.utils import gather_object, set_seed
 from safetensors.torch import load_file
 
@@ -197,12 +197,6 @@ def texts(loader, gather):
     return [text for batch in loader for text in gather([f"row {x:.0f}" for x in batch])]
 
 
-def fits(size):
-    if size > 16:
-        raise RuntimeError("CUDA out of memory.")
-    return size
-
-
 def kept(prepare, save, load):
     net, optimizer = build()
     model, optimizer = prepare(net, optimizer)[:2]
@@ -270,10 +264,6 @@ pairs = {
         True,
     ),
     "main_process_first": (first(peer.main_process_first), first(accel.main_first)),
-    "find_executable_batch_size": (
-        find_executable_batch_size(fits, starting_batch_size=64, reduce_batch_size_fn=None)() <= 16,
-        accel.largest_batch(fits, 64)[1] <= 16,
-    ),
     "get_state_dict": (
         peer.get_state_dict(peer.prepare(build()[0])),
         accel.full_state_dict(accel.setup(build()[0]).model),

@@ -29,7 +29,6 @@ from ..errors import (
     LoaderError,
     PrecisionError,
     RankMismatchError,
-    checked_call,
     described,
     text_of_error,
     whole_number,
@@ -124,7 +123,6 @@ def teardown(model: Any = None) -> Any:
         RankMismatchError: the ranks end different models, or a divided one after different steps (accel.load of a checkpoint on
             every rank makes it one again); nothing has changed.
         OptimizerError: an optimizer was given parameters that are not of the model; nothing has changed.
-        AccelError: everything is to end inside of ``largest_batch``.
         AccelError: weights were lost, since the process groups were ended, or other ranks had let go of the model or were
             interrupted in another step. Everything has ended all the same; where the groups had not, all ranks raise.
     """
@@ -138,11 +136,6 @@ def teardown(model: Any = None) -> Any:
         registry.remove(engine)
         engine.teardown()
         return engine.module
-    if process.keeps_groups():
-        raise AccelError(
-            "accel.teardown() inside of accel.largest_batch, which ends by itself what a size that does not fit has set up: "
-            "end a model by accel.teardown(model), or all after accel.largest_batch"
-        )
     shut_down()
     return None
 
@@ -159,7 +152,6 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
         data.forget()
 
 
-@checked_call
 def unwrap(model: Model) -> Model:
     """The raw module of a handle or of a compile wrapper, or the module itself."""
     given: Any = model  # a handle has the type of its module
@@ -168,7 +160,6 @@ def unwrap(model: Model) -> Model:
     return unwrapped
 
 
-@checked_call
 def backward(
     loss: torch.Tensor,
     gradient: torch.Tensor | None = None,
@@ -210,13 +201,11 @@ def backward(
         engine.gradients.log.accept()
 
 
-@checked_call
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Context: the backward passes of the forwards inside accumulate without reduction. Nests; restores what was there."""
     return registry.of_handle(model).no_sync()
 
 
-@checked_call
 def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
     """The batches of ``loader`` in groups of ``n``, each of one optimizer step; the last group of an epoch may be smaller.
 
@@ -256,14 +245,12 @@ class DataParallelPlace(NamedTuple):
     world_size: int
 
 
-@checked_call
 def data_parallel_place(model: nn.Module) -> DataParallelPlace:
     """This process's data-parallel place: that of the process, but where several hold parts of one model and read one batch."""
     place = place_of(registry.of_handle(model))
     return DataParallelPlace(place.rank, place.world)
 
 
-@checked_call
 def mesh(model: nn.Module) -> DeviceMesh | None:
     """The mesh that a model lies on, with the axes "replicate", "shard" and "tensor" as far as it has them; None without one.
 
@@ -272,7 +259,6 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
     return registry.of_handle(model).holdings.mesh
 
 
-@checked_call
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """This rank's part of a batch's sequences, for a model with ``sequence_parallel``; else the batch. Collective.
 
@@ -294,7 +280,6 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     return part
 
 
-@checked_call
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Context: a model with ``sequence_parallel`` is given whole sequences, as in ``generate``; each rank computes by itself."""
@@ -308,7 +293,6 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         sequence.whole = before
 
 
-@checked_call
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Context for ranks with different numbers of batches (``torch.distributed.algorithms.Join``)."""
     engine = registry.of_handle(model)
@@ -319,13 +303,11 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return engine.join()
 
 
-@checked_call
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip the model's gradients by their global norm, on every backend; returns the norm before clipping (0-dim)."""
     return registry.of_handle(model).gradients.clip(max_norm, norm_type)
 
 
-@checked_call
 def refresh_trainable(model: nn.Module) -> None:
     """Apply a change of ``requires_grad`` now. Collective; needed only with the option ``auto_refresh=False``.
 
@@ -602,44 +584,44 @@ def _loader_handle(
 # -- teardown of everything --------------------------------------------------------------------------------------------
 
 
-def end_all(since: int = 0, interrupted: str = "") -> None:
-    """End every engine, of serial ``since`` or higher: those that live on all ranks together, in order, any other one by itself.
+def end_all() -> None:
+    """End every engine: those that live on all ranks together, in order, any other one by itself.
 
     What lives on a rank is up to its garbage collector, and to what its program still holds. Collective where an engine
     had parts of a model on several ranks, since the last such end. An engine's error comes once all have ended; on every rank
     where it is collective.
     """
     registry.sweep()
-    engines = [engine for engine in registry.in_order() if engine.serial >= since]
-    together = any(serial >= since for serial in registry.divided) and running() is not None
-    alone, problem = _alone(engines, bool(interrupted)) if together else ({}, None)
+    engines = registry.in_order()
+    together = bool(registry.divided) and running() is not None
+    alone, problem = _alone(engines) if together else ({}, None)
     together = together and problem is None
     for engine in engines:
         registry.remove(engine)
         try:
-            engine.teardown(alone.get(engine.serial, ""), interrupted)
+            engine.teardown(alone.get(engine.serial, ""))
         except Exception as error:
-            if (ended() or (interrupted and engine.serial in alone)) and isinstance(error, AccelError):
-                logger.error("%s", error)  # an earlier error told of the end of the groups; or nobody needs it any more
+            if ended() and isinstance(error, AccelError):
+                logger.error("%s", error)  # an earlier error told of the end of the groups
             else:
                 problem = problem or error
-    for serials in (registry.divided, registry.scaled):
-        serials.difference_update([serial for serial in serials if serial >= since])
+    registry.divided.clear()
+    registry.scaled.clear()
     if together and running() is not None:
         raise_together("accel.teardown", problem, agree("accel.teardown (the end)", text_of_error(problem)))
     if problem is not None:
         raise problem
 
 
-def _alone(engines: list[Engine], interrupted: bool) -> tuple[dict[int, str], Exception | None]:
+def _alone(engines: list[Engine]) -> tuple[dict[int, str], Exception | None]:
     """By serial, why engines cannot end together with the other ranks; and what went wrong in asking them. Collective.
 
-    Parts of one model after different steps are none, except where ranks were ``interrupted`` and nobody needs it any more.
+    Parts of one model after different steps are none.
     """
     # A rank that comes here with an error must not wait for long for ranks that wait for it elsewhere.
     limit = None if sys.exc_info()[0] is None else min(current().timeout, timedelta(seconds=60))
     try:
-        come = {e.serial: "" if interrupted or not e.gradients.partial else e.drift.progress for e in engines}
+        come = {e.serial: e.drift.progress if e.gradients.partial else "" for e in engines}
         everyone = agree("accel.teardown", come, timeout=limit)
     except AccelError as error:
         return {engine.serial: str(error) for engine in engines}, error

@@ -5,28 +5,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import traceback
-import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from datetime import timedelta
 from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
-from torch.optim import Optimizer
 
-from .. import data, process
+from .. import process
 from ..data.iteration import latest
 from ..data.sampling import Division, fingerprint, has_parts
-from ..engines.base.step import Stepper
-from ..errors import AccelError, RankMismatchError, checked_call, described, text_of_error, whole_number
-from ..handles import HiddenAttribute
+from ..errors import AccelError, RankMismatchError, described, text_of_error, whole_number
 from ..planning import place_of
 from ..process.control import agree, is_lost, locked, raise_together
 from ..process.rng import rng_state
 from ..process.transfer import Prints, other_values
 from ..registry import registry
 from ..trees import walk
-from . import end_all
+from . import shut_down
 
 logger = logging.getLogger("accel")
 T = TypeVar("T")
@@ -108,8 +103,8 @@ def _part(items: Any, first: int, end: int, pad: bool) -> Any:
 
 # -- the largest batch -------------------------------------------------------------------------------------------------
 
-#: How long a rank that failed waits for the others, who may wait for it.
-_PATIENCE: Final = timedelta(seconds=2)
+#: Seconds for which a rank that failed waits for the others, which may wait for it in a collective.
+_PATIENCE = timedelta(seconds=2)
 _MEMORY: Final = (
     "out of memory",
     "DefaultCPUAllocator",
@@ -117,150 +112,127 @@ _MEMORY: Final = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
 )
-#: How an attempt ended on a rank, the one that decides last: well, because of another rank, by want of memory, by another error.
-_WELL, _LOST, _NO_MEMORY, _FAILED = range(4)
+#: How ``fn`` ended on a rank. The largest value of all ranks decides.
+_SUCCEEDED, _DISCONNECTED, _OUT_OF_MEMORY, _FAILED = range(4)
 
 
-@checked_call
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
-    """Calls ``fn(batch_size)`` with ``start``, and half of it each time a rank runs out of memory. Collective.
+    """Call ``fn(batch_size)`` with ``start``, and with half of it each time a rank runs out of memory. Collective.
 
-    ``fn`` is a step, or a whole training: build in it what it trains. Where it does not fit on one rank, all ranks begin
-    again with half: those that wait for that rank in a collective are released, which takes seconds; what was set up in ``fn``
-    is torn down, the memory freed, and the random generators and the loaders are put back, so that the result is that of a
-    program that had called ``fn`` with this size only. What was set up before goes on; its gradients are dropped. After
-    Accelerate's ``find_executable_batch_size``, which knows nothing of other ranks.
+    Build the model, optimizers and loaders inside ``fn``. If one rank runs out of memory, accel ends the process groups,
+    tears everything down on all ranks, starts the groups again, restores the random generators and calls ``fn`` with half
+    the size.
 
     Args:
-        fn: gets the batch size of one rank. Its errors other than of memory go through, on every rank.
+        fn: takes the batch size of one rank. If it raises an error other than out of memory, every rank raises.
         start: the first size, at least 1.
 
     Returns:
-        The size that fits, and what ``fn`` returned.
+        The size that fits, and the result of ``fn``.
 
     Raises:
-        AccelError: not even 1 fits; ``fn`` gives a generator or a coroutine, which has not run; or a step was cut short of an
-            optimizer that was set up before, or that something outside of ``fn`` holds; on every rank.
+        AccelError: not even 1 fits, a model is already set up, the process group was not created by accel, or ``fn``
+            returns a generator or a coroutine; on every rank.
     """
-    if not callable(fn):
-        raise AccelError(
-            f"largest_batch: expected a function of the batch size, then the first size, found {described(fn)}"
-        )
     size = whole_number(start)
-    starts = agree("accel.largest_batch", repr(start) if size < 1 else f"{size}")
-    if len(set(starts)) > 1:
-        raise RankMismatchError(f"largest_batch: start differs over the ranks: {', '.join(starts)}")
-    if size < 1:
-        raise AccelError(f"largest_batch: expected start to be an int of at least 1, found {start!r}")
-    states, put_back = rng_state().state_dict(), data.remember()
+    problem = _wrong_call(fn, size, start)
+    answers = agree("accel.largest_batch", (problem, size))
+    raise_together("largest_batch", AccelError(problem) if problem else None, [text for text, _ in answers], AccelError)
+    if len({theirs for _, theirs in answers}) > 1:
+        sizes = ", ".join(str(theirs) for _, theirs in answers)
+        raise RankMismatchError(f"largest_batch: start differs over the ranks: {sizes}")
+    generators = rng_state().state_dict()
     while True:
-        problem, result = _attempt(fn, size, put_back)
-        if isinstance(result, AsyncGenerator | Coroutine | Generator):
-            raise AccelError(
-                f"largest_batch: fn returned a {type(result).__name__}, so that nothing of it has run: give a function without "
-                "yield or async that does the work when it is called"
-            )
+        problem, result = _attempt(fn, size)
         if not problem:
             return size, result  # type: ignore[return-value]
         if size == 1:
             raise AccelError(f"largest_batch: not even a batch of 1 fits: {problem}")
         logger.info("largest_batch: a batch of %d does not fit: %s", size, problem)
         size //= 2
-        rng_state().load_state_dict(states)
+        rng_state().load_state_dict(generators)
 
 
-def _attempt(fn: Callable[[int], T], size: int, put_back: Callable[[], list[data.LoaderState]]) -> tuple[str, T | None]:
-    """Which rank has no memory for this size, or the result. After an error loaders are put back: the epochs may differ."""
-    since, result, error = registry.next_serial, None, None
-    step: tuple[int | None, weakref.ref[Optimizer] | None] = None, None
-    with process.keeping_groups():
-        try:
-            result = fn(size)
-        except Exception as caught:
-            error, step = caught, _in_step(caught)
-        kind, text = _kind_of(error), text_of_error(error)
-        answers = _meet(f"accel.largest_batch({size})", (kind, text))
-        worst = max(theirs for theirs, _ in answers)
-        for state in put_back() if worst != _WELL else ():
-            known = HiddenAttribute.get(state.raw) or {}
-            HiddenAttribute.put(state.raw, {place: had for place, had in known.items() if had[0]._accel is not state})
-        if worst != _NO_MEMORY:
-            problems = [why if theirs == worst else "" for theirs, why in answers]
-            raise_together(
-                "the function of accel.largest_batch", error if kind == worst else None, problems, AccelError
-            )
-            return "", result
-        error = result = None  # and with its frames all that it has made
-        _clean_up(since, *step)
-    return "; ".join(f"rank {rank}: {why}" for rank, (theirs, why) in enumerate(answers) if theirs == worst), None
+def _wrong_call(fn: object, size: int, start: object) -> str:
+    if not callable(fn):
+        return f"largest_batch: expected a function of the batch size, then the first size, found {described(fn)}"
+    if size < 1:
+        return f"largest_batch: expected start to be an int of at least 1, found {start!r}"
+    gc.collect()
+    registry.sweep()
+    if engines := registry.in_order():
+        return (
+            f"largest_batch: {engines[0].label} is already set up. Build the model inside the function, or call "
+            "accel.teardown() first."
+        )
+    if process.current().control is not None and not process.current().owns_group:
+        return (
+            "largest_batch restarts the process group, but accel did not create it. Remove init_process_group from your "
+            "program; accel.setup calls it."
+        )
+    return ""
 
 
-def _in_step(error: BaseException) -> tuple[int | None, weakref.ref[Optimizer] | None]:
-    """Where an error comes of an optimizer's step: the engine that was about to make it, or the optimizer that was in it."""
-    engine = optimizer = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is Stepper._before.__code__:
-            engine, optimizer = frame.f_locals["engine"].serial, None
-        elif frame.f_code.co_filename == Optimizer.profile_hook_step.__code__.co_filename and "self" in frame.f_locals:
-            optimizer = optimizer or weakref.ref(frame.f_locals["self"])
-    return engine, optimizer
+def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
+    """Return why this size does not fit, and the result if it does."""
+    result, error = None, None
+    try:
+        result = fn(size)
+    except Exception as caught:
+        error = caught
+    if isinstance(result, AsyncGenerator | Coroutine | Generator):
+        error = AccelError(
+            f"largest_batch: fn returned a {type(result).__name__}, so nothing of it has run. Pass a function that does "
+            "the work when it is called, without yield or async."
+        )
+    what, outcome = f"accel.largest_batch({size})", (_kind_of(error), text_of_error(error))
+    answers = _agree_unless_ended(what, outcome)
+    if not answers or max(answers)[0] == _OUT_OF_MEMORY:
+        if outcome[0] != _FAILED:
+            error = result = None  # the frames of the error hold the model
+        _start_again(f"{what}: {outcome[1] or 'another rank failed'}")
+        answers = agree(what, outcome)
+    worst = max(answers)[0]
+    texts = [text if kind == worst else "" for kind, text in answers]
+    if worst == _OUT_OF_MEMORY:
+        return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), None
+    raise_together("the function of accel.largest_batch", error if outcome[0] == worst else None, texts, AccelError)
+    return "", result
 
 
 def _kind_of(error: BaseException | None) -> int:
     if error is None:
-        return _WELL
+        return _SUCCEEDED
     memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if memory or (isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY)):
-        return _NO_MEMORY
-    if isinstance(error, AccelError) and _kind_of(error.__cause__ or error.__context__) == _NO_MEMORY:
-        return _NO_MEMORY
-    return _LOST if isinstance(error, AccelError) or is_lost(error) else _FAILED
+        return _OUT_OF_MEMORY
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, AccelError) and cause is not None and _kind_of(cause) == _OUT_OF_MEMORY:
+        return _OUT_OF_MEMORY
+    return _DISCONNECTED if isinstance(error, AccelError) or is_lost(error) else _FAILED
 
 
-def _meet(what: str, mine: tuple[int, str]) -> list[tuple[int, str]]:
-    """How the attempt ended on every rank. Where a rank is elsewhere, the groups end, which wakes it, and begin anew."""
-    if not process.ended():
-        with contextlib.suppress(AccelError):
-            patience = min(_PATIENCE, process.current().timeout) if mine[0] else None
-            answers = agree(what, mine, timeout=patience)
-            agree(f"{what}, by all", None)  # none has lost its patience meanwhile
-            return answers
-    process.end_groups(f"{what}: {mine[1] or 'another rank failed'}")
-    process.connect_anew()
-    return agree(what, mine)
+def _agree_unless_ended(what: str, outcome: tuple[int, str]) -> list[tuple[int, str]]:
+    """Return how ``fn`` ended on every rank; nothing if a rank is in a different collective, which ends the groups."""
+    if process.ended():
+        return []
+    patience = min(_PATIENCE, process.current().timeout) if outcome[0] != _SUCCEEDED else None
+    with contextlib.suppress(AccelError):
+        answers = agree(what, outcome, timeout=patience)
+        agree(f"{what}, by all", None)  # no rank has lost its patience in the meantime
+        return answers
+    return []
 
 
-def _clean_up(since: int, about: int | None, cut: weakref.ref[Optimizer] | None) -> None:
-    """Tear down what was set up since, and make the rest ready to go on. Collective.
-
-    ``about`` is the serial of the engine that was about to step, ``cut`` the optimizer that was in its step.
-    """
+def _start_again(reason: str) -> None:
+    """Tear everything down, free the memory and start the process groups again. Collective."""
+    options = process.start_options()
+    process.end_groups(reason)
     gc.collect()
-    inside = None if cut is None else cut()
-    steps = {
-        engine.label: (engine.drift.steps - (engine.serial == about), any(o is inside for o in engine.optimizers))
-        for engine in registry.in_order()
-    }
-    everyone = agree("accel.largest_batch (engines)", steps)
-    shared = set.intersection(*(set(theirs) for theirs in everyone))
-    for engine in registry.in_order():
-        engine.module.zero_grad()
-        for optimizer in engine.optimizers:
-            optimizer.zero_grad()
-        if engine.serial < since and engine.label in shared:
-            engine.rebuild()
-            engine.drift.pause()
-            engine.drift.restart()
-    end_all(since, "memory ran out on a rank")
+    with contextlib.suppress(AccelError):  # weights that other ranks hold are lost, and nobody needs them
+        shut_down()
     gc.collect()
+    process.restart(options)
     for device in process.own_devices():
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
-    for label in sorted(shared):
-        counts = {theirs[label] for theirs in everyone}
-        if len(counts) > 1 or counts.pop()[1]:
-            raise AccelError(
-                f"largest_batch: memory ran out on a rank while the ranks made a step of {label}, which is held outside of the "
-                "function: what has stepped of it differs. Build the model and its optimizers in the function, or load them "
-                "from a checkpoint and start with less"
-            )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Container, Hashable, Iterable
 from typing import Final, Literal, TypeVar
 
-from ..errors import CheckpointError, checked_call, is_url, refuse_url
+from ..errors import CheckpointError, is_url, refuse_url
 from ..process import current, rank
 from ..process.control import locked
 from .background import background
@@ -295,7 +295,6 @@ def prune(directory: str, keep: int) -> None:
             remove(path)
 
 
-@checked_call
 def latest(root: str | os.PathLike[str], *, placement: Literal["shared", "host"] = "shared") -> str | None:
     """The newest complete checkpoint in ``root``, or ``root`` itself; None if there is none. Local.
 

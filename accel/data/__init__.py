@@ -10,14 +10,13 @@ import copy
 import functools
 import gc
 from collections.abc import Mapping
-from dataclasses import replace
 from threading import get_ident
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import AccelError, LoaderError, RankMismatchError, checked_call, described, text_of_error, whole_number
+from ..errors import AccelError, LoaderError, RankMismatchError, described, text_of_error, whole_number
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
 from ..process.control import agree, locked, raise_together
@@ -28,8 +27,7 @@ from .iteration import Accumulation as Accumulation
 from .iteration import Iteration, latest, states
 from .iteration import LoaderState as LoaderState
 from .iteration import forget as forget
-from .iteration import remember as remember
-from .readers import WHOLE, Kept, Start, keeps_alone, length_of, shape_of, too_short
+from .readers import WHOLE, Kept, Start, length_of, shape_of, too_short
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
@@ -59,15 +57,12 @@ def distribute(
     ``name`` is that of no other loader of the process, the same on all ranks. LoaderError as in ``check``.
     """
     check(loader, options, place.world)
-    if keeps_alone(loader):
-        options = replace(options, shard=False)
     if loader.persistent_workers and any(state.persistent for state in states):
         gc.collect()  # a dropped loader and its handle are a cycle, and its workers live on with it
     comparisons = None
     compared = options.shard and not options.dispatch and isinstance(loader.dataset, IterableDataset)
     if place.process is not None and place.world > 1 and compared:
-        even = options.even_batches or loader.drop_last
-        comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__, even)
+        comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__)
     loaded = getattr(loader, "next_iter_state", None)  # what torchdata calls a state that was loaded and not begun
     state = LoaderState(raw=loader, options=options, place=place, name=name, comparisons=comparisons, own=loaded)
     state.begin_anew(seed, in_place)
@@ -301,7 +296,6 @@ def _read(state: Any) -> dict[str, Any]:
     raise LoaderError(f"expected what LoaderHandle.state_dict() returns, found {state!r}")
 
 
-@checked_call
 def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     """The samples of one step of all ranks together: the loader's batch size times the number of ranks. Local.
 

@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, final
 
@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..errors import LoaderError, RankMismatchError
 from ..process import ended, running
 from ..process.control import agree
-from ..process.rng import Generators
 from ..process.transfer import Transfer
 from .readers import (
     EpochReader,
@@ -32,7 +31,7 @@ from .readers import (
     shape_of,
     too_short,
 )
-from .sampling import Division, mix, own_generators
+from .sampling import Division, mix
 from .streams import StreamComparisons, StreamReader
 
 if TYPE_CHECKING:
@@ -139,27 +138,6 @@ class LoaderState:
 
 #: Of all handles that live.
 states: weakref.WeakSet[LoaderState] = weakref.WeakSet()
-
-
-def remember() -> Callable[[], list[LoaderState]]:
-    """Where all handles stand. What is returned puts them back there, on all ranks together, and tells which came since."""
-    names = ("seed", "in_place", "start", "following", "batches", "kept", "own")
-    then = {state: {name: getattr(state, name) for name in names} for state in states}
-    live = {state: list(state.live) for state in then}
-    generators = {state: Generators(own_generators(state.raw)) for state in then}
-    drawn = {state: own.states() for state, own in generators.items()}
-    last = vars(replace(latest, divisions=dict(latest.divisions)))
-
-    def put_back() -> list[LoaderState]:
-        for state, values in then.items():
-            vars(state).update(values, live=weakref.WeakSet(live[state]))
-            generators[state].put(drawn[state])
-            if state.comparisons is not None:
-                state.comparisons.begin_anew()
-        vars(latest).update(last, divisions=dict(last["divisions"]))
-        return [state for state in states if state not in then]
-
-    return put_back
 
 
 def _followed(loader: DataLoader[Any]) -> bool:
@@ -311,8 +289,6 @@ class Iteration:
         if self.finished:
             return False
         self.reader.close()
-        if self._comparison is not None:
-            self._comparison.end(self.reader.given - self.reader.start.skip)
         nothing = self.reader.given == self.reader.start.skip
         if self.reader.start.inside and nothing and self.reader.complete():
             self._begin()

@@ -119,12 +119,6 @@ def keeps_position(loader: DataLoader[Any]) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__ and all(map(callable, methods))
 
 
-def keeps_alone(loader: DataLoader[Any]) -> bool:
-    """Whether nothing but the loader itself can tell the position: what its dataset reads, or how, is its own."""
-    stream = isinstance(loader.dataset, IterableDataset)
-    return keeps_position(loader) and (stream or hasattr(loader.dataset, "state_dict"))
-
-
 def too_short(skip: int, found: int) -> LoaderError:
     """That an epoch has fewer batches than are to be left out."""
     return LoaderError(
@@ -454,14 +448,15 @@ def check(loader: Any, options: Any, world_size: int) -> None:
     if options.split_batches:
         _check_split(loader, options, world_size)
     if options.shard:
-        _check_divisible(loader, options, world_size)
+        _check_divisible(loader)
 
 
-def _check_divisible(loader: DataLoader[Any], options: LoaderOptions, world_size: int) -> None:
-    if keeps_position(loader):
-        _check_own(loader, options, world_size)
-        if keeps_alone(loader):
-            return
+def _check_divisible(loader: DataLoader[Any]) -> None:
+    if keeps_position(loader) and getattr(loader, "next_iter_state", None) is not None:
+        raise LoaderError(
+            f"A state was loaded into this {type(loader).__qualname__} before accel.setup. Load it through the handle "
+            f"instead, or {_OFF}."
+        )
     if isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe):
         raise LoaderError(f"torch shards DataPipes by itself, with their sharding_filter: {_OFF}")
     if loader.num_workers and not loader.in_order:
@@ -490,22 +485,6 @@ def _check_split(loader: DataLoader[Any], options: LoaderOptions, world_size: in
         problem = f"batch_size={batch} does not divide over {world_size} ranks: use a multiple of {world_size}"
     if problem:
         raise LoaderError(f"LoaderOptions(split_batches=True): {problem}")
-
-
-def _check_own(loader: DataLoader[Any], options: LoaderOptions, world_size: int) -> None:
-    """Of a loader that keeps its own position: in one process it is left to itself."""
-    kind, alone = type(loader).__qualname__, keeps_alone(loader)
-    problem = ""
-    if alone and world_size > 1:
-        problem = (
-            f"what its dataset keeps cannot be divided over ranks: let the dataset read each rank's part, and {_OFF}"
-        )
-    elif alone and (options.seed is not None or options.split_batches):
-        problem = "it reads by itself, so that seed and split_batches would do nothing: leave them out"
-    elif not alone and getattr(loader, "next_iter_state", None) is not None:
-        problem = f"a state was loaded into it before accel.setup: load one through the handle instead, or {_OFF}"
-    if problem:
-        raise LoaderError(f"{kind}: {problem}")
 
 
 def check_options(options: Any) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from ..errors import LoaderError, text_of_error
-from ..process import Process, end_groups, ended
+from ..process import Process, ended
 from ..process.control import Waiting, agree, raise_together
 from ..process.packing import packed, unpacked
 from ..process.rng import Generators, InPlace, Private, global_generators
@@ -278,16 +278,11 @@ P = ParamSpec("P")
 
 @final
 class StreamComparisons:
-    """What the ranks tell each other of one loader: ``name`` is that of no other; with ``even`` batches they are counted."""
+    """What the ranks tell each other of one loader: ``name`` is that of no other."""
 
-    def __init__(self, process: Process, name: str, dataset: str, even: bool) -> None:
-        self.process, self.name, self.dataset, self.even = process, name, dataset, even
+    def __init__(self, process: Process, name: str, dataset: str) -> None:
+        self.process, self.name, self.dataset = process, name, dataset
         self._begun: Counter[tuple[int, ...]] = Counter()
-
-    def begin_anew(self) -> None:
-        """What was told before is of iterations that were not the same on all ranks."""
-        self.name = f"{self.name} {self.process.rounds}"
-        self._begun.clear()
 
     def begin(self, epoch: int, at: tuple[int, ...]) -> StreamComparison:
         place = (epoch, *at)
@@ -326,7 +321,6 @@ class StreamComparison:
         self._others = [r for r in range(place.world_size) if r != place.rank]
         self._unknown = list(self._others)
         self._name = name
-        self._started = time.monotonic()
         self.silent = False
 
     @cached_property
@@ -339,27 +333,10 @@ class StreamComparison:
 
         LoaderError where another rank read other items first.
         """
-        if self._stream.even:
-            self._store.set(f"given {self._rank}", str(given))
         if given == 1:
             self._mine = first
             self._store.set(f"first {self._rank}", json.dumps(first))
         self._ask(self._unknown, self._agrees, self._patience if given == 1 else 0.0)
-
-    @_if_reached
-    def end(self, given: int) -> None:
-        """This rank's iterator has ended after ``given`` batches.
-
-        LoaderError where another rank has more or fewer of them; the process groups are ended, since that rank may wait in a
-        collective that this one does not come to.
-        """
-        if not self._stream.even:
-            return
-        self._store.set(f"end {self._rank}", str(given))
-        per_batch = (time.monotonic() - self._started) / max(1, given)
-        reading = [rank for rank in self._others if self._store.check([f"first {rank}"])]
-        # A rank that is slower than this, or has left its loop, is no error.
-        self._ask(reading, lambda rank: self._ended_alike(rank, given), 5.0 + 3 * per_batch)
 
     def _ask(self, ranks: list[int], is_known: Callable[[int], bool], patience: float) -> None:
         """Asks after each of ``ranks`` until it is known, but not for longer than ``patience`` seconds."""
@@ -382,19 +359,6 @@ class StreamComparison:
                 "whole stream"
             )
         return True
-
-    def _ended_alike(self, rank: int, given: int) -> bool:
-        over = self._store.check([f"end {rank}"])
-        theirs = int(self._store.get(f"end {rank}" if over else f"given {rank}"))
-        if theirs > given or (over and theirs != given):
-            message = (
-                f"{self._stream.dataset} gave rank {self._rank} {given} batches and rank {rank} {'' if over else 'at least '}"
-                f"{theirs}: its stream is not the same on all ranks. It must give every rank the same items; where each rank has "
-                "a stream of its own, use accel.LoaderOptions(shard=False)"
-            )
-            end_groups(message)
-            raise LoaderError(message)
-        return over
 
 
 # -- Batches that rank 0 reads for all ranks ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import AccelError, BackendError, checked_call
+from ..errors import AccelError, BackendError
 from ..precision import norms
 from ..process import Process, current
 from ..process.control import Waiting, agree, announce
@@ -70,7 +70,6 @@ def average_ranks_(tensors: Iterable[torch.Tensor], process: Process) -> None:
         average_(values, process.place.world_size, lambda flat: dist.all_reduce(flat, group=process.group))
 
 
-@checked_call
 def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
     """The mean of a loss over the tokens of all ranks, which may have different numbers of them. Collective.
 

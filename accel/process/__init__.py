@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import ctypes
 import gc
 import logging
@@ -12,7 +11,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TextIO
@@ -21,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, DeviceError, RankMismatchError, checked_call
+from ..errors import AccelError, DeviceError, RankMismatchError
 from .environments import Place, parse_backend, pick, resolve, unserved
-from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks, reconnect
-from .startup import UNKNOWN, Order, Rendezvous, destroy_groups, exchange, place_now, select, start
+from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks
+from .startup import UNKNOWN, Rendezvous, destroy_groups, place_now, select, start
 from .startup import Process as Process
 
 logger = logging.getLogger("accel")
 
-#: Seconds without a word of a rank that is in ``keeping_groups``, after which it is taken to be gone.
-_SILENT = 20.0
+#: How long a restart waits for the other ranks, which may be waking up from a collective.
+_RESTART = timedelta(minutes=1)
 #: Seconds for which this rank waits at its end for exchanges that others may come to, and then for what breaks them off.
 _MOMENT = 2.0
 #: How a rank ends, as the others hear it.
@@ -45,14 +43,8 @@ class _State:
     ended: str = ""
     #: They were ended because the ranks are in different places.
     mismatch: bool = False
-    #: This process was forked from one in which accel runs.
-    forked: bool = False
-    #: What has ended can be connected anew: nothing lets go of the groups.
-    keeps: bool = False
     #: Accel's own function of atexit has run.
     over: bool = False
-    #: How often they were, also by processes before.
-    connected: int = 0
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     #: One thread at a time starts it.
     starting: Any = field(default_factory=threading.RLock)
@@ -61,20 +53,9 @@ class _State:
 _state = _State()
 
 
-def _after_fork() -> None:
-    """A forked process has neither the thread that had the lock nor those of gloo, and its connections are its parent's."""
-    _state.starting = threading.RLock()
-    _state.forked = _state.process is not None
-    atexit.unregister(_at_exit)
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
 # -- start and end ----------------------------------------------------------------------------------------------------
 
 
-@checked_call
 def init(
     *, process_group: str | None = None, timeout: float | timedelta | None = None, devices: object = "auto"
 ) -> None:
@@ -133,25 +114,13 @@ def _detect_hangs(process: Process, control: dist.ProcessGroup) -> None:
 
 
 def refuse_fork() -> None:
-    """AccelError in a process forked from one that runs over several ranks: its connections are its parent's.
-
-    One that was forked from a process which runs alone goes on as that, or begins anew where it is a rank of its own.
-    """
+    """Raise AccelError in a process that was forked from one in which accel runs."""
     process = _state.process
-    if not _state.forked or process is None:
-        return
-    if process.place.world_size > 1:
+    if process is not None and os.getpid() != process.pid:
         raise AccelError(
-            f"this process was forked from rank {rank()} (as a DataLoader's workers are), whose connections to other ranks it "
-            "cannot use: call accel in the process that called accel.setup"
+            f"This process was forked from rank {rank()}, as DataLoader workers are, and can't use its connections to "
+            "other ranks. Call accel in the process that called accel.setup."
         )
-    if (place := place_now()).world_size > 1:
-        if process.dependents:
-            raise AccelError(
-                f"this process, rank {place.rank} of {place.world_size}, was forked from one in which accel.setup ran for that "
-                "process alone: call accel.teardown() there before the fork"
-            )
-        _state.process, _state.forked = None, False
 
 
 def current() -> Process:
@@ -262,7 +231,7 @@ def use_devices(devices: object) -> None:
 
 def shutdown(how: str = TORN_DOWN) -> None:
     """Ends accel's control group, and the default group if accel made it; everything can start again. The others hear ``how``."""
-    process, _state.keeps = _state.process, False
+    process = _state.process
     atexit.unregister(_at_exit)
     if process is not None:
         if process.detector is not None:
@@ -310,87 +279,38 @@ def end_groups(reason: str, *, mismatch: bool = False) -> None:
     """
     process = _state.process
     _note_end(reason, mismatch)
-    if _state.keeps:
-        return
     if process is not None:
         _let_go(process, _state.ended)
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
 
 
-@contextlib.contextmanager
-def keeping_groups() -> Iterator[None]:
-    """Context: where the groups end inside, everything keeps them, until ``connect_anew``."""
-    before, _state.keeps = _state.keeps, True
-    over, process = threading.Event(), _state.process
-    if process is not None and process.control is not None:
-        store = process.store("alive", aside=True)
-        threading.Thread(target=_tell_alive, args=(store, process.place.rank, over), daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-        _state.keeps = before
+@dataclass(frozen=True)
+class StartOptions:
+    """How accel was started in this process."""
+
+    backend: str | None
+    timeout: timedelta
+    devices: object
 
 
-def _tell_alive(store: Any, rank: int, over: threading.Event) -> None:
-    """Beside the program: those that wait for this rank need not wait for one that was killed."""
-    with contextlib.suppress(RuntimeError):  # the host of the store has ended
-        while not over.is_set():
-            store.set(str(rank), str(time.time()))
-            over.wait(1)
-
-
-def _await_all(process: Process, number: int) -> None:
-    """Return when all ranks are here, for the ``number``-th time."""
-    here, alive, began = process.store("connected", str(number)), process.store("alive"), time.monotonic()
-    others: dict[int, tuple[bytes, float]] = dict.fromkeys(range(process.place.world_size), (b"", began))
-    here.set(str(process.place.rank), "")
-    while others := {rank: last for rank, last in others.items() if not here.check([str(rank)])}:
-        time.sleep(0.05)
-        now = time.monotonic()
-        for rank, (last, since) in others.items():
-            word = alive.get(str(rank)) if alive.check([str(rank)]) else b""
-            others[rank] = (last, since) if word == last else (word, now)
-            if now - others[rank][1] > _SILENT or now - began > process.timeout.total_seconds():
-                raise AccelError(
-                    f"the process groups were ended ({_state.ended}) and rank {rank} does not come to connect them anew: it "
-                    "was killed, has ended, or left accel.largest_batch"
-                )
-
-
-def keeps_groups() -> bool:
-    """Whether this is inside of ``keeping_groups``."""
-    return _state.keeps
-
-
-def connect_anew() -> None:
-    """Connect the groups that ended inside of ``keeping_groups``, for all that has them. Collective.
-
-    AccelError where another process group is there, a backend cannot be connected again, or a rank does not come.
-    """
+def start_options() -> StartOptions | None:
+    """Return how accel was started, to start it alike after ``shutdown``; None if it does not run."""
     process = _state.process
-    if process is None or process.control is None or process.group is not dist.group.WORLD:
-        raise AccelError(f"the process groups were ended, and others are there: {_state.ended}")
-    if process.detector is not None:
-        process.detector.stop()
-    _state.connected += 1
-    try:
-        _await_all(process, _state.connected)
-    except RuntimeError as error:  # the store is on the host of a rank that has ended
-        raise AccelError(
-            f"the process groups were ended ({_state.ended}) and cannot be connected anew: {error}"
-        ) from error
-    reconnect(process.control, _state.connected)
-    process.rounds, process.order, process.ended, process.doing = _state.connected << 32, Order(), "", ""
-    process.common = process.rounds, {}
-    names = exchange(process, [group.group_name for group in distributed_c10d._world.pg_map])
-    for group in sorted(distributed_c10d._world.pg_map, key=lambda group: group.group_name):
-        everywhere = all(group.group_name in names[rank] for rank in dist.get_process_group_ranks(group))
-        if everywhere and group is not process.control:  # one that not all have yet is nobody's
-            reconnect(group, _state.connected)
-    _state.ended, _state.mismatch = "", False
-    _detect_hangs(process, process.control)
+    if process is None:
+        return None
+    served = ",".join(f"{kind}:{name}" for kind, name in process.backends.items())
+    return StartOptions(served if process.explicit else None, process.timeout, process.request)
+
+
+def restart(options: StartOptions | None) -> None:
+    """Start accel again after ``shutdown``. Collective.
+
+    Raises LaunchError if a rank does not arrive within a minute: it may have been killed.
+    """
+    if options is not None:
+        _state.rendezvous.meet_again(min(options.timeout, _RESTART))
+        _begin(options.backend, options.timeout, options.devices)
 
 
 def _note_end(reason: str, mismatch: bool) -> None:
@@ -408,8 +328,7 @@ def _note_end(reason: str, mismatch: bool) -> None:
 
 def _noticed(reason: str, mismatch: bool) -> None:
     if not _state.ended:
-        level = logging.INFO if _state.keeps else logging.ERROR
-        logger.log(level, "rank %d: the process groups were ended: %s", rank(), reason)
+        logger.error("rank %d: the process groups were ended: %s", rank(), reason)
     _note_end(reason, mismatch)
 
 
@@ -420,6 +339,8 @@ def _finish_end() -> None:
 
 
 def _at_exit() -> None:
+    if _state.process is not None and os.getpid() != _state.process.pid:
+        return
     # An error ends this process: the other ranks must not wait for what its last collectives still wait for.
     error = getattr(sys, "last_value", None)
     if error is not None:
@@ -445,25 +366,19 @@ def _duration(timeout: float | timedelta) -> timedelta:
 
 
 def _here() -> Place:
-    process = _state.process
-    if process is None or (_state.forked and process.place.world_size == 1):
-        return place_now()
-    return process.place
+    return place_now() if _state.process is None else _state.process.place
 
 
-@checked_call
 def rank() -> int:
     """The number of this process among all of the job. Starts nothing."""
     return _here().rank
 
 
-@checked_call
 def world_size() -> int:
     """The number of processes of the job. Starts nothing."""
     return _here().world_size
 
 
-@checked_call
 def local_rank() -> int:
     """The number of this process among those of its host. Starts nothing.
 
@@ -476,13 +391,11 @@ def local_rank() -> int:
     return number
 
 
-@checked_call
 def is_main() -> bool:
     """Whether this is rank 0. Starts nothing."""
     return rank() == 0
 
 
-@checked_call
 def device() -> torch.device:
     """The device of this rank. Starts nothing: before the start, the device that it would take.
 
@@ -499,7 +412,6 @@ def own_devices() -> tuple[torch.device, ...]:
     return pick(resolve("auto"), local_rank(), _here().local_world_size)
 
 
-@checked_call
 def print(
     *values: object,
     sep: str | None = " ",

@@ -11,11 +11,9 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import os
 import pickle
-import re
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
@@ -24,15 +22,14 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar, final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, RankMismatchError, TimeoutError, checked_call, described, refuse_call
+from ..errors import AccelError, RankMismatchError, TimeoutError, described
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .hangs import missing_ranks
 from .packing import bytes_left, content_of, framed, gather_framed, to_bytes
 
-#: What gloo and nccl say where another rank is gone.
-_LOST: Final = ("gloo/transport", "closed by peer", "reset by peer", "Timed out waiting", "timeout caused pair", "NCCL")
-_RAISE: Final = dis.opmap["RAISE_VARARGS"]
+#: In the texts of gloo's and nccl's errors if another rank is gone. gloo's begin with the path of its source file.
+_LOST: Final = ("gloo/transport", "NCCL")
 
 # -- One thread of a process at a time ---------------------------------------------------------------------------------
 
@@ -41,54 +38,9 @@ T = TypeVar("T")
 E = TypeVar("E", bound=AccelError)
 
 
-def thread_name() -> str:
-    """This thread as all ranks would name it: empty for the main one, and without the numbers that Python gives."""
-    thread = threading.current_thread()
-    if thread is threading.main_thread():
-        return ""
-    return f"{type(thread).__qualname__} {re.sub(r'[0-9]+', '', thread.name)!r}"
-
-
-@final
-class CollectiveLock:
-    """A context that one thread has at a time; a thread that has it enters again.
-
-    The ranks match their calls by their order, which threads do not have: each call that takes several exchanges holds the
-    lock, and the ranks tell each other which thread does.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._name = ""
-        self._waited = False
-        self._waiting: list[str] = []
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            name = thread_name()
-            waited = name == self._name
-            self._waiting.append(name)
-            self._lock.acquire()
-            self._waiting.remove(name)
-            self._waited = waited
-        if not self._depth:
-            self._name = thread_name()
-        self._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._waited = False
-        self._lock.release()
-
-    def contended(self) -> str:
-        """The name of the thread that has the lock, if another one of that name waits for it, or had it before."""
-        return self._name if self._waited or self._name in self._waiting else ""
-
-
-lock: Final = CollectiveLock()
-os.register_at_fork(after_in_child=lock.__init__)  # it does not have the thread that had it
+#: A rank's collectives have one order only if one thread at a time makes them.
+lock: Final = threading.RLock()
+os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]  # the child lacks the thread that held it
 
 
 def locked(function: Callable[P, T]) -> Callable[P, T]:
@@ -96,12 +48,8 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            with lock:
-                return function(*args, **kwargs)
-        except TypeError as error:
-            refuse_call(function, args, kwargs, error)
-            raise
+        with lock:
+            return function(*args, **kwargs)
 
     return call
 
@@ -114,8 +62,8 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     """Every rank's value, by rank: small ones, pickled, on accel's own group. Collective; other threads wait.
 
     ``what`` names the place in the program, the same on every rank; ``timeout`` is the process's if None. RankMismatchError on
-    every rank where another one is elsewhere, or here in another thread, or where threads of one name, which the ranks cannot
-    tell apart, come at once. TimeoutError where a rank did not come, AccelError where one ended: no rank hangs, the groups end.
+    every rank where another one is elsewhere, TimeoutError where a rank did not come, AccelError where one ended: no rank
+    hangs, the groups end.
     """
     process = current()
     if process.control is None:
@@ -154,29 +102,15 @@ def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
 
 
 def _content(what: str, value: object) -> bytes:
-    return pickle.dumps(((what, thread_name()), lock.contended(), value))
+    return pickle.dumps((what, value))
 
 
 def _values(what: str, contents: list[bytearray]) -> list[Any]:
-    place = (what, thread_name())
     messages = [pickle.loads(content) for content in contents]
-    if any(theirs != place for theirs, _, _ in messages):
-        threads = [f" in the thread {thread}" if thread else "" for (_, thread), _, _ in messages]
-        places = "; ".join(f"rank {n} is in {messages[n][0][0]!r}{thread}" for n, thread in enumerate(threads))
-        advice = (
-            "; over several ranks make all calls of accel in the thread that trains (accel.save(..., wait=False) writes in the "
-            "background by itself)"
-        )
-        raise RankMismatchError(
-            f"the ranks are at different points of the program: {places}{advice if any(threads) else ''}"
-        )
-    if alike := [f"{name} of rank {number}" for number, (_, name, _) in enumerate(messages) if name]:
-        raise RankMismatchError(
-            f"several threads of one name call accel at once ({', '.join(alike)}), so that the ranks cannot tell whose call is "
-            "whose: make such calls in one thread, one after the other, or give the threads names "
-            "(threading.Thread(name=...)) that are the same on every rank"
-        )
-    return [theirs for _, _, theirs in messages]
+    if any(theirs != what for theirs, _ in messages):
+        places = "; ".join(f"rank {rank} is in {theirs!r}" for rank, (theirs, _) in enumerate(messages))
+        raise RankMismatchError(f"the ranks are at different points of the program: {places}")
+    return [theirs for _, theirs in messages]
 
 
 def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
@@ -243,16 +177,7 @@ def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
         return bool(ended())
     if isinstance(error, dist.DistError):
         return True
-    return any(text in str(error) for text in _LOST) and not _raised_in_python(error)
-
-
-def _raised_in_python(error: RuntimeError) -> bool:
-    """Whether a ``raise`` began it: then it is the program's own, whatever its text, since connections fail in compiled code."""
-    if (trace := error.__traceback__) is None:
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace.tb_frame.f_code.co_code[trace.tb_lasti] == _RAISE
+    return any(text in str(error) for text in _LOST)
 
 
 def raise_lost(what: str, error: BaseException | None) -> None:
@@ -344,7 +269,6 @@ def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = s
 # -- What a loop calls -------------------------------------------------------------------------------------------------
 
 
-@checked_call
 def barrier() -> None:
     """Waits until every rank is here.
 
@@ -354,7 +278,6 @@ def barrier() -> None:
     agree("barrier", None)
 
 
-@checked_call
 def any_rank(flag: bool) -> bool:
     """Whether any rank gives True: a stop that one rank decides on, and all see. Collective.
 
@@ -373,7 +296,6 @@ def any_rank(flag: bool) -> bool:
     return any(theirs for theirs, _ in told)
 
 
-@checked_call
 @contextlib.contextmanager
 def main_first(*, local: bool = False) -> Iterator[None]:
     """Runs the body on rank 0 first, then on the others; with ``local`` on the first rank of each host. Collective.

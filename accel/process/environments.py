@@ -14,7 +14,6 @@ None, 0, "cpu"      the CPU
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import os
@@ -23,8 +22,7 @@ import subprocess
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,7 +68,6 @@ def _prefixed(name: str, prefix: str, *job: str) -> _Launcher:
 
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _HOROVODRUN = _prefixed("horovodrun", "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-_JSRUN = _prefixed("jsrun", "JSM_NAMESPACE_", "LSB_JOBID")
 _OPENMPI = _prefixed("OpenMPI", "OMPI_COMM_WORLD_", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _MPICH = _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID")
@@ -117,14 +114,14 @@ def detect(environ: Mapping[str, str]) -> Place:
 
 def _find(environ: Mapping[str, str]) -> _Launcher | None:
     """The launcher that started this process: the innermost, where one runs under another."""
-    for launcher in (_TORCHRUN, _HOROVODRUN, _JSRUN, _OPENMPI):
+    for launcher in (_TORCHRUN, _HOROVODRUN, _OPENMPI):
         if launcher.rank in environ and launcher.size in environ:
             return launcher
     if _MPICH.rank in environ and _MPICH.local_rank in environ:
         return _MPICH
     if _in_slurm_step(environ):
         return _SLURM
-    for launcher in (_MPICH, _TORCHRUN, _HOROVODRUN, _JSRUN, _OPENMPI):
+    for launcher in (_MPICH, _TORCHRUN, _HOROVODRUN, _OPENMPI):
         if launcher.rank in environ or launcher.size in environ:
             return launcher
     return None
@@ -145,16 +142,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _refuse_missing_agent(environ: Mapping[str, str]) -> None:
-    """What asks for several processes and gives none its place, so that each would train its own model.
-
-    PET_* of Kubeflow Trainer configure torchrun; or half of torchrun's own variables are there.
-    """
-    for name, least in ((_TORCHRUN.local_rank, 1), (_TORCHRUN.local_size, 2)):
-        if name in environ and _integer(environ, name) >= least:
-            raise AccelError(
-                f"{name}={environ[name]} asks for several processes, but RANK and WORLD_SIZE are not set: set all of torchrun's "
-                f"variables, or unset {name}"
-            )
+    """Raise if Kubeflow Trainer's PET_* variables configure torchrun, but the script runs without it."""
     for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
         first = environ.get(name, "1").partition(":")[0]
         if first.isdecimal() and int(first) > 1:
@@ -244,23 +232,7 @@ def _master_host(environ: Mapping[str, str], launcher: _Launcher, single_host: b
         return hosts[0] if hosts else None
     if launcher is _HOROVODRUN:
         return environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    if launcher is _JSRUN:
-        path = Path(environ.get("LSB_DJOB_RANKFILE", ""))
-        # The first line is the launch node, which runs no rank.
-        hosts = path.read_text().split() if path.is_file() else []
-        return hosts[1] if len(hosts) > 1 else None
     return "127.0.0.1" if single_host and launcher is not _TORCHRUN else None
-
-
-#: The variables of accel itself.
-VARIABLES: Final = ("ACCEL_BACKEND", "ACCEL_DEVICES", "ACCEL_PRECISION", "ACCEL_QUIET")
-
-
-def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are nearly named as one of accel's, each with the one that is meant."""
-    names = [name for name in environ if name.startswith("ACCEL_") and name not in VARIABLES]
-    found = {name: difflib.get_close_matches(name, VARIABLES, 1, 0.85) for name in names}
-    return {name: meant[0] for name, meant in found.items() if meant}
 
 
 # -- what a request for devices means ----------------------------------------------------------------------------------

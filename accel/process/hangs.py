@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError
 from .environments import Place
 from .packing import framed, to_bytes, to_tensor, unframed
 
@@ -183,15 +182,15 @@ class HangDetector:
     (closed connections tell only those that wait for the rank that ended them), who has left, and the question where each
     rank is, to which each adds its report. A rank asks only after it has waited for seconds, so that training costs nothing.
     Where a collective fails after few seconds the detector is quicker. ``notice`` is told why the groups end, and whether the
-    ranks are in different places. Groups with nccl tell nobody of a rank that was killed: its kernels wait for it while this
-    rank's host waits for them wherever it reads from its device. Then the detector tells.
+    ranks are in different places. Kernels of nccl tell nobody of a rank that was killed: they wait for it, while the host waits
+    for them wherever it reads from its device. Then the detector tells.
     """
 
     def __init__(self, process: Process, control: dist.ProcessGroup, notice: Callable[[str, bool], None]) -> None:
         self._process, self._control, self._notice = process, control, notice
         self._rank, self._world = control.rank(), control.size()
         self._thread, limit = threading.get_ident(), process.timeout.total_seconds()
-        self._deaf = "nccl" in process.backends.values()
+        self._deaf = any(kind != "cpu" and name != "gloo" for kind, name in process.backends.items())
         self._patience = min(5.0, limit / 10)
         self._first_warning = min(30.0, limit / 2)
         #: How ranks left that will not come any more, by rank.
@@ -376,28 +375,31 @@ def counts(own: dist.ProcessGroup | None, world: int, parts: Sequence[dist.Proce
 
 
 def abort_kernels() -> None:
-    """Ends the kernels of nccl that wait for other ranks, in all groups: what they were to write is not defined then.
+    """Abort the communicators of accelerators, whose kernels may wait for other ranks, in all groups.
 
-    The host may wait for them where it holds no lock of Python's; only then does this rank hear of the end. All together,
-    as torch does it: one group's end may wait for another's.
+    The kernels' output is undefined then. All are aborted together as torch does it, since the end of one group may wait for
+    another's.
     """
-    found = [backend for backend in map(nccl_of, reversed(list(distributed_c10d._world.pg_map))) if backend is not None]
-    if found:
-        found[0]._group_start()
-        for backend in found:
-            backend.abort()
-        found[0]._group_end()
+    groups = reversed(list(distributed_c10d._world.pg_map))
+    backends = [backend for group in groups for backend in accelerator_backends(group) if hasattr(backend, "abort")]
+    grouped = bool(backends) and hasattr(backends[0], "_group_start")
+    if grouped:
+        backends[0]._group_start()
+    for backend in backends:
+        backend.abort()
+    if grouped:
+        backends[0]._group_end()
 
 
-def nccl_of(group: dist.ProcessGroup) -> Any:
-    """The part of a group that is nccl's; None where it has none."""
-    if not dist.is_nccl_available():
-        return None
-    try:
-        backend = group._get_backend(torch.device("cuda"))
-    except RuntimeError:  # it does not carry tensors of these devices
-        return None
-    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
+def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
+    """Return the backends of a group that run kernels on accelerators, such as nccl and nccl2. gloo runs none."""
+    backends: list[Any] = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            backend: Any = None if device.type == "cpu" else group._get_backend(device)
+            if backend is not None and backend.name() != "gloo" and backend not in backends:
+                backends.append(backend)
+    return backends
 
 
 def disconnect(group: dist.ProcessGroup) -> None:
@@ -410,34 +412,3 @@ def disconnect(group: dist.ProcessGroup) -> None:
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1, device="cpu")], peer, _NO_TAG).wait(timedelta(milliseconds=1))
-
-
-def reconnect(group: dist.ProcessGroup, number: int) -> None:
-    """Give a group whose connections are closed new ones, for the ``number``-th time. Collective in the group.
-
-    The group itself stays, which reducers, meshes and other libraries hold: what carries its tensors is replaced inside of it.
-    AccelError where its backend is none of gloo and nccl, or it is too often.
-    """
-    if number > 100:
-        raise AccelError("the process groups were connected anew 100 times: start the program again")
-    store = distributed_c10d.PrefixStore(f"connected/{number}", distributed_c10d._world.pg_map[group][1])
-    made: dict[Any, Any] = {}
-    name, desc = group.group_name, group.group_desc  # the backends have them
-    for position, device in enumerate(group._device_types):
-        old = group._get_backend(device)
-        # A group keeps the backend that it has of a type. These types, up to 255, are nobody's.
-        kind = dist.ProcessGroup.BackendType(5 + 2 * number + position)
-        if old not in made:
-            made[old] = _like(old, distributed_c10d.PrefixStore(device.type, store))
-            made[old]._set_sequence_number_for_group()
-        group._register_backend(device, kind, made[old])
-    group._set_group_name(name)
-    group._set_group_desc(desc)
-
-
-def _like(old: Any, store: distributed_c10d.Store) -> Any:
-    if isinstance(old, dist.ProcessGroupGloo):
-        return dist.ProcessGroupGloo(store, old.rank(), old.size(), timeout=old.options._timeout)
-    if dist.is_nccl_available() and isinstance(old, dist.ProcessGroupNCCL):
-        return dist.ProcessGroupNCCL(store, old.rank(), old.size(), old.options)
-    raise AccelError(f"a process group of {old.name()} cannot be connected anew")

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from ..errors import AccelError, checked_call, whole_number
+from ..errors import AccelError, whole_number
 from . import own_devices, rank
 
 
-@checked_call
 def seed(n: int, *, per_rank: bool = False) -> None:
     """Seeds Python, NumPy where it is installed, and torch on all devices.
 
@@ -95,7 +94,6 @@ def _derived(state: torch.Tensor, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "big")
 
 
-@checked_call
 def rng_state() -> RngState:
     """The random generators as something that ``save`` stores, for each rank its own, and ``load`` brings back.
 

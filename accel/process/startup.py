@@ -32,14 +32,13 @@ from .environments import (
     default_backend,
     detect,
     identity,
-    misspelt,
     parse_backend,
     pick,
     refuse_shared,
     resolve,
     unserved,
 )
-from .hangs import HangDetector, counts, nccl_of
+from .hangs import HangDetector, accelerator_backends, counts
 from .packing import begin_gather, gather_framed, to_bytes
 
 logger = logging.getLogger("accel")
@@ -110,6 +109,8 @@ class Process:
 
     place: Place
     timeout: timedelta
+    #: A child that was forked from this process has a different one.
+    pid: int = field(default_factory=os.getpid)
     #: ``devices=`` as it was asked for, what that means on this host, and what this rank has of it.
     request: object
     asked: tuple[torch.device, ...]
@@ -233,26 +234,28 @@ def start(backend: str | None, timeout: timedelta | None, request: object, rende
         # As the other ranks, which may have no problem, choose it.
         _connect(process, backend or default_backend(available()[0]), problem, rendezvous)
     select(process.device)
-    if place.rank == 0:
-        for name, meant in misspelt(os.environ).items():
-            logger.warning("%s=%s has no effect: did you mean %s?", name, os.environ[name], meant)
     return process
 
 
-#: nccl's watchdog ends a process whose collective runs out of time: accel's own error shall come before, on every rank.
+#: nccl's watchdog ends a process whose collective times out: accel's own error must come before, on every rank.
 _MARGIN: Final = timedelta(minutes=1)
 
 
 def _give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    if (nccl := nccl_of(group)) is not None:
-        nccl._set_default_timeout(timeout + _MARGIN)
+    for backend in accelerator_backends(group):
+        set_timeout = getattr(backend, "_set_default_timeout", None) or getattr(backend, "set_timeout", None)
+        if set_timeout is not None:
+            set_timeout(timeout + _MARGIN)
 
 
 def _patience(group: dist.ProcessGroup | None) -> timedelta:
-    """torch's own timeout; less where the user's group has nccl with a shorter one."""
-    nccl = None if group is None else nccl_of(group)
-    default = distributed_c10d.default_pg_timeout
-    return default if nccl is None else min(default, max(nccl.options._timeout - _MARGIN, nccl.options._timeout / 2))
+    """Return torch's default timeout, or less if an accelerator's backend in the user's group has a shorter one."""
+    limits = [distributed_c10d.default_pg_timeout]
+    for backend in accelerator_backends(group) if group is not None else ():
+        limit = getattr(getattr(backend, "options", None), "_timeout", None)
+        if limit is not None:
+            limits.append(max(limit - _MARGIN, limit / 2))
+    return min(limits)
 
 
 def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
@@ -260,7 +263,9 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
     if process.group is None:
         # Optimizers would import it when there is a group, which it would hold: `unseen_group`.
         importlib.import_module("torch.distributed.nn")
-        process.group, process.owns_group = rendezvous.make_group(process.place, backend, process.timeout), True
+        device = None if problem else _accelerator_of(process)
+        process.group = rendezvous.make_group(process.place, backend, process.timeout, device)
+        process.owns_group = True
         process.backends = parse_backend(dist.get_backend_config(process.group))
     try:
         process.control = dist.new_group(timeout=process.timeout, backend="gloo", group_desc="accel control")
@@ -276,6 +281,14 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
                 f"{_unreachable(process.place)}"
             ) from error
         raise
+
+
+def _accelerator_of(process: Process) -> torch.device | None:
+    """Return the accelerator of this rank with its index. torch_xla's is none to ``torch.accelerator``."""
+    device = pick(process.asked, process.place.local_rank, process.place.local_world_size)[0]
+    accelerator = torch.accelerator.current_accelerator()
+    known = accelerator is not None and device.type == accelerator.type and device.index is not None
+    return device if known else None
 
 
 def _after(begin: float, timeout: timedelta) -> str:
@@ -304,8 +317,10 @@ class Rendezvous:
     name: str = ""
     starts: int = 0
 
-    def make_group(self, place: Place, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-        """torch's default process group, of all ranks."""
+    def make_group(
+        self, place: Place, backend: str, timeout: timedelta, device: torch.device | None = None
+    ) -> dist.ProcessGroup:
+        """Create torch's default process group, bound to this rank's accelerator if it has one. Collective."""
         if place.master_addr is None or place.master_port is None:
             raise LaunchError(
                 f"{place.launcher} started {place.world_size} processes but does not tell where rank 0 is: set "
@@ -325,7 +340,8 @@ class Rendezvous:
             self.store.set_timeout(timeout)
             self.starts += 1
             store = distributed_c10d.PrefixStore(f"accel/{self.name}/{self.starts}", self.store)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+            bound = device if _have_a_device_each(store, place, device) else None
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"the process group {backend!r} of {world} ranks did not come up at {place.master_addr}:"
@@ -338,6 +354,27 @@ class Rendezvous:
         assert dist.group.WORLD is not None
         _give_margin(dist.group.WORLD, timeout)
         return dist.group.WORLD
+
+    def meet_again(self, timeout: timedelta) -> None:
+        """Wait until all ranks are ready to start again. Collective."""
+        if self.store is not None and self.where is not None:
+            try:
+                meet(self.store, self.where.rank, self.where.world_size, timeout)
+            except RuntimeError as error:
+                raise LaunchError(
+                    f"not every rank came to start again within {timeout.total_seconds():g} s ({error}). A rank may have "
+                    "been killed or have ended; see the log of torchrun."
+                ) from error
+
+
+def _have_a_device_each(store: distributed_c10d.Store, place: Place, device: torch.device | None) -> bool:
+    """Return True if every rank has a different accelerator: nccl connects at once then, and would hang otherwise.
+
+    If not, all ranks raise after the start. Collective.
+    """
+    store.set(f"device {place.rank}", "" if device is None else identity(device, socket.gethostname()))
+    devices = store.multi_get([f"device {rank}" for rank in range(place.world_size)])
+    return all(devices) and len(set(devices)) == len(devices)
 
 
 def _tell_of_waiting(place: Place, done: threading.Event, timeout: timedelta) -> None:

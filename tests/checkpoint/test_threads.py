@@ -17,10 +17,8 @@ import accel
 from accel.checkpoint import background, folder, reader, record, storage
 from accel.checkpoint.safetensors import CHUNK
 from accel.errors import CheckpointError
-from accel.process.control import lock
 from accel.shard import Shard
 from tests.checkpoint.crafting import shard_of
-from tests.distributed import run, wait_for
 
 pytestmark = pytest.mark.usefixtures("four_threads")
 
@@ -146,7 +144,7 @@ def save_and_load(directory: Path, value: float, number: int) -> list[str]:
     return problems
 
 
-def in_threads(calls: dict[str, Callable[[], Any]], one_by_one: bool = False) -> dict[str, Any]:
+def in_threads(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     """What the calls return, or the errors that they raise, in threads of these names."""
     results: dict[str, Any] = {}
 
@@ -159,8 +157,6 @@ def in_threads(calls: dict[str, Callable[[], Any]], one_by_one: bool = False) ->
     threads = [threading.Thread(target=act, args=(name,), name=name) for name in calls]
     for thread in threads:
         thread.start()
-        if one_by_one:
-            thread.join()
     for thread in threads:
         thread.join()
     return results
@@ -169,60 +165,3 @@ def in_threads(calls: dict[str, Callable[[], Any]], one_by_one: bool = False) ->
 def test_each_thread_saves_its_own_values(tmp_path: Path) -> None:
     calls = {n: functools.partial(save_and_load, tmp_path / n, 1000.0 * i, 15) for i, n in enumerate("abc")}
     assert in_threads(calls) == {"a": [], "b": [], "c": []}
-
-
-def save_in_threads(root: Path) -> list[tuple[str, Any]]:
-    """Threads of both ranks save at once; then what is in each directory."""
-    values = {name: 1000.0 * (i + 1) for i, name in enumerate("abc")}
-    calls = {n: functools.partial(save_and_load, root / n, v, 1) for n, v in values.items()}
-    results = in_threads(calls)
-    accel.barrier()
-    for name, value in values.items():
-        if (root / name / "0/accel.json").exists():
-            found = {"x": torch.zeros(200_000)}
-            accel.load(root / name / "0", found)
-            assert found["x"].unique().tolist() == [value]
-        else:
-            assert results[name] != []
-    return sorted(results.items())
-
-
-def test_threads_of_two_ranks_do_not_mix_their_saves(tmp_path: Path) -> None:
-    """Which thread comes first is another one on each rank: the same saves succeed, or both ranks see an error."""
-    for results in zip(*run(2, save_in_threads, tmp_path), strict=True):
-        for name, result in results:
-            assert result == [] or "different points of the program" in result, (name, result)
-
-
-def reduce_in_threads() -> dict[str, Any]:
-    """Rank 0's thread ``a`` is its first, and rank 1's its last."""
-    values = {"a": 1.0, "b": 1000.0} if accel.is_main() else {"b": 1000.0, "a": 1.0}
-    calls = {n: (lambda v=v: accel.all_reduce(torch.tensor(v)).item()) for n, v in values.items()}  # type: ignore[misc]
-    return in_threads(calls, one_by_one=True)
-
-
-def test_calls_of_other_threads_are_told_apart() -> None:
-    for results in run(2, reduce_in_threads):
-        for text in results.values():
-            assert "RankMismatchError" in text
-            assert "rank 0 is in \"all_reduce(op='sum')\" in the thread" in text
-
-
-def reduce_in_alike_threads(ready: Path) -> list[Any]:
-    """Rank 0's threads are there at once, and rank 1's one after the other."""
-    accel.barrier()
-    calls = {f"job {i}": lambda: accel.all_reduce(torch.tensor(1.0)).item() for i in range(2)}
-    if not accel.is_main():
-        wait_for(ready.exists)
-        return list(in_threads(calls, one_by_one=True).values())
-    watching = threading.Thread(target=lambda: (wait_for(lambda: lock._waiting), ready.touch()))
-    watching.start()
-    try:
-        return list(in_threads(calls).values())
-    finally:
-        watching.join()
-
-
-def test_threads_of_one_name_are_refused_where_they_come_at_once(tmp_path: Path) -> None:
-    for results in run(2, reduce_in_alike_threads, tmp_path / "ready"):
-        assert any("threads of one name call accel at once (Thread 'job ' of rank 0)" in str(text) for text in results)

@@ -21,7 +21,7 @@ import accel
 from accel.data import LoaderOptions
 from accel.data.sampling import fingerprint, first_sample
 from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, flat, make, samples
-from tests.distributed import outcomes, refusals, run, wait_for
+from tests.distributed import refusals, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -110,23 +110,6 @@ def test_worker_init_fn_configures_the_workers_copy(context: str) -> None:
 # -- iterable datasets that the ranks do not read alike ---------------------------------------------------------------
 
 
-class Shorter(IterableDataset[int]):
-    """Each rank reads the same beginning, and another end."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(64 - 16 * accel.rank()))
-
-
-class Slower(Shorter):
-    """The longer stream ends when that rank has heard of the end of the other one."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(56 if accel.is_main() else 48)
-        if accel.is_main():
-            wait_for(accel.process.ended)
-            yield from range(56, 64)
-
-
 class Augmented(IterableDataset[Any]):
     """The same items on each rank, with noise of its own."""
 
@@ -159,16 +142,6 @@ def _train(dataset: Any, train: bool, options: LoaderOptions | None = None) -> l
 @pytest.mark.parametrize("train", [False, True])
 def test_a_dataset_that_divides_itself_is_refused_on_every_rank(train: bool) -> None:
     assert all("shard=False" in text for text in refusals(2, _train, Divided(), train, error="LoaderError"))
-
-
-def test_ranks_whose_streams_end_at_different_places_end_with_an_error() -> None:
-    for dataset in (Shorter(), Slower()):
-        for text in refusals(2, _train, dataset, False, error="LoaderError", breaks=True):
-            assert "6" in text
-            assert "8" in text or "at least 7" in text  # where the longer stream has not ended yet
-    ends = outcomes(2, _train, Shorter(), True, breaks=True)
-    assert all(end.error for end in ends)
-    assert "LoaderError" in ends[1].error
 
 
 def _legitimate() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-import accel
 from accel.errors import AccelError, DeviceError
+from accel.process import hangs, startup
 from accel.process.environments import (
+    Place,
     available,
     default_backend,
     identity,
@@ -149,14 +154,53 @@ def test_the_environment_speaks_where_the_call_does_not(monkeypatch: pytest.Monk
     assert resolve("auto") == parse_devices("auto", count, kind)
 
 
-def test_a_misspelt_variable_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for name, value in {"ACCEL_BACKENDS": "fsdp", "ACCEL_BENCH_DIR": "x", "ACCEL_QUIET": "1"}.items():
-        monkeypatch.setenv(name, value)
-    accel.init()
-    assert caplog.messages == ["ACCEL_BACKENDS=fsdp has no effect: did you mean ACCEL_BACKEND?"]
-
-
 def test_available_tells_what_torch_has() -> None:
     kind, count = available()
     assert (kind == "cpu") == (count == 0)
     assert torch.device(kind).type == kind
+
+
+class Backend:
+    """A backend that is none of torch's classes, as nccl2 is none of ``ProcessGroupNCCL``."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self.aborted, self.timeout = name, False, timedelta(0)
+        self.options = SimpleNamespace(_timeout=timedelta(minutes=10))
+
+    def name(self) -> str:
+        return self._name
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+
+def test_backends_are_asked_for_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo, nccl = Backend("gloo"), Backend("nccl2")
+    devices = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
+    group: Any = SimpleNamespace(_device_types=list(devices), _get_backend=devices.__getitem__)
+    assert hangs.accelerator_backends(group) == [nccl]
+    startup._give_margin(group, timedelta(minutes=2))
+    assert (nccl.timeout, gloo.timeout) == (timedelta(minutes=3), timedelta(0))
+    assert startup._patience(group) == timedelta(minutes=9)
+    groups = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
+    monkeypatch.setattr(hangs, "distributed_c10d", groups)
+    hangs.abort_kernels()
+    assert (nccl.aborted, gloo.aborted) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("devices", "bound"), [(("cpu:0", "cpu:1"), True), (("cpu:0", "cpu:0"), False), (("cpu:0", None), False)]
+)
+def test_groups_are_bound_to_devices_if_each_rank_has_its_own(devices: tuple[str | None, ...], bound: bool) -> None:
+    store = dist.HashStore()
+
+    def rank_of(rank: int) -> bool:
+        device = devices[rank]
+        place = Place(rank=rank, world_size=2)
+        return startup._have_a_device_each(store, place, None if device is None else torch.device(device))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rank_of, range(2))) == [bound, bound]

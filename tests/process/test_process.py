@@ -6,11 +6,9 @@ import contextlib
 import io
 import os
 import random
-import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import accel
 from accel import process
 from accel.errors import AccelError, DeviceError, LaunchError
 from accel.process import rng
@@ -474,38 +471,3 @@ def test_what_atexit_calls_after_accels_own_end_starts_nothing() -> None:
     for result in scripts(AT_EXIT, by_hand(0, 2, port), by_hand(1, 2, port)):
         assert result.stdout == "2\n"
         assert "register with atexit after accel.setup" in result.stderr
-
-
-def said_in_forks(act: Callable[[], object]) -> list[str]:
-    """What two processes say that are forked here and are the ranks of a job of their own."""
-    port, answers = free_port(), []
-    for rank in range(2):
-        ours, theirs = os.pipe()
-        if not os.fork():
-            signal.alarm(60)
-            os.environ.update(by_hand(rank, 2, port))
-            try:
-                said = str(act())
-            except BaseException as error:
-                said = str(error)
-            os.write(theirs, said.encode())
-            os._exit(0)
-        os.close(theirs)
-        answers.append(ours)
-    return [open(answer).read() for answer in answers]
-
-
-def forked_ranks() -> tuple[list[str], list[str]]:
-    process.init()
-    gathered = said_in_forks(lambda: accel.all_gather(torch.tensor([accel.rank()])).tolist())
-    net = torch.nn.Linear(2, 2)
-    accel.setup(net)
-    return gathered, said_in_forks(lambda: accel.setup(net))
-
-
-def test_ranks_that_are_forked_from_one_process_are_a_world() -> None:
-    gathered, refused = run(1, forked_ranks)[0]
-    assert gathered == ["[0, 1]"] * 2
-    for rank, text in enumerate(refused):
-        assert f"this process, rank {rank} of 2, was forked" in text
-        assert "call accel.teardown() there before the fork" in text

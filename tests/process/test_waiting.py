@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -504,32 +504,6 @@ def test_only_ranks_that_wait_for_each_other_are_stuck() -> None:
     assert stuck([reduce, broadcast], [reduce, broadcast]) == [0, 1]
     message = place("", "recv", world=9)
     assert stuck([message, barrier], [message, barrier]) == []  # from a rank that may come
-
-
-class Speaks(nn.Linear):
-    said = ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.said:
-            raise RuntimeError(self.said)
-        return super().forward(x)
-
-
-def speaks(backend: Any) -> float:
-    raw = Speaks(2, 2)
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
-    for raw.said in ("Timed out waiting for the tokenizer", "NCCL is not meant", ""):
-        with pytest.raises(RuntimeError, match=raw.said) if raw.said else nullcontext():
-            model(torch.ones(2, 2)).square().sum().backward()
-            optimizer.step()
-    return sum(float(p.sum()) for p in accel.full_state_dict(model).values())
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_an_error_of_the_program_in_words_of_a_lost_connection_is_its_own(backend: str) -> None:
-    """The groups live on, and the weights too."""
-    first, second = run(2, speaks, backend)
-    assert first == second
 
 
 def compared(cycles: list[list[str]]) -> list[int]:

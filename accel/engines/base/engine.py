@@ -270,17 +270,17 @@ class Engine(ABC):
         return
 
     @final
-    def teardown(self, alone: str = "", interrupted: str = "") -> None:
+    def teardown(self, alone: str = "") -> None:
         """End the engine: the raw module and optimizers are the user's own again.
 
         ``alone`` says why the other ranks take no part: then it is local, and AccelError comes at its end where weights lay on
-        them. There, and where ranks were ``interrupted`` in a backward or step, ``p.grad`` that is not final is dropped.
+        them. There ``p.grad`` that is not final is dropped.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:
             last.callback(end, self.handle)
             last.callback(self.process.dependents.discard, self)
-            self._finish_gradients(self.ended or interrupted)
+            self._finish_gradients(self.ended)
             optimizers = list(self.optimizers)
             for optimizer in optimizers:
                 with contextlib.suppress(OptimizerError):  # of a stranger, which stays what it is

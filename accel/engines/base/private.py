@@ -107,24 +107,25 @@ _OF: Final[Mapping[str, Names]] = {
 }
 #: The versions of torch with which the tests of a backend were run, the oldest first; "" is of all others.
 _RAN: Final[Mapping[str, tuple[str, ...]]] = {
-    "": ("2.8.0", "2.13.0", "2.14.1", "2.15.0"),
-    "fsdp": ("2.13.0", "2.14.1", "2.15.0"),
-    "pipeline": ("2.13.0", "2.15.0"),  # 2.8.0 does not tell of an error in another stage's backward
-    "deepspeed": ("2.13.0", "2.14.1", "2.15.0"),
+    "": ("2.13.0", "2.14.1", "2.15.0"),
+    "pipeline": ("2.13.0", "2.15.0"),
     "horovod": ("2.13.0",),
     "xla": ("2.9.0",),
 }
+_OLDEST_TORCH: Final = "2.11"
 
 
 def check_torch(backend: str) -> None:
     """Refuse a torch without the names that a backend relies on, when it is first used."""
-    require(f"backend {backend!r}", "torch", (*_COMMON, *_OF.get(backend, ())), _RAN.get(backend, _RAN[""]))
+    ran = _RAN.get(backend, _RAN[""])
+    oldest = min(_OLDEST_TORCH, ran[0], key=_numbers)
+    require(f"backend {backend!r}", "torch", (*_COMMON, *_OF.get(backend, ())), ran, oldest)
 
 
-def require(user: str, package: str, names: Names, ran: tuple[str, ...]) -> None:
-    """Refuse (BackendError) a package without some of its private names, on which ``user`` relies, or older than what was run.
+def require(user: str, package: str, names: Names, ran: tuple[str, ...], oldest: str = "") -> None:
+    """Refuse (BackendError) a package without some of its private names, on which ``user`` relies, or older than ``oldest``.
 
-    That may have them, and differ. ``ran`` are the versions that are known to work, the oldest first.
+    ``ran`` are the versions that are known to work, the oldest first; that one is meant without ``oldest``.
     """
     version, problem = _version(package), ""
     if missing := [
@@ -132,7 +133,7 @@ def require(user: str, package: str, names: Names, ran: tuple[str, ...]) -> None
     ]:
         problem = f"relies on parts of {package} that {package} {version} does not have: {', '.join(missing[:5])}"
         problem += ", ..." if len(missing) > 5 else ""
-    elif _numbers(version) < _numbers(ran[0]):
+    elif _numbers(version) < _numbers(oldest or ran[0]):
         problem = f"is not known to be right with {package} {version}"
     if problem:
         raise BackendError(

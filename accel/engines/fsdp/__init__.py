@@ -166,7 +166,7 @@ class FSDPHoldings(Holdings):
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
 _REFUSED = ("Adafactor", "LBFGS", "Rprop", "SparseAdam")
 #: Optimizers of torch that compute with whole matrices, which they are given one at a time.
-_WHOLE_MATRICES: tuple[type, ...] = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+_WHOLE_MATRICES: tuple[type, ...] = (torch.optim.Muon,)
 #: Packages whose optimizers hand addresses of whole tensors to kernels of their own.
 _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
