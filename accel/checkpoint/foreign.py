@@ -28,7 +28,7 @@ from .background import background
 from .objects import LocalRange, StateObject
 from .safetensors import check_tensor
 from .save import save_alone
-from .steps import Progress, beside_others, check_flags, naming, on_running_ranks, parsing, progress_bar
+from .steps import beside_others, naming, on_running_ranks, parsing
 from .storage import reserve, storage_of
 from .values import DEPTH, TAG, Encoder, Json, place
 from .weights import is_weights_alone
@@ -41,7 +41,7 @@ NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
 @locked
 def import_checkpoint(
-    source: str | os.PathLike[str], dir: str | os.PathLike[str], *, optimizer: bool = True, progress: bool = True
+    source: str | os.PathLike[str], dir: str | os.PathLike[str], *, optimizer: bool = True
 ) -> dict[str, list[str]]:
     """Write a checkpoint of another library as one of accel's, which ``load`` takes into any backend.
 
@@ -54,7 +54,6 @@ def import_checkpoint(
         source: what is read. Nothing in it is run: pickled objects other than tensors and plain values are refused.
         dir: a directory without a checkpoint.
         optimizer: take optimizers' state too.
-        progress: as for ``save``.
 
     Returns:
         The keys that were found, under ``"models"``, ``"optimizers"``, ``"values"`` and ``"left out"``; empty but on rank 0.
@@ -66,24 +65,22 @@ def import_checkpoint(
     def act(rank: int, world: int) -> dict[str, list[str]]:
         if rank:
             return {}
-        with progress_bar("accel.import_checkpoint", shown=progress) as more:
-            return _convert(folder.absolute(source), folder.absolute(dir), optimizer, more)
+        return _convert(folder.absolute(source), folder.absolute(dir), optimizer)
 
-    def look() -> tuple[dict[str, object], None]:
-        check_flags(optimizer=optimizer, progress=progress)
-        return {"source": folder.named(source), "dir": folder.named(dir), "optimizer": optimizer}, None
+    def look() -> dict[str, object]:
+        return {"source": folder.named(source), "dir": folder.named(dir), "optimizer": optimizer}
 
     return on_running_ranks("accel.import_checkpoint", look, act)
 
 
-def _convert(source: str, directory: str, optimizer: bool, progress: Progress) -> dict[str, list[str]]:
+def _convert(source: str, directory: str, optimizer: bool) -> dict[str, list[str]]:
     if record.exists(directory):
         raise CheckpointError(f"{directory} has a checkpoint already: import into another directory{beside_others()}")
     background.settle()
     workplace = storage_of(directory).workplace(directory)
     with tempfile.TemporaryDirectory(prefix=".accel-import-", dir=workplace) as scratch:
         here = storage_of(source).fetched(source, scratch)
-        state, found = recognize(read(here, tensors_in(scratch, progress)), source, optimizer=optimizer)
+        state, found = recognize(read(here, tensors_in(scratch)), source, optimizer=optimizer)
         save_alone(state, directory)
     return found
 
@@ -167,7 +164,7 @@ class Inert:
         self.state = state
 
 
-def tensors_in(directory: str, progress: Progress) -> NewTensor:
+def tensors_in(directory: str) -> NewTensor:
     """What makes tensors of zeros in files of a directory, so that they need not fit into memory."""
     numbers = itertools.count()
 
@@ -176,7 +173,6 @@ def tensors_in(directory: str, progress: Progress) -> NewTensor:
         if not numel:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         path = os.path.join(directory, str(next(numbers)))
-        progress(numel * dtype.itemsize)
         with naming(path), open(path, "xb") as file:
             reserve(file.fileno(), numel * dtype.itemsize)  # writing to its memory on a full disk would end the process
         return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))

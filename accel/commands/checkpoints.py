@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import os
@@ -74,9 +73,8 @@ def diff(args: argparse.Namespace) -> int:
 
     World size and backend of the jobs that saved them make no difference.
     """
-    args.first, args.second = folder.newest_place(args.first), folder.newest_place(args.second)
-    either = functools.partial(folder.read_standing, args.second, lambda: _differences(args))
-    lines = folder.read_standing(args.first, either)
+    args.first, args.second = folder.absolute(args.first), folder.absolute(args.second)
+    lines = _differences(args)
     for line in lines:
         print(line)
     print(f"{len(lines)} differences" if lines else "no difference")
@@ -275,8 +273,7 @@ def inspect(args: argparse.Namespace) -> int:
     Reads the record only; `verify` compares the bytes.
     """
     directory = folder.latest(args.directory) or args.directory
-    place = folder.newest_place(directory)
-    record, _ = folder.read_standing(place, lambda: read(place))
+    record, _ = read(folder.absolute(directory))
     if args.values:
         print(json.dumps(record.values, indent=2))
         return 0
@@ -284,7 +281,6 @@ def inspect(args: argparse.Namespace) -> int:
     print(
         f"{directory}: saved {when} by {_number(record.world_size, 'process', 'es')}, {record.nbytes:,} bytes in "
         f"{_number(len(record.files), 'file')}"
-        f"{'' if place == folder.absolute(directory) else f' in memory, {place}'}"
     )
     for file, parts in zip(record.files, file_bytes(record), strict=True):
         print(f"  {file.name}  {file.size:,} bytes: {', '.join(f'{leaf} {size:,}' for leaf, size in parts.items())}")
