@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 import torch
@@ -34,7 +34,6 @@ from .plan import (
     CutColumns,
     Mesh,
     Plan,
-    Planned,
     axes_of,
     blocks,
     check_cut,
@@ -42,6 +41,7 @@ from .plan import (
     check_module,
     check_plan,
     shrunk,
+    text_of,
 )
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class FSDP(Planned, SequenceOptions):
+class FSDP(SequenceOptions):
     """Options of ``fsdp``; names and meanings are those of ``fully_shard`` where it has them.
 
     Args:
@@ -219,6 +219,21 @@ class FSDP(Planned, SequenceOptions):
                 raise BackendError(
                     f"FSDP({name}={getattr(self, name)!r}): expected None or {' or '.join(map(str, allowed))}"
                 )
+
+    # Styles are objects that a notebook cell makes anew when it runs again, so options are equal if their texts are.
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        """Return a text that is the same on every rank, which the text of a function or style is not."""
+        kinds = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
+        names = self.wrap and [getattr(kind, "__qualname__", type(kind).__name__) for kind in kinds]
+        first = {"wrap": names, "plan": text_of(self.plan)}
+        values = first | {f.name: getattr(self, f.name) for f in fields(self)} | first
+        return f"FSDP({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     def axes(self, world_size: int) -> dict[str, int]:
         ranks = self.replicas * self.tensor_parallel

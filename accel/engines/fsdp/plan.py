@@ -6,8 +6,8 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast, final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -224,30 +224,6 @@ def check_plan(plan: Any) -> None:
         if _kind(style) is None:
             known = f"expected a style of torch.distributed.tensor.parallel, or one of {', '.join(map(repr, _STYLES))}"
             raise BackendError(f"plan[{name!r}] is {style!r}: {known}")
-
-
-class Planned:
-    """Options with a plan: equal where their texts are, since styles are objects that a repeated notebook cell makes anew."""
-
-    __slots__ = ()
-    plan: Plan
-
-    def __eq__(self, other: object) -> bool:
-        wraps = [getattr(options, "wrap", None) for options in (self, other)]  # of which a text has the names only
-        return type(other) is type(self) and repr(other) == repr(self) and wraps[0] == wraps[1]
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    def __repr__(self) -> str:
-        # The same on every rank, which a function's own text is not.
-        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
-        first: dict[str, Any] = {"plan": text_of(self.plan)}
-        if "wrap" in own:
-            kinds = own["wrap"] if isinstance(own["wrap"], tuple) else (own["wrap"],)
-            names = own["wrap"] and [getattr(kind, "__qualname__", type(kind).__name__) for kind in kinds]
-            first = {"wrap": names, **first}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in (first | own | first).items())})"
 
 
 def text_of(plan: Plan) -> str:

@@ -1,4 +1,4 @@
-"""fsdp with ``tensor_parallel``, and ``tensor_parallel`` by itself: parts of layers on neighbouring ranks."""
+"""fsdp with ``tensor_parallel``, alone and with shards and copies: parts of layers on neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from tests.test_memory import measure
 
 #: Of the models of the contract's matrix.
 PLAN = {"0": ColwiseParallel(output_layouts=Replicate()), "3": ColwiseParallel(), "5": RowwiseParallel()}
-FSDP, TP = accel.FSDP(tensor_parallel=2, plan=PLAN), accel.TensorParallel(plan=PLAN)
+FSDP, COPIES = accel.FSDP(tensor_parallel=2, plan=PLAN), accel.FSDP(tensor_parallel=2, replicas=2, plan=PLAN)
+ALONE = accel.FSDP(tensor_parallel=4, plan=PLAN)
 
 
-@pytest.mark.parametrize("backend", [FSDP, TP, accel.TensorParallel(size=2, plan=PLAN)], ids=str)
+@pytest.mark.parametrize("backend", [FSDP, ALONE, COPIES], ids=["shards", "alone", "copies"])
 def test_parity(backend: Any) -> None:
     """N steps give the weights and optimizer state of one process on the whole batch."""
     for rank, failures in enumerate(run(4, check_cells, in_pairs(cells_of(backend)), timeout=240)):
@@ -48,7 +49,9 @@ SAVED = {"first": WHOLE_IN}
 
 
 @pytest.mark.parametrize(
-    "backend", [accel.FSDP(tensor_parallel=2, plan=ODD), accel.TensorParallel(size=2, plan=ODD)], ids=["fsdp", "alone"]
+    "backend",
+    [accel.FSDP(tensor_parallel=2, plan=ODD), accel.FSDP(tensor_parallel=2, replicas=2, plan=ODD)],
+    ids=["shards", "copies"],
 )
 def test_whole_state(backend: Any) -> None:
     # Rounding that a BatchNorm and Adam enlarge: the sums of the parts of a row come in another order.
@@ -65,12 +68,12 @@ def test_the_unchanged_loop() -> None:
 def test_checkpoints_go_anywhere_and_come_from_anywhere(tmp_path: Path) -> None:
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     mixed = accel.FSDP(tensor_parallel=2, plan=SAVED)
-    alone = accel.TensorParallel(size=2, plan=SAVED)
+    copies = accel.FSDP(tensor_parallel=2, replicas=2, plan=SAVED)
     expected = run(4, train_and_save, mixed, one, timeout=240)[0]
     for world, backend in (
         (4, mixed),
-        (4, alone),
-        (2, alone),
+        (4, copies),
+        (2, mixed),
         (4, accel.FSDP(replicas=2)),
         (2, "ddp"),
         (3, "fsdp"),
@@ -79,7 +82,7 @@ def test_checkpoints_go_anywhere_and_come_from_anywhere(tmp_path: Path) -> None:
         for (found,) in run(world, resume, backend, [one], "first", timeout=240):
             assert not differences(expected, found, tolerance=1e-5), (world, backend)
     expected = run(2, train_and_save, "sharded", other, timeout=240)[0]
-    for backend in (mixed, alone):
+    for backend in (mixed, copies):
         (found,) = run(4, resume, backend, [other], "stream", timeout=240)[0]
         assert not differences(expected, found, tolerance=1e-5)
 
@@ -169,7 +172,7 @@ def adapters() -> None:
     plain, reference = adapted(targets, layers_to_transform=[0])
     losses, _ = train_llama(plain, reference, 0, 1)
     raw, optimizer = adapted(targets, layers_to_transform=[0])
-    model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.TensorParallel(size=2))
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.FSDP(tensor_parallel=2))
     layer = raw.base_model.model.model.layers[0]
     assert layer.self_attn.q_proj.base_layer.weight.to_local().shape == (16, 32)
     assert layer.self_attn.q_proj.lora_B.default.weight.to_local().shape == (16, 4)
@@ -182,7 +185,7 @@ def adapters() -> None:
     for more, name in (({"use_dora": True}, "lora_magnitude_vector"), ({}, "lora_embedding_A")):
         raw, optimizer = adapted(["q_proj"] if more else ["embed_tokens"], **more)
         with pytest.raises(accel.BackendError, match=f"the plan cuts this layer, and not its {name}"):
-            accel.setup(raw, optimizer, backend=accel.TensorParallel(size=2))
+            accel.setup(raw, optimizer, backend=accel.FSDP(tensor_parallel=2))
 
 
 def test_adapters_of_peft_on_a_llama_with_its_own_plan() -> None:
@@ -192,12 +195,13 @@ def test_adapters_of_peft_on_a_llama_with_its_own_plan() -> None:
 # -- what differs between ranks that compute together ------------------------------------------------------------------
 
 MLP = {"0": ColwiseParallel(output_layouts=Replicate()), "2": RowwiseParallel(input_layouts=Replicate())}
+COPIES_OF_MLP = accel.FSDP(tensor_parallel=2, replicas=2, plan=MLP)
 #: Of seven layers, two and two.
 MEMORY = {str(n): ColwiseParallel() if n % 2 == 0 else RowwiseParallel() for n in range(6)} | {"6": WHOLE_OUT}
 
 
 def other_batches() -> None:
-    model = accel.setup(mlp(8, 8, 4), backend=accel.TensorParallel(size=2, plan=MLP)).model
+    model = accel.setup(mlp(8, 8, 4), backend=COPIES_OF_MLP).model
     model(torch.full((2, 8), float(accel.rank())))
 
 
@@ -215,7 +219,7 @@ def other_batches_of_a_method() -> None:
         def about(self) -> str:
             return "nothing is computed"
 
-    model: Any = accel.setup(Net(*mlp(8, 8, 4)), backend=accel.TensorParallel(size=2, plan=MLP)).model
+    model: Any = accel.setup(Net(*mlp(8, 8, 4)), backend=COPIES_OF_MLP).model
     model(torch.ones(2, 8))
     if accel.is_main():
         assert model.about() == "nothing is computed"
@@ -230,7 +234,7 @@ def test_a_method_is_compared_as_a_forward_is() -> None:
 
 def other_numbers_of_forwards() -> None:
     raw = mlp(8, 8, 4)
-    backend = accel.TensorParallel(size=2, plan=MLP)
+    backend = COPIES_OF_MLP
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
     place = accel.data_parallel_place(model)
     for _ in range(3):
@@ -283,7 +287,11 @@ def overflow(backend: Any, first: type[nn.Module], unscales: bool) -> None:
 @pytest.mark.parametrize("unscales", [False, True])
 def test_an_overflow_in_one_part_is_every_rank_s(unscales: bool) -> None:
     plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
-    for backend in (accel.FSDP(tensor_parallel=2, plan=plan), accel.TensorParallel(size=2, plan=plan), "fsdp"):
+    for backend in (
+        accel.FSDP(tensor_parallel=2, plan=plan),
+        accel.FSDP(tensor_parallel=2, replicas=2, plan=plan),
+        "fsdp",
+    ):
         for first in (nn.Linear, Scale):
             run(4, overflow, backend, first, unscales)
 
@@ -292,7 +300,7 @@ def dropout(reseeds: bool) -> torch.Tensor:
     """Seeds of their own before setup, as ``accel.seed(0, per_rank=True)`` gives them; or also after it."""
     accel.seed(0, per_rank=True)
     raw = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
-    model = accel.setup(raw, backend=accel.TensorParallel(size=2, plan=MLP)).model
+    model = accel.setup(raw, backend=COPIES_OF_MLP).model
     accel.seed(0, per_rank=reseeds)
     return model(torch.ones(2, 8)).detach()
 
@@ -453,7 +461,7 @@ def taken_for_all() -> None:
 
 
 def refused_forward(raw: nn.Module) -> list[str]:
-    model, _, _ = accel.setup(raw, backend=accel.TensorParallel(plan=CUT))
+    model, _, _ = accel.setup(raw, backend=accel.FSDP(tensor_parallel=2, plan=CUT))
     told = []
     for _ in range(2):
         with pytest.raises(accel.BackendError) as caught:
@@ -483,7 +491,7 @@ def taken_for_a_part() -> None:
     ]
     for compute in right:
         models: list[nn.Module] = []
-        for backend in (None, accel.TensorParallel(plan=CUT)):
+        for backend in (None, accel.FSDP(tensor_parallel=2, plan=CUT)):
             torch.manual_seed(0)
             raw: nn.Module = Plain(Between(compute))
             model, optimizer = raw, torch.optim.SGD(raw.parameters(), lr=0.1)
@@ -504,7 +512,10 @@ def test_code_that_is_right_for_the_columns_of_one_rank_is_not() -> None:
 def test_memory_is_that_of_parts() -> None:
     """Half of the planned layers on each rank, and half of these with two shards."""
     whole = run(1, measure, accel.DDP(), "adamw")[0][0]
-    for world, backend in ((2, accel.TensorParallel(plan=MEMORY)), (4, accel.FSDP(tensor_parallel=2, plan=MEMORY))):
+    for world, backend in (
+        (2, accel.FSDP(tensor_parallel=2, plan=MEMORY)),
+        (4, accel.FSDP(tensor_parallel=2, plan=MEMORY)),
+    ):
         for predicted, measured in run(world, measure, backend, "adamw"):
             assert measured.total == pytest.approx(predicted.total, rel=0.02)
             assert measured.total < 0.6 * whole.total * 2 / world
@@ -593,7 +604,7 @@ def sums_over_parameters() -> None:
     plain = Penalised(*mlp(8, 8, 4), nn.Linear(4, 4))
     raw = copy.deepcopy(plain)
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.TensorParallel(plan=plan))
+    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.FSDP(tensor_parallel=2, plan=plan))
     for use in (lambda t: t, whole):
         told = pytest.raises(accel.BackendError, match=r"t\.full_tensor\(\) if hasattr") if use is not whole else None
         for penalty in (model.penalty, functools.partial(Penalised.penalty, model)):
