@@ -31,7 +31,6 @@ from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from .plan import (
-    CutColumns,
     Mesh,
     Plan,
     axes_of,
@@ -384,7 +383,6 @@ class FSDPEngine(Engine):
         super().__init__(module, entry, context)
         #: Of tensor parallelism.
         self._alike: SameInputs | None = None
-        self._columns: CutColumns | None = None  # of a plan of the user's
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -480,8 +478,6 @@ class FSDPEngine(Engine):
         if mesh.parallel:
             place = mesh.place["replicate"], mesh.place["shard"]
             self._alike = SameInputs(self.label, place, mesh.tensor.get_group(), self.process)
-            if self.options.plan is not None:
-                self._columns = CutColumns(self.module, self.options.plan)
             states = torch_states() if mesh.place["tensor"] == 0 else None
             told = agree(f"the random numbers of {self.label}", (place, states))
             put_torch_states(next(theirs for where, theirs in told if where == place and theirs is not None))
@@ -500,10 +496,7 @@ class FSDPEngine(Engine):
             def compute() -> Any:
                 return function(*args, **kwargs) if forward else sharded.compute(function, args, kwargs)
 
-            def follow() -> Any:
-                return compute() if self._columns is None else self._columns.follow(compute, self.entry, name)
-
-            out = compute() if self._alike is None else self._alike.call(follow, args, kwargs, name)
+            out = compute() if self._alike is None else self._alike.call(compute, args, kwargs, name)
         except BaseException as error:
             sharded.reset()
             if meant := self._meant(str(error), name):
@@ -518,8 +511,6 @@ class FSDPEngine(Engine):
 
     def _meant(self, text: str, method: str) -> str:
         """What an error of torch's in a forward, or a ``method``, says of divided weights; empty where that is nothing."""
-        if self._columns is not None and self._columns.problem not in ("", text):
-            return self._columns.problem
         if method and "mixed torch.Tensor and DTensor" in text:
             return (
                 _MIXED_BY_PLAN.format(method, self.label)
