@@ -84,7 +84,6 @@ _FSDP2: Final[Names] = (
     ("torch._C:", "_is_alias_of", "weights among what a forward returns"),
     ("torch.distributed.tensor:DTensor.", "_op_dispatcher._custom_op_handlers", "one number, or a row, of a part"),
     ("torch.distributed.tensor:DTensor.", "_local_tensor _spec", "p.data = ... of a shard"),
-    ("torch.nn.utils.convert_parameters:", "_check_param_device", "parameters_to_vector of shards"),
     ("torch.optim._muon:", "_zeropower_via_newtonschulz", "torch.optim.Muon on shards"),
 )
 _HOOKS: Final = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Final, cast, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...errors import BackendError, RankMismatchError
 from ...gradients.log import remove_hooks
-from ...gradients.patches import around, divided_patches, ignored, vector_patch
+from ...gradients.patches import ignored, shard_patches
 from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
@@ -41,42 +40,15 @@ _IS_ALIAS: Final[Callable[..., bool]] = torch._C._is_alias_of  # type: ignore[at
 def _owner(tensor: object) -> ShardedModule | None:
     # By equality: DTensor remembers what it has computed, and with it the mesh of an engine that was like this one.
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    return next((module for module in _overflows.users() if mesh in module.meshes), None)
+    return next((module for module in _patches[0].users() if mesh in module.meshes), None)
 
 
-def _overflow(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What a GradScaler sees and unscales: torch's own looks along the axes of the first gradient alone."""
-    gradients, found, *rest = args
-    owner = next(filter(None, map(_owner, gradients)), None)
-    if owner is None:
-        return original(op, args, kwargs)
-    with torch.no_grad():
-        op([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found, *rest, **kwargs)
-    process, what = owner.process, "torch.amp.GradScaler"
+def _gather(what: str, shards: Sequence[DTensor]) -> list[torch.Tensor]:
+    """Return the full tensors of shards. Collective."""
+    process = next(owner for owner in map(_owner, shards) if owner is not None).process
     announce(process, what)
     with Waiting(process, what):
-        anywhere = found.to(process.device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=process.group)
-        found.copy_(anywhere)
-    return None
-
-
-_overflows: Final = around(
-    DTensor._op_dispatcher._custom_op_handlers,
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
-    _overflow,
-)
-
-
-def _whole(what: str, tensors: Sequence[DTensor], own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """All of each divided tensor; ``own`` are this rank's, and are to be every rank's. Collective."""
-    process = next(owner for owner in map(_owner, tensors) if owner is not None).process
-    if own:
-        require_same(what, own)
-    else:
-        announce(process, what)
-    with Waiting(process, what):
-        return [cast(DTensor, t.detach()).full_tensor() for t in tensors]
+        return [cast(DTensor, shard.detach()).full_tensor() for shard in shards]
 
 
 def require_same(what: str, values: Sequence[torch.Tensor]) -> None:
@@ -90,24 +62,8 @@ def require_same(what: str, values: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _refuse_vector(parameter: torch.Tensor) -> None:
-    """What ``parameters_to_vector`` cannot flatten, or only by way of an order of the elements that is not the whole's."""
-    if not isinstance(parameter, DTensor) or not _owner(parameter):
-        return
-    axes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    cut = [(placement, size) for placement, size in axes if not placement.is_replicate() and size > 1]
-    if len(cut) > 1 or any(not p.is_shard(0) or parameter.shape[0] % size for p, size in cut):
-        raise BackendError(
-            f"torch.nn.utils.parameters_to_vector of a parameter of shape {tuple(parameter.shape)}, whose parts cannot be "
-            "flattened: write, on every rank, full = accel.full_state_dict(model) and torch.cat([full[name].reshape(-1) for "
-            "name, _ in model.named_parameters()]); vector_to_parameters takes such a vector"
-        )
-
-
 _patches: Final = (
-    *divided_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _whole),
-    vector_patch(_refuse_vector),
-    _overflows,
+    *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _gather),
     ignored("FSDP2-wrapped module .* returned a view tensor"),  # which `watch_forward` sees to
 )
 

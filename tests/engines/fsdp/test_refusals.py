@@ -158,30 +158,6 @@ def test_a_number_of_a_part_is_refused() -> None:
     run(2, numbers)
 
 
-def random_numbers(sharded: bool) -> list[torch.Tensor]:
-    """What a loop draws into weights, and beside them: without ``accel``, DTensor's own draws would be alike on all ranks."""
-    torch.manual_seed(1)
-    net: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    if sharded:
-        net = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="fsdp").model
-    torch.manual_seed(2)
-    net[0].reset_parameters()
-    with torch.no_grad():
-        for p in net.parameters():
-            p.add_(torch.randn_like(p) * torch.rand_like(p))
-            p.mul_(torch.empty_like(p).bernoulli_(0.9)).mul_(torch.bernoulli(torch.full_like(p, 0.9)))
-            p.add_(torch.randint_like(p, 4) + torch.randint_like(p, 2, 4) + torch.empty_like(p).exponential_(2.0))
-            p.add_(torch.empty_like(p).log_normal_() + torch.empty_like(p).geometric_(0.5))
-        nn.init.normal_(net[1].weight)
-    return [p.detach().full_tensor() if sharded else p.detach() for p in net.parameters()]
-
-
-def test_random_numbers_for_divided_weights_are_those_of_one_process() -> None:
-    expected = random_numbers(False)
-    for found in run(2, random_numbers, True):
-        assert all(torch.equal(p, q) for p, q in zip(found, expected, strict=True))
-
-
 def cuts() -> None:
     """Along the divided dimension an index, a slice and the like are copies, to which DTensor alone lets writes go."""
     torch.manual_seed(0)
