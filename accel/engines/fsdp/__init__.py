@@ -502,8 +502,7 @@ class FSDPEngine(Engine):
             if meant := self._meant(str(error), name):
                 raise BackendError(meant) from error
             raise
-        # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
-        if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
+        if not grad and torch._C._current_graph_task_id() == -1:  # only with reshard_after_forward=False
             sharded.reshard()
         if grad:
             self.gradients.buffers.touch()

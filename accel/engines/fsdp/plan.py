@@ -160,6 +160,12 @@ def check_module(module: nn.Module, options: Any) -> None:
             f"a {type(module).__name__} has no forward, where its weights would be gathered: give accel.setup a module with "
             "one, which calls these children, or choose backend='ddp'"
         )
+    embeddings = [n for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if limited := [n for n in embeddings if module.get_submodule(n).max_norm is not None]:
+        raise BackendError(
+            f"{', '.join(limited[:5])} has max_norm, which writes to its weight in forward. FSDP2 would drop these writes: "
+            "leave max_norm out, or use backend='ddp'."
+        )
     if hooked := [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
         raise BackendError(
             f"{', '.join(hooked[:5])} has gradient hooks, which would be lost when its shard takes its place: "
