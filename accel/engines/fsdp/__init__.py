@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ...gradients.patches import muon_patch
-from ...precision import Accumulator, here
+from ...precision import here
 from ...process import Process, reason_of
 from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
@@ -250,7 +250,7 @@ FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
 
 @final
 class FSDPGradients(Gradients):
-    """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
+    """FSDP2 reduces in its hooks while every backward runs, inside ``no_sync`` too."""
 
     reduced = partial = before_any_step = in_parts = True
     engine: FSDPEngine
@@ -271,44 +271,22 @@ class FSDPGradients(Gradients):
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         return self.engine.parts.leaf(parameter)
 
-    def accumulate(self, accumulating: bool) -> None:
-        super().accumulate(accumulating)
-        self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
-
-    def holders(self) -> Sequence[Accumulator]:
-        parts = self.engine.parts
-        parts.backwards.take_markers()
-        wholes = (whole for whole, _ in parts.sharded.gathered())
-        return [*self.engine.parameters, *wholes, *parts.backwards.unreduced()]
-
-    def uncovered(self) -> contextlib.AbstractContextManager[None]:
-        return self.engine.parts.backwards.uncovered()
-
     def pending(self) -> bool:
         engine = self.engine
-        return engine.divided and (bool(engine.parts.sharded.pending()) or bool(engine.parts.scalar_log.entries))
+        return engine.divided and bool(engine.parts.scalar_log.entries)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        engine, parts = self.engine, self.engine.parts
+        parts = self.engine.parts
         if optimizer is not None:  # it would free what the backward still needs
             refuse_inside_backward()
         parts.backwards.notice_exception()
         parts.backwards.interruption.refuse()
-        parts.backwards.take_markers()
-        sharded = parts.sharded
-        if pending := sharded.pending():
-            names = engine.holdings.parameter_names
-            engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
-            plain = self.log.plain
-            sharded.reduce(not self.accumulating)
-            if not plain:  # what it notes came from backwards that were noted before
-                self.log.accept()
         # Every rank has scalars whole: also a gradient that was assigned by hand is to be their mean.
         assigned = optimizer is not None and (not parts.had_backward or parts.scalar_log.repeats(optimizer))
         if parts.scalar_log.entries or assigned:
             parts.average_scalars()
         parts.scalar_log.fold(stepping=optimizer)
-        sharded.reshard()
+        parts.sharded.reshard()
         if self.buffers.stale:
             self.announce("the broadcast of buffers")
             self.buffers.synchronize()
@@ -322,12 +300,6 @@ class FSDPGradients(Gradients):
         """As a DTensor, as torch gives it; all ranks have all of it."""
         norm = super().norm(parameters, norm_type) if norm_type > 0 else None
         return None if norm is None else self.engine.parts.whole(norm)
-
-    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Also where those that torch has seen stood for what is in other tensors now."""
-        missing = super().settle_clipped(gradients)
-        final = {id(p.grad) for p in self.engine.parameters}
-        return missing or any(id(g) not in final for g in gradients)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
@@ -466,7 +438,7 @@ class FSDPEngine(Engine):
             self.parts.shard(names, self.holdings.whole)
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
             self._read_parameters()
-            self.parts.begin(self.holdings.parameter_names, self.gradients.log if self.precision.scaled else None)
+            self.parts.begin(self.gradients.log if self.precision.scaled else None)
             self.known = self.parts.known
             self._draw_alike(self.parts.sharded.mesh)
             self.started = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, cast, final
@@ -30,8 +29,6 @@ from ..base.absent import refuse_other_tensor
 from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
-
-_GRAD: Final = operator.attrgetter("grad")
 
 
 def _owner(tensor: object) -> ShardedModule | None:
@@ -241,23 +238,6 @@ class ShardedModule:
             return fn(*args, **kwargs)
         args, kwargs = self.root._pre_forward(self.module, args, kwargs)
         return self.root._post_forward(self.module, args, fn(*args, **kwargs))
-
-    def pending(self) -> list[Any]:
-        """FSDP2's parameters with gradients that were not reduced."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self._options.reduce_dtype is not None:
-                return list(filter(has_gradient, self.params))
-            # FSDP2 keeps nothing aside in another dtype: this touches each gathered parameter, and no other object.
-            return [p for p, grad in zip(self.params, map(_GRAD, self._wholes), strict=True) if grad is not None]
-
-    def reduce(self, synchronised: bool) -> None:
-        self.module.set_requires_gradient_sync(True)
-        self.context.is_last_backward = True
-        self.context.manual_backward_finalization_active = False  # torch 2.15 would know it from a backward that runs
-        for group in self.groups:
-            group._training_state = TrainingState.IDLE
-        self.root._root_post_backward_final_callback()
-        self.module.set_requires_gradient_sync(synchronised)
 
     def reset(self) -> None:
         """Forget a forward or backward that ended half-way."""
