@@ -173,11 +173,6 @@ class _Attributes:
 
 
 _CREATE_GRAPH, _INPUTS = 3, 4  # their places among the arguments
-#: What to write where weights and gradients lie on several meshes.
-_WHOLE_EACH: Final = (
-    "On every rank take each one whole: t.full_tensor() if hasattr(t, 'full_tensor') else t, for t of the parameters or their "
-    "gradients; for the norm of the gradients alone there is accel.clip_grad_norm_(model, float('inf'))"
-)
 #: What torch says by itself where a backward cannot go on, and what is meant.
 _MEANT: Final = {
     re.compile("mark a variable ready only once|undefined, but still allreduced"): (
@@ -191,10 +186,6 @@ _MEANT: Final = {
         "up and call backward() once), or differentiates a gradient, or what the forward returned has tensors where they are not "
         "found, in a set, a closure or an object inside of another: return them in lists, dicts or dataclasses; or use a backend "
         "that keeps weights whole"
-    ),
-    re.compile("mixed torch.Tensor and DTensor"): (
-        "this backward meets parts of divided weights beside whole tensors, as where a loss has parameters in it (a penalty, "
-        f"say), of which a plan cuts some. {_WHOLE_EACH}"
     ),
 }
 

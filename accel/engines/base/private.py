@@ -70,7 +70,7 @@ _FSDP2: Final[Names] = (
     (_CONTEXT, "all_states post_backward_final_callback_queued", "the begin of a backward"),
     (_GROUP, "fsdp_params modules", "its parameters and modules"),
     (_GROUP, "unshard _all_gather_result is_unsharded", "announcing what is gathered"),
-    (_GROUP, "post_backward reduce_grads _training_state", "announcing what is reduced"),
+    (_GROUP, "post_backward _training_state", "announcing what is reduced"),
     (_GROUP, "is_sharded _to_sharded", "freeing what is gathered"),
     (_GROUP, "_init_mp_dtypes", "parameters that are frozen or unfrozen later"),
     (_GROUP, "mesh_info post_forward_mesh_info", "letting go of process groups"),

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Final, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -49,15 +49,6 @@ if TYPE_CHECKING:
     from .conversion import Conversion
 
 logger = logging.getLogger("accel")
-
-#: What torch says of tensors that do not fit, as where code takes a part of a layer's columns for all of them.
-_SHAPES: Final = (
-    " is invalid for input of size ",
-    " don't multiply up to the size of dim ",
-    " shapes cannot be multiplied ",
-    " must have same reduction dim",
-    " must match the size of tensor ",
-)
 
 
 @final
@@ -323,16 +314,19 @@ class FSDPGradients(Gradients):
         return super().outside_step(optimizer)
 
 
-#: Of a method, and the engine: its weights meet parts.
-_MIXED: Final = (
-    "the method {} uses weights of {}, whole inside of it, beside parts: of another model, whose raw module's method takes parts "
-    "of both; or its own after a backward inside of it, which frees them: call loss.backward() and optimizer.step() in the loop, "
-    "outside of it, or use backend='ddp'"
-)
-_MIXED_BY_PLAN: Final = (
-    "the method {} uses weights of {} that are whole inside of it, beside those of layers that the plan cuts, which are parts "
-    "there too: take each one whole, on every rank: p.full_tensor() if hasattr(p, 'full_tensor') else p"
-)
+def _explained(text: str, label: str) -> str:
+    """Return what an error of torch's in a forward means for sharded weights, or "" if there is nothing to add."""
+    if "mixed torch.Tensor and DTensor" in text:
+        return (
+            f"{label} uses weights of a block outside of the block's forward, or after a backward in a method, where they are "
+            "sharded. Let FSDP(wrap=...) name the class whose forward uses them, or call p.full_tensor() on every rank."
+        )
+    if "RegisterPostBackwardFunction" in text:
+        return (
+            f"A block of {label} writes in place to its own input (nn.ReLU(inplace=True) as its first layer, x += ...), which "
+            "is a view that FSDP2 made. Leave inplace out, or begin the block with x = x.clone()."
+        )
+    return ""
 
 
 class FSDPEngine(Engine):
@@ -471,44 +465,14 @@ class FSDPEngine(Engine):
             out = compute() if self._alike is None else self._alike.call(compute, args, kwargs, name)
         except BaseException as error:
             sharded.reset()
-            if meant := self._meant(str(error), name):
-                raise BackendError(meant) from error
+            if text := _explained(str(error), self.label):
+                raise BackendError(text) from error
             raise
         if not grad and torch._C._current_graph_task_id() == -1:  # only with reshard_after_forward=False
             sharded.reshard()
         if grad:
             self.gradients.buffers.touch()
         return out
-
-    def _meant(self, text: str, method: str) -> str:
-        """What an error of torch's in a forward, or a ``method``, says of divided weights; empty where that is nothing."""
-        if method and "mixed torch.Tensor and DTensor" in text:
-            return (
-                _MIXED_BY_PLAN.format(method, self.label)
-                if self._alike is not None
-                else _MIXED.format(method, self.label)
-            )
-        if "mixed torch.Tensor and DTensor" in text:
-            return (
-                f"a forward of {self.label} uses weights of a block outside of the block's own forward (nn.MultiheadAttention "
-                "those of its out_proj, F.linear(x, self.embedding.weight)), and there they are parts: let wrap name the "
-                "classes whose forward uses them, not those of the layers inside, or leave wrap out"
-            )
-        if "RegisterPostBackwardFunction" in text:
-            return (
-                f"a block of {self.label}, or the model itself, writes in place to its own input (nn.ReLU(inplace=True) as "
-                "its first layer, x += ...), or to an output that is its input: FSDP2 has made a view of it, to which torch "
-                "lets nobody write; leave inplace out, or begin with x = x.clone()"
-            )
-        if self._alike is not None and any(part in text for part in _SHAPES):
-            ranks = self.parts.sharded.mesh.tensor.size()
-            return (
-                f"{text}, in {self.label}, whose plan cuts layers over {ranks} ranks: code between them sees the columns "
-                "of one rank, which must be whole heads (their number divisible by the ranks), and view(..., -1, ...) in place "
-                "of their number; and what a layer gives that is cut by columns is for one that is cut by rows, and only for "
-                "that, but for ColwiseParallel(output_layouts=Replicate()) and RowwiseParallel(input_layouts=Replicate())"
-            )
-        return ""
 
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""

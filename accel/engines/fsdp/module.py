@@ -88,7 +88,7 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
             return unshard(*args, **kwargs)
 
     def reduce(*args: Any) -> Any:
-        came = tuple(i for i, p in enumerate(group.fsdp_params) if has_gradient(p)) if group.reduce_grads else ()
+        came = tuple(i for i, p in enumerate(group.fsdp_params) if has_gradient(p))
         if not came:
             return post_backward(*args)
         announce(process, reducing, came)
@@ -179,7 +179,7 @@ class ShardedModule:
             whole = child is self.module and options.param_dtype is not None
             policy = MixedPrecisionPolicy(
                 param_dtype=options.param_dtype,
-                reduce_dtype=options.reduce_dtype,
+                reduce_dtype=options.reduce_dtype or (torch.float32 if options.param_dtype is not None else None),
                 output_dtype=torch.float32 if whole else None,
             )
             fully_shard(

@@ -229,6 +229,19 @@ def test_half_precision_is_near_to_full() -> None:
         assert all(v < 2e-2 for v in found.values()), found
 
 
+def reduced_in_float32() -> float:
+    """A sum that bfloat16 rounds: 256 + 1."""
+    raw = nn.Linear(2, 2, bias=False)
+    options = accel.FSDP(param_dtype=torch.bfloat16)
+    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=options)
+    model(torch.full((1, 2), 1.0 if accel.rank() else 256.0)).sum().backward()
+    return float(raw.weight.grad.full_tensor()[0, 0])  # type: ignore[union-attr, operator]
+
+
+def test_param_dtype_alone_reduces_in_float32() -> None:
+    assert run(2, reduced_in_float32) == [128.5, 128.5]
+
+
 def overflow() -> tuple[bool, float, float]:
     """One rank's gradient overflows in its own shard: all ranks skip the step."""
     model, handle, _, _ = start(None, "sgd", precision="16-mixed")
@@ -453,7 +466,7 @@ def written_views() -> None:
             steps.step()
     assert distance(accel.full_state_dict(model), plain.state_dict()) < 1e-6
     net.blocks[1].writes = True
-    with pytest.raises(accel.BackendError, match="a block of Columns.*writes in place to its own input"):
+    with pytest.raises(accel.BackendError, match="A block of Columns.*writes in place to its own input"):
         model(x)
     net.blocks[1].writes = False
     model(x).sum().backward()

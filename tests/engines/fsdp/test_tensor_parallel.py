@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import re
@@ -288,21 +287,19 @@ def test_an_overflow_in_one_shard_is_every_rank_s(unscales: bool) -> None:
     run(2, overflow, unscales)
 
 
-def dropout(reseeds: bool) -> torch.Tensor:
-    """Seeds of their own before setup, as ``accel.seed(0, per_rank=True)`` gives them; or also after it."""
+def dropout() -> torch.Tensor:
+    """Each rank has a seed of its own before setup."""
     accel.seed(0, per_rank=True)
     raw = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4))
     model = accel.setup(raw, backend=COPIES_OF_MLP).model
-    accel.seed(0, per_rank=reseeds)
+    accel.seed(0)
     return model(torch.ones(2, 8)).detach()
 
 
 def test_dropout_is_the_same_on_ranks_with_parts_of_one_layer() -> None:
-    outs = run(4, dropout, False)
+    outs = run(4, dropout)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[2], outs[3])
-    for message in refusals(4, dropout, True, error="RankMismatchError", breaks=True):
-        assert re.search("ranks (0 and 1|2 and 3) have different seeds", message)
 
 
 def drift(name: str) -> None:
@@ -389,25 +386,6 @@ class Gain(PerHead):
 def test_a_plan_may_name_the_model_itself() -> None:
     whole = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(), use_local_output=True)
     assert max(run(2, between, CUT | {"": whole}, nn.Identity, Gain)) < 1e-5
-
-
-class FourHeads(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(len(x), 4, 2)
-
-
-def test_a_number_of_heads_between_cut_layers_is_told() -> None:
-    for message in refusals(2, between, CUT, FourHeads, error="BackendError"):
-        assert "is invalid for input of size 16, in PerHead #" in message
-        assert "cuts layers over 2 ranks" in message
-
-
-def test_a_layer_that_is_cut_without_the_one_that_fits_is_told() -> None:
-    for plan in ({"up": ColwiseParallel()}, {"down": RowwiseParallel()}):
-        for message in refusals(2, between, plan, nn.Identity, error="BackendError"):
-            assert (
-                "what a layer gives that is cut by columns is for one that is cut by rows, and only for that" in message
-            )
 
 
 def test_memory_is_that_of_parts() -> None:
@@ -500,22 +478,12 @@ def whole(t: Any) -> torch.Tensor:
 
 
 def sums_over_parameters() -> None:
-    """They are right with whole ones, in the loop and in a method; without, an error says so."""
+    """They are right with full tensors, in the loop and in a method."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     plain = Penalised(*mlp(8, 8, 4), nn.Linear(4, 4))
     raw = copy.deepcopy(plain)
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.FSDP(tensor_parallel=2, plan=plan))
-    for use in (lambda t: t, whole):
-        told = pytest.raises(accel.BackendError, match=r"t\.full_tensor\(\) if hasattr") if use is not whole else None
-        for penalty in (model.penalty, functools.partial(Penalised.penalty, model)):
-            optimizer.zero_grad()
-            with told or contextlib.nullcontext():
-                (model(x).square().mean() + penalty(use)).backward()
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        with told or contextlib.nullcontext():
-            sum(use(p.grad).square().sum() for p in model.parameters())
     optimizer.zero_grad()
     (model(x).square().mean() + model.penalty(whole)).backward()
     (plain(x).square().mean() + plain.penalty(whole)).backward()
