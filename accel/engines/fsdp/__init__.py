@@ -168,7 +168,7 @@ class FSDP(SequenceOptions):
     Args:
         wrap: what is gathered as one: classes of modules, or a function of a module that says so. None: blocks that
             repeat in a ModuleList or Sequential and have submodules of their own.
-        reshard_after_forward: free a block's gathered parameters after its forward; False keeps them until backward.
+        reshard_after_forward: free gathered parameters after the forward of their block; False keeps them until backward.
         cpu_offload: shards, their gradients and optimizer state lie in the host's memory.
         replicas: HSDP: so many copies of the model, each divided over the ranks of its own, which are neighbours (those of
             one host, say). Blocks are gathered among these; the copies average what they have of the gradients.
@@ -179,7 +179,7 @@ class FSDP(SequenceOptions):
         mesh: instead of replicas and tensor_parallel, a mesh of all ranks with axes "replicate", "shard" and "tensor", of
             which it has at least "shard".
         param_dtype: FSDP2's own mixed precision: gather and compute in this dtype (torch.bfloat16).
-        reduce_dtype: reduce gradients in this dtype.
+        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, else the dtype of the parameters.
     """
 
     wrap: Choice = None
