@@ -21,10 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ...errors import BackendError, RankMismatchError
 from ...gradients.log import remove_hooks
 from ...gradients.patches import ignored, shard_patches
+from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
 from ...shard import Box
-from ...trees import all_tensors
+from ...trees import all_tensors, exchange
 from ..base.absent import refuse_other_tensor
 from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
@@ -98,15 +99,25 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     group.unshard, group.post_backward = gather, reduce
 
 
+_is_alias: Final[Callable[..., bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
 def watch_forward(state: Any, group: Any) -> None:
     """Gather the weights of a group for a backward that begins in any tensor that its forward returned.
 
     FSDP2 looks into containers only. A dataclass may hold tensors too, and a view that is written to (``x += y``) gets a new
-    graph, so its base has to tell.
+    graph, so its base has to tell. Weights are copied: FSDP2 frees their memory, and using them would crash the process.
     """
     post_forward = group.post_forward
+    weights = [param._unsharded_param for param in group.fsdp_params]
+
+    def outlive(tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        is_weight = base.grad_fn is None and any(_is_alias(here(base), here(weight)) for weight in weights)
+        return tensor.clone() if is_weight else tensor
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
+        output = exchange(outlive, output)
         tensors = [tensor for _, tensor in all_tensors(output, objects=True)]
         seen = {id(tensor) for _, tensor in all_tensors(output)}
         inside = [tensor for tensor in tensors if id(tensor) not in seen]
