@@ -244,7 +244,6 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
             "with styles of torch.distributed.tensor.parallel by the names of modules"
         )
     check_plan(chosen)
-    _check_adapters(module, chosen)
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(getattr(module, "config", None), key, None)
         if isinstance(heads, int) and heads % size:
@@ -272,21 +271,6 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
     _tied(module, chosen, refuse=plan is not None)
 
 
-def _check_adapters(module: nn.Module, plan: Mapping[str, Any]) -> None:
-    """Refuse (BackendError) layers of peft of which a plan would cut one part only."""
-    for name, child in module.named_modules():
-        inside = f"{name}.base_layer"
-        if "base_layer" in child._modules and any(
-            matches(inside, pattern) or matches(name, pattern) for pattern in plan
-        ):
-            known = ("base_layer.", "lora_A.", "lora_B.")
-            if other := [key for key, _ in child.named_parameters() if not key.startswith(known)]:
-                raise BackendError(
-                    f"{name}: the plan cuts this layer, and not its {other[0]}, with which peft computes from all of it: use "
-                    "plain LoRA, leave the layer out of target_modules, or use backend='fsdp'"
-                )
-
-
 def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Put parts in the places of the planned layers' parameters, whose hooks the styles add. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
@@ -305,20 +289,12 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def _planned(module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """The modules that the plan names, each with its name and style."""
-    by: dict[str, str] = {}
+    """Yield the modules that the plan names, each with its name and style."""
     for pattern, style in plan.items():
-        found = False
-        for name, child in module.named_modules():
-            if matches(name, pattern):
-                found = True
-                if (other := by.setdefault(name, pattern)) != pattern:
-                    raise BackendError(
-                        f"the plan names {name} twice, by {other!r} and by {pattern!r}: leave one of them out"
-                    )
-                yield name, child, style
+        found = [(name, child, style) for name, child in module.named_modules() if matches(name, pattern)]
         if not found:
             raise BackendError(f"the plan's {pattern!r} names no module of this {type(module).__name__}")
+        yield from found
 
 
 def _tied(module: nn.Module, plan: Mapping[str, Any], *, refuse: bool) -> list[str]:
