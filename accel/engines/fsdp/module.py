@@ -25,7 +25,7 @@ from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
 from ...shard import Box
-from ...trees import all_tensors, exchange
+from ...trees import exchange
 from ..base.absent import refuse_other_tensor
 from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
@@ -111,18 +111,23 @@ def watch_forward(state: Any, group: Any) -> None:
     post_forward = group.post_forward
     weights = [param._unsharded_param for param in group.fsdp_params]
 
-    def outlive(tensor: torch.Tensor) -> torch.Tensor:
-        base = tensor if tensor._base is None else tensor._base
-        is_weight = base.grad_fn is None and any(_is_alias(here(base), here(weight)) for weight in weights)
-        return tensor.clone() if is_weight else tensor
-
     def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
-        output = exchange(outlive, output)
-        tensors = [tensor for _, tensor in all_tensors(output, objects=True)]
-        seen = {id(tensor) for _, tensor in all_tensors(output)}
-        inside = [tensor for tensor in tensors if id(tensor) not in seen]
-        bases = [tensor._base for tensor in tensors if tensor._base is not None]
-        state._register_pre_backward_hook([*inside, *bases])
+        reached: list[torch.Tensor] = []
+
+        def outlive(tensor: torch.Tensor) -> torch.Tensor:
+            base = tensor if tensor._base is None else tensor._base
+            if base.grad_fn is None and any(_is_alias(here(base), here(weight)) for weight in weights):
+                return tensor.clone()
+            if base is not tensor:
+                reached.append(base)
+            return tensor
+
+        def outlive_in_object(tensor: torch.Tensor) -> torch.Tensor:
+            reached.append(outlive(tensor))
+            return reached[-1]
+
+        output = exchange(outlive, output, outlive_in_object)
+        state._register_pre_backward_hook(reached)
         return post_forward(module, inputs, output)
 
     group.post_forward = leave
