@@ -142,20 +142,15 @@ class LossScale:
         gradient: torch.Tensor | None,
         retain_graph: bool | None,
         inputs: Any,
-        uncovered: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> None:
-        """``loss.backward()`` with the loss scaled on the way; ``accumulators`` and all other leaves get true gradients.
-
-        Inside of ``uncovered()`` they show these afterwards.
-        """
+        """``loss.backward()`` with the loss scaled on the way; ``accumulators`` and all other leaves get true gradients."""
         holders: dict[int, Accumulator] = {id(a): a for a in accumulators}
         holders.update((id(t), t) for t in _leaves(loss))
         _multiply(holders.values(), self.value)
         try:
             (loss * self.value).backward(gradient, retain_graph, False, inputs)
         finally:
-            with uncovered():
-                _spoil(_multiply(holders.values(), 1.0 / self.value))
+            _spoil(_multiply(holders.values(), 1.0 / self.value))
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import operator
@@ -155,13 +154,6 @@ class Registry:
         self.scaled = {serial for _, serials in everyone for serial in serials}
         if not any(some for some, _ in everyone):
             self.loss_scale = LossScale()
-
-    def uncovered(self) -> contextlib.ExitStack:
-        """Context: every engine's ``holders`` show their gradients."""
-        stack = contextlib.ExitStack()
-        for engine in self.in_order():
-            stack.enter_context(engine.gradients.uncovered())
-        return stack
 
     # -- the engines ----------------------------------------------------------------------------------------------
 

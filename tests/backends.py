@@ -15,13 +15,8 @@ from accel.engines import ENGINES, Engine, resolve
 from accel.process import current
 from tests.distributed import run
 
-#: Names, and options where an engine lists variants; but what needs a plan of the model (fsdp/test_tensor_parallel.py).
-BACKENDS: list[Any] = [
-    option
-    for name, engine in ENGINES.items()
-    if name != "tensor_parallel"
-    for option in (name, *engine.options_type.variants)
-]
+#: Names, and options where an engine lists variants.
+BACKENDS: list[Any] = [option for name, engine in ENGINES.items() for option in (name, *engine.options_type.variants)]
 
 
 def engine_of(backend: Any) -> type[Engine]:

@@ -116,7 +116,7 @@ PLAN = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range
 HELD: dict[str, tuple[Any, float]] = {
     "ddp": ("ddp", 1),
     "sharded": ("sharded", 1),
-    "tensor_parallel": (accel.TensorParallel(plan=PLAN), 0.5),
+    "tensor_parallel": (accel.FSDP(tensor_parallel=2, plan=PLAN), 0.5),
     "pipeline": ("pipeline", 0.5),
     # DeepSpeed makes copies of this rank's half for an optimizer, and as many gradients, which accel drops.
     "zero-3": (accel.DeepSpeed(stage=3), 0.5 + 1),

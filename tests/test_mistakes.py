@@ -437,9 +437,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 BACKENDS = (
     "'auto', one of 'ddp', 'ddp2', 'deepspeed', 'dp', 'fsdp', 'horovod', 'pipeline', 'sharded', 'single', "
-    "'tensor_parallel', 'xla', or options: accel.DDP(...), accel.DDP2(...), accel.DP(...), accel.DeepSpeed(...), "
+    "'xla', or options: accel.DDP(...), accel.DDP2(...), accel.DP(...), accel.DeepSpeed(...), "
     "accel.FSDP(...), accel.Horovod(...), accel.Pipeline(...), accel.Sharded(...), accel.Single(...), "
-    "accel.TensorParallel(...), accel.XLA(...)"
+    "accel.XLA(...)"
 )
 
 

@@ -196,7 +196,7 @@ def backward(
     holders = [p for e in registry.in_order() for p in e.gradients.holders()]
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
     holders += [i for i in wanted if isinstance(i, torch.Tensor)]
-    registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs, registry.uncovered)
+    registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
     for engine in scaled:
         engine.gradients.log.accept()
 

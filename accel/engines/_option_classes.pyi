@@ -9,5 +9,4 @@ from .horovod import Horovod as Horovod
 from .pipeline import Pipeline as Pipeline
 from .sharded import Sharded as Sharded
 from .single import Single as Single
-from .tensor_parallel import TensorParallel as TensorParallel
 from .xla import XLA as XLA

@@ -16,11 +16,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
 import torch
-from torch.nn.utils import clip_grad, convert_parameters
+from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 
 from ..errors import BackendError
@@ -174,11 +173,6 @@ class _Attributes:
 
 
 _CREATE_GRAPH, _INPUTS = 3, 4  # their places among the arguments
-#: What to write where weights and gradients lie on several meshes.
-_WHOLE_EACH: Final = (
-    "On every rank take each one whole: t.full_tensor() if hasattr(t, 'full_tensor') else t, for t of the parameters or their "
-    "gradients; for the norm of the gradients alone there is accel.clip_grad_norm_(model, float('inf'))"
-)
 #: What torch says by itself where a backward cannot go on, and what is meant.
 _MEANT: Final = {
     re.compile("mark a variable ready only once|undefined, but still allreduced"): (
@@ -192,10 +186,6 @@ _MEANT: Final = {
         "up and call backward() once), or differentiates a gradient, or what the forward returned has tensors where they are not "
         "found, in a set, a closure or an object inside of another: return them in lists, dicts or dataclasses; or use a backend "
         "that keeps weights whole"
-    ),
-    re.compile("mixed torch.Tensor and DTensor"): (
-        "this backward meets parts of divided weights beside whole tensors, as where a loss has parameters in it (a penalty, "
-        f"say), of which a plan cuts some. {_WHOLE_EACH}"
     ),
 }
 
@@ -504,8 +494,10 @@ def _plain(tensor: object) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-# -- One number read, a row cut from, or random numbers drawn for, a divided tensor; and one that meets a plain one -----
-# DTensor would give this rank's part, or a copy, and say nothing, or raise. It asks a table by operator before it does its own.
+# -- DTensor operators ------------------------------------------------------------------------------------------------
+# Two kinds are silently wrong in torch: reading one number of a shard gives this rank's, and an index or slice along the
+# sharded dimension is a copy, so writes to it are lost. Averages of weights (EMA) read shards into full tensors.
+# DTensor looks into a table by operator before it does anything else.
 
 _NUMBER: Final = torch.ops.aten._local_scalar_dense.default
 #: Views that cut, and where their arguments say along which dimensions, with the defaults.
@@ -518,67 +510,36 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
 }
 
 
-def _operators(names: Mapping[str, str]) -> tuple[Any, ...]:
-    """Of aten, by their overloads."""
-    return tuple(
-        getattr(getattr(torch.ops.aten, n), overload) for overload, some in names.items() for n in some.split()
-    )
-
-
-_OF_CHANCES: Final = torch.ops.aten.bernoulli.default
-#: The first values of torch's own, which every rank makes.
-_INIT: Final = torch.nn.init.__name__
-#: What fills a tensor, or makes one like it, with random numbers.
-_RANDOM: Final = _operators(
-    {
-        "default": "normal_ uniform_ exponential_ geometric_ log_normal_ cauchy_ random_ rand_like randn_like randint_like "
-        "bernoulli",
-        "float": "bernoulli_",
-        "to": "random_",
-        "from": "random_",
-        "low_dtype": "randint_like",
-    }
-)
-#: What DTensor cannot do, or (``eye``) does wrong, with a part.
-_BY_WHOLE: Final = _operators(
-    {"m_out": "eye", "int_Scalar": "index_fill_", "default": "index_put_ index_add_ renorm_ tril_ triu_"}
-)
-#: What is no tensor among the arguments of an operation, and has none.
-_NUMBERS: Final = {int, float, bool, type(None)}
-#: What has no gradients, wherever it is called.
-_COMPARISONS: Final = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
-#: By which averages of weights are made, and whole values are compared and written.
-_MEETINGS: Final = _BY_WHOLE + _operators(
-    {
-        "default": "copy_ _foreach_copy_ equal allclose",
-        "Tensor": "add add_ sub sub_ mul mul_ div div_ lerp_",
-        "List": "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_",
-        "Scalar": "lerp lerp_ _foreach_lerp_ masked_fill_",
-    }
+#: What averages of weights are computed with: torch's ``AveragedModel``, ``ema.lerp_(p, 0.1)``.
+_AVERAGES: Final = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.add_.Tensor,
+    torch.ops.aten.sub.Tensor,
+    torch.ops.aten.sub_.Tensor,
+    torch.ops.aten.lerp.Scalar,
+    torch.ops.aten.lerp_.Scalar,
+    torch.ops.aten._foreach_add_.List,
+    torch.ops.aten._foreach_sub.List,
+    torch.ops.aten._foreach_lerp_.Scalar,
 )
 
 
-def divided_patches(
-    backend: Callable[[DTensor], str],
-    whole: Callable[[str, Sequence[DTensor], Sequence[torch.Tensor]], list[torch.Tensor]],
+def shard_patches(
+    backend: Callable[[DTensor], str], gather: Callable[[str, Sequence[DTensor]], list[torch.Tensor]]
 ) -> tuple[Patch, ...]:
-    """``item()``, ``float()`` and the like, and cuts that could be written to, raise for a tensor that ``backend`` divides.
-
-    Random numbers for it are drawn as in one process: by itself each rank of a CPU would draw the same for its part. Where it
-    meets a plain tensor without a graph, every rank computes with all of it.
+    """Raise for ``item()`` and for writable cuts of a sharded tensor; gather shards that an average of weights reads.
 
     Args:
-        backend: gives the name of the one that divides a tensor, or "".
-        whole: gathers divided tensors for what is named, and compares plain ones whose values are written to one. Collective.
+        backend: returns the name of the backend that shards a tensor, or "".
+        gather: returns the full tensors of shards. Collective; the text names the operation.
     """
-    from torch.distributed.tensor import distribute_tensor  # takes its time
+    from torch.distributed.tensor import DTensor  # takes its time
 
     def number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensor = args[0]
         if all(placement.is_replicate() for placement in tensor.placements) or not (name := backend(tensor)):
             return original(op, args, kwargs)
-        if _calls(_INIT):
-            return whole(_INIT, [tensor], ())[0].item()
         raise BackendError(
             f"one number (item(), float(), bool(), ...) of a tensor that backend {name!r} divides over the ranks "
             f"({', '.join(map(str, tensor.placements))}): on this rank it would be that of a part. Call tensor.full_tensor() on "
@@ -599,21 +560,22 @@ def divided_patches(
             "full = accel.full_state_dict(model), then model.load_state_dict(full), on every rank"
         )
 
-    def draw(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        tensor = args[0]
-        if not backend(tensor):
+    def average(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tensors = [tensor for _, tensor in all_tensors((args, kwargs))]
+        shards = [t for t in tensors if isinstance(t, DTensor)]
+        mixed = any(t.dim() and not isinstance(t, DTensor) for t in tensors)
+        written = args[0] if op._schema.is_mutable else None
+        into_shards = any(isinstance(t, DTensor) for _, t in all_tensors(written))
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        name = backend(shards[0]) if mixed and not into_shards and not graph else ""
+        if not name:
             return original(op, args, kwargs)
-        local = tensor._local_tensor
-        like = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
-        whole = op(tensor.detach().full_tensor() if op is _OF_CHANCES else like, *args[1:], **kwargs)
-        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        if not op._schema.is_mutable:
-            return part
-        local.copy_(part._local_tensor)
-        return tensor
+        text = f"{op} of a full tensor and a shard of {tuple(shards[0].shape)} (backend {name!r})"
+        full = dict(zip(map(id, shards), gather(text, shards), strict=True))
+        args, kwargs = map_tensors(lambda t: full.get(id(t), t), (args, {**kwargs}), others=True)
+        return op(*args, **kwargs)
 
-    acts = {_NUMBER: number, **dict.fromkeys(_CUTS, cut), **dict.fromkeys(_RANDOM, draw)}
-    return (*_by_operator(acts), *meeting_patches(backend, whole))
+    return _by_operator({_NUMBER: number, **dict.fromkeys(_CUTS, cut), **dict.fromkeys(_AVERAGES, average)})
 
 
 def _by_operator(acts: Mapping[Any, Callable[..., Any]]) -> tuple[Patch, ...]:
@@ -632,76 +594,6 @@ def _by_operator(acts: Mapping[Any, Callable[..., Any]]) -> tuple[Patch, ...]:
     return tuple(around(handlers, op, act, by_dtensor) for op, act in acts.items())
 
 
-def meeting_patches(backend: Callable[[DTensor], str], whole: Callable[..., list[torch.Tensor]]) -> tuple[Patch, ...]:
-    """Divided tensors are whole where they meet plain ones, without a graph. As in ``divided_patches``."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    usual = {DTensor, *_NUMBERS}
-
-    def graded(number: torch.Tensor) -> bool:  # such as a loss, whose graph would get the gradient of a part
-        return torch.is_grad_enabled() and number.grad_fn is not None
-
-    def meet(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        always = op in _BY_WHOLE
-        if not always and usual.issuperset(map(type, args)):
-            try:
-                return original(op, args, kwargs)
-            except RuntimeError as error:
-                if "different meshes" not in str(error) or not any(backend(t) for t in args if isinstance(t, DTensor)):
-                    raise
-                raise BackendError(f"{op} of divided tensors that lie on different meshes. {_WHOLE_EACH}") from error
-        tensors = [tensor for _, tensor in all_tensors((args, kwargs))]
-        divided = {id(t): t for t in tensors if isinstance(t, DTensor)}
-        shapes = {tuple(t.shape) for t in divided.values()}
-        others = [t for t in tensors if id(t) not in divided]
-        plain = [t for t in others if always or t.numel() > 1 or (tuple(t.shape) in shapes if t.dim() else graded(t))]
-        name = next(filter(None, map(backend, divided.values())), "") if plain or always else ""
-        if not name:
-            return original(op, args, kwargs)
-        if isinstance(args[0], list | tuple) and len(args[0]) > 1:
-            return _one_by_one(op, args, kwargs)
-        text = f"{op} of a divided tensor of {', '.join(map(str, shapes))} (backend {name!r})"
-        graph = torch.is_grad_enabled() and op not in _COMPARISONS and any(t.requires_grad for t in tensors)
-        if graph or torch._C._current_graph_task_id() != -1:
-            raise BackendError(
-                f"{text} with one that this rank has whole (mixed torch.Tensor and DTensor), where gradients are computed: write "
-                "it into the model's forward or a method of the model, in which its own weights are whole, and those of its "
-                "blocks p.full_tensor(); without gradients (torch.no_grad(), p.detach()) every rank computes with all of it"
-            )
-        written = _written(op, args, kwargs)
-        into = [t for t in written if isinstance(t, DTensor)]
-        wholes = dict(zip(divided, whole(text, [*divided.values()], plain if into else ()), strict=True))
-        whole_args, whole_kwargs = map_tensors(lambda t: wholes.get(id(t), t), (args, {**kwargs}), others=True)
-        result = op(*whole_args, **whole_kwargs)
-        for t in into:
-            part: Any = distribute_tensor(wholes[id(t)], t.device_mesh, t.placements, src_data_rank=None)
-            t._local_tensor.copy_(part._local_tensor)
-        return result if not written or isinstance(args[0], list | tuple) else written[0]
-
-    return _by_operator(dict.fromkeys(_MEETINGS, meet))
-
-
-def _one_by_one(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What takes lists, for one place of them after the other: no more than one tensor is whole at a time."""
-    several = [isinstance(arg, list | tuple) for arg in args]
-    places = range(len(args[0]))
-    found = [op(*(a[i : i + 1] if s else a for a, s in zip(args, several, strict=True)), **kwargs) for i in places]
-    return None if op._schema.is_mutable else [result for (result,) in found]
-
-
-def _calls(module: str) -> bool:
-    """Whether a function of this module is among those that run here."""
-    return any(frame.f_globals.get("__name__") == module for frame, _ in walk_stack(sys._getframe(1)))
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation writes to."""
-    writes = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
-    given = [arg for arg, does in zip(args, writes, strict=False) if does]
-    named = [kwargs.get(a.name) for a, does in zip(op._schema.arguments, writes, strict=True) if does]
-    return [tensor for _, tensor in all_tensors([given, named])]
-
-
 def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
     tensor = args[0]
     dims = [(args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()]
@@ -711,20 +603,6 @@ def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
         if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
             return False  # all of it
     return any(placement.is_shard(dim) for placement in tensor.placements for dim in dims)
-
-
-# -- ``parameters_to_vector`` flattens each parameter, which DTensor can where all ranks have equally many rows -----------
-
-
-def vector_patch(refuse: Callable[[torch.Tensor], None]) -> Patch:
-    """What that function calls for each parameter; ``refuse`` is given it first."""
-
-    def look(original: Callable[..., Any], parameter: torch.Tensor, *args: Any) -> Any:
-        if sys._getframe(2).f_code.co_name == "parameters_to_vector":  # who has called the patch
-            refuse(parameter)
-        return original(parameter, *args)
-
-    return around(vars(convert_parameters), "_check_param_device", look)
 
 
 # -- Muon orthogonalises the whole matrix of a momentum, of which each rank has rows -----------------------------------

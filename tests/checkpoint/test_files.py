@@ -48,7 +48,7 @@ def save_big(directory: str, backend: str = "auto") -> dict[str, torch.Tensor]:
 def save_cut(directory: str) -> dict[str, torch.Tensor]:
     """Version 2 of the format: the second weight is cut along its columns."""
     torch.manual_seed(0)
-    backend = accel.TensorParallel(plan={"0": ColwiseParallel(), "1": RowwiseParallel()})
+    backend = accel.FSDP(tensor_parallel=2, plan={"0": ColwiseParallel(), "1": RowwiseParallel()})
     model = accel.setup(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), backend=backend).model
     accel.save({"model": model}, directory)
     return accel.full_state_dict(model)

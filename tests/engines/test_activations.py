@@ -84,7 +84,11 @@ def train(backend: Any, precision: str) -> tuple[Net, int]:
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 #: By the package that they need, the engines, with the precisions to run beside fp32.
 BACKENDS: dict[str, list[tuple[Any, dict[str, Any], str]]] = {
-    "torch": [(accel.DDP, {}, "16-mixed"), (accel.FSDP, {}, "bf16-mixed"), (accel.TensorParallel, {"plan": PLAN}, "")],
+    "torch": [
+        (accel.DDP, {}, "16-mixed"),
+        (accel.FSDP, {}, "bf16-mixed"),
+        (accel.FSDP, {"tensor_parallel": 2, "plan": PLAN}, ""),
+    ],
     "fairscale": [(accel.Sharded, {}, "")],
     "deepspeed": [(accel.DeepSpeed, {"stage": 2}, ""), (accel.DeepSpeed, {"stage": 3}, "bf16-mixed")],
     "horovod": [(accel.Horovod, {}, "")],

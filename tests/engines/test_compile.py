@@ -221,7 +221,7 @@ def in_parts() -> None:
         given = torch.compile(raw, backend="aot_eager") if compiled else raw
         plan = {"first": ColwiseParallel(), "block.inner": RowwiseParallel()}
         optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
-        model, optimizer, _ = accel.setup(given, optimizer, backend=accel.TensorParallel(plan=plan))
+        model, optimizer, _ = accel.setup(given, optimizer, backend=accel.FSDP(tensor_parallel=2, plan=plan))
         for step in range(2):
             optimizer.zero_grad()
             model(rows(step, 8, 4)).square().mean().backward()

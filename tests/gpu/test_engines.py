@@ -177,7 +177,7 @@ def accumulated() -> None:
         x, y = batches[11][pair.rank]
         F.mse_loss(pair.model(x), y).backward()
         pair.optimizer.step()
-    assert len(said) == 1, said
+    assert not said
     pair.optimizer.zero_grad()
     pair.reference.zero_grad()
     assert not pair.step(12)
@@ -185,8 +185,7 @@ def accumulated() -> None:
 
 
 @gpus(2)
-def test_fsdp_reads_once_what_became_of_gradients_that_waited() -> None:
-    """FSDP2 has streams of its own, on which what is read may not be ready: a CPU has none."""
+def test_fsdp_accumulates_without_reading_the_device() -> None:
     accel.launch(accumulated, num_processes=2)
 
 

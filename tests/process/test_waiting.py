@@ -37,7 +37,9 @@ BACKENDS: dict[str, Any] = {
     "ddp": "ddp",
     "sharded": "sharded",
     "copies": accel.FSDP(replicas=2),
-    "layers": accel.TensorParallel(size=2, plan={"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}),
+    "layers": accel.FSDP(
+        tensor_parallel=2, replicas=2, plan={"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    ),
 }
 
 

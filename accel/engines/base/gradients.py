@@ -91,10 +91,6 @@ class Gradients:
         """Everything in whose ``grad`` a backward may leave gradients of this model. Local."""
         return self.engine.parameters
 
-    def uncovered(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``holders`` show their gradients where something else has their place. Local."""
-        return contextlib.nullcontext()
-
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor in whose place a parameter of ``engine.known`` stands in a graph. Local."""
         return parameter

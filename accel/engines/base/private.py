@@ -66,11 +66,11 @@ _FSDP2: Final[Names] = (
     (_STATE, "_training_state _pre_forward _post_forward", "methods of the model, computed as a forward"),
     (_STATE, "_register_root_post_backward_final_callback", "the begin of a backward"),
     (_STATE, "_register_pre_backward_hook", "the backward of what a forward returns"),
-    (_STATE, "_state_ctx _root_post_backward_final_callback", "the end of a backward, and reductions after one"),
-    (_CONTEXT, "all_states is_last_backward post_backward_final_callback_queued", "reductions after a backward"),
+    (_STATE, "_state_ctx _root_post_backward_final_callback", "the end of a backward"),
+    (_CONTEXT, "all_states post_backward_final_callback_queued", "the begin of a backward"),
     (_GROUP, "fsdp_params modules", "its parameters and modules"),
     (_GROUP, "unshard _all_gather_result is_unsharded", "announcing what is gathered"),
-    (_GROUP, "post_backward reduce_grads _training_state", "announcing what is reduced"),
+    (_GROUP, "post_backward _training_state", "announcing what is reduced"),
     (_GROUP, "is_sharded _to_sharded", "freeing what is gathered"),
     (_GROUP, "_init_mp_dtypes", "parameters that are frozen or unfrozen later"),
     (_GROUP, "mesh_info post_forward_mesh_info", "letting go of process groups"),
@@ -84,7 +84,6 @@ _FSDP2: Final[Names] = (
     ("torch._C:", "_is_alias_of", "weights among what a forward returns"),
     ("torch.distributed.tensor:DTensor.", "_op_dispatcher._custom_op_handlers", "one number, or a row, of a part"),
     ("torch.distributed.tensor:DTensor.", "_local_tensor _spec", "p.data = ... of a shard"),
-    ("torch.nn.utils.convert_parameters:", "_check_param_device", "parameters_to_vector of shards"),
     ("torch.optim._muon:", "_zeropower_via_newtonschulz", "torch.optim.Muon on shards"),
 )
 _HOOKS: Final = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"

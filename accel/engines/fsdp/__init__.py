@@ -6,8 +6,8 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, final
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ...gradients.patches import muon_patch
-from ...precision import Accumulator, here
+from ...precision import here
 from ...process import Process, reason_of
 from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
@@ -31,10 +31,8 @@ from ..base.memory import Footprint, MemoryUse, even_shards
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from .plan import (
-    CutColumns,
     Mesh,
     Plan,
-    Planned,
     axes_of,
     blocks,
     check_cut,
@@ -42,6 +40,7 @@ from .plan import (
     check_module,
     check_plan,
     shrunk,
+    text_of,
 )
 
 if TYPE_CHECKING:
@@ -50,15 +49,6 @@ if TYPE_CHECKING:
     from .conversion import Conversion
 
 logger = logging.getLogger("accel")
-
-#: What torch says of tensors that do not fit, as where code takes a part of a layer's columns for all of them.
-_SHAPES: Final = (
-    " is invalid for input of size ",
-    " don't multiply up to the size of dim ",
-    " shapes cannot be multiplied ",
-    " must have same reduction dim",
-    " must match the size of tensor ",
-)
 
 
 @final
@@ -172,13 +162,13 @@ _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class FSDP(Planned, SequenceOptions):
+class FSDP(SequenceOptions):
     """Options of ``fsdp``; names and meanings are those of ``fully_shard`` where it has them.
 
     Args:
         wrap: what is gathered as one: classes of modules, or a function of a module that says so. None: blocks that
             repeat in a ModuleList or Sequential and have submodules of their own.
-        reshard_after_forward: free a block's gathered parameters after its forward; False keeps them until backward.
+        reshard_after_forward: free gathered parameters after the forward of their block; False keeps them until backward.
         cpu_offload: shards, their gradients and optimizer state lie in the host's memory.
         replicas: HSDP: so many copies of the model, each divided over the ranks of its own, which are neighbours (those of
             one host, say). Blocks are gathered among these; the copies average what they have of the gradients.
@@ -189,7 +179,7 @@ class FSDP(Planned, SequenceOptions):
         mesh: instead of replicas and tensor_parallel, a mesh of all ranks with axes "replicate", "shard" and "tensor", of
             which it has at least "shard".
         param_dtype: FSDP2's own mixed precision: gather and compute in this dtype (torch.bfloat16).
-        reduce_dtype: reduce gradients in this dtype.
+        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, else the dtype of the parameters.
     """
 
     wrap: Choice = None
@@ -220,6 +210,21 @@ class FSDP(Planned, SequenceOptions):
                     f"FSDP({name}={getattr(self, name)!r}): expected None or {' or '.join(map(str, allowed))}"
                 )
 
+    # Styles are objects that a notebook cell makes anew when it runs again, so options are equal if their texts are.
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __repr__(self) -> str:
+        """Return a text that is the same on every rank, which the text of a function or style is not."""
+        kinds = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
+        names = self.wrap and [getattr(kind, "__qualname__", type(kind).__name__) for kind in kinds]
+        first = {"wrap": names, "plan": text_of(self.plan)}
+        values = first | {f.name: getattr(self, f.name) for f in fields(self)} | first
+        return f"FSDP({', '.join(f'{name}={value}' for name, value in values.items())})"
+
     def axes(self, world_size: int) -> dict[str, int]:
         ranks = self.replicas * self.tensor_parallel
         if world_size % ranks:
@@ -236,7 +241,7 @@ FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
 
 @final
 class FSDPGradients(Gradients):
-    """FSDP2 reduces in its hooks while backward runs; ``settle`` reduces what it left unreduced."""
+    """FSDP2 reduces in its hooks while every backward runs, inside ``no_sync`` too."""
 
     reduced = partial = before_any_step = in_parts = True
     engine: FSDPEngine
@@ -257,44 +262,22 @@ class FSDPGradients(Gradients):
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         return self.engine.parts.leaf(parameter)
 
-    def accumulate(self, accumulating: bool) -> None:
-        super().accumulate(accumulating)
-        self.engine.parts.sharded.module.set_requires_gradient_sync(not accumulating)
-
-    def holders(self) -> Sequence[Accumulator]:
-        parts = self.engine.parts
-        parts.backwards.take_markers()
-        wholes = (whole for whole, _ in parts.sharded.gathered())
-        return [*self.engine.parameters, *wholes, *parts.backwards.unreduced()]
-
-    def uncovered(self) -> contextlib.AbstractContextManager[None]:
-        return self.engine.parts.backwards.uncovered()
-
     def pending(self) -> bool:
         engine = self.engine
-        return engine.divided and (bool(engine.parts.sharded.pending()) or bool(engine.parts.scalar_log.entries))
+        return engine.divided and bool(engine.parts.scalar_log.entries)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        engine, parts = self.engine, self.engine.parts
+        parts = self.engine.parts
         if optimizer is not None:  # it would free what the backward still needs
             refuse_inside_backward()
         parts.backwards.notice_exception()
         parts.backwards.interruption.refuse()
-        parts.backwards.take_markers()
-        sharded = parts.sharded
-        if pending := sharded.pending():
-            names = engine.holdings.parameter_names
-            engine.compare("a reduction of accumulated gradients", [names[id(p.sharded_param)] for p in pending])
-            plain = self.log.plain
-            sharded.reduce(not self.accumulating)
-            if not plain:  # what it notes came from backwards that were noted before
-                self.log.accept()
         # Every rank has scalars whole: also a gradient that was assigned by hand is to be their mean.
         assigned = optimizer is not None and (not parts.had_backward or parts.scalar_log.repeats(optimizer))
         if parts.scalar_log.entries or assigned:
             parts.average_scalars()
         parts.scalar_log.fold(stepping=optimizer)
-        sharded.reshard()
+        parts.sharded.reshard()
         if self.buffers.stale:
             self.announce("the broadcast of buffers")
             self.buffers.synchronize()
@@ -308,12 +291,6 @@ class FSDPGradients(Gradients):
         """As a DTensor, as torch gives it; all ranks have all of it."""
         norm = super().norm(parameters, norm_type) if norm_type > 0 else None
         return None if norm is None else self.engine.parts.whole(norm)
-
-    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Also where those that torch has seen stood for what is in other tensors now."""
-        missing = super().settle_clipped(gradients)
-        final = {id(p.grad) for p in self.engine.parameters}
-        return missing or any(id(g) not in final for g in gradients)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
@@ -337,16 +314,19 @@ class FSDPGradients(Gradients):
         return super().outside_step(optimizer)
 
 
-#: Of a method, and the engine: its weights meet parts.
-_MIXED: Final = (
-    "the method {} uses weights of {}, whole inside of it, beside parts: of another model, whose raw module's method takes parts "
-    "of both; or its own after a backward inside of it, which frees them: call loss.backward() and optimizer.step() in the loop, "
-    "outside of it, or use backend='ddp'"
-)
-_MIXED_BY_PLAN: Final = (
-    "the method {} uses weights of {} that are whole inside of it, beside those of layers that the plan cuts, which are parts "
-    "there too: take each one whole, on every rank: p.full_tensor() if hasattr(p, 'full_tensor') else p"
-)
+def _explained(text: str, label: str) -> str:
+    """Return what an error of torch's in a forward means for sharded weights, or "" if there is nothing to add."""
+    if "mixed torch.Tensor and DTensor" in text:
+        return (
+            f"{label} uses weights of a block outside of the block's forward, or after a backward in a method, where they are "
+            "sharded. Let FSDP(wrap=...) name the class whose forward uses them, or call p.full_tensor() on every rank."
+        )
+    if "RegisterPostBackwardFunction" in text:
+        return (
+            f"A block of {label} writes in place to its own input (nn.ReLU(inplace=True) as its first layer, x += ...), which "
+            "is a view that FSDP2 made. Leave inplace out, or begin the block with x = x.clone()."
+        )
+    return ""
 
 
 class FSDPEngine(Engine):
@@ -369,7 +349,6 @@ class FSDPEngine(Engine):
         super().__init__(module, entry, context)
         #: Of tensor parallelism.
         self._alike: SameInputs | None = None
-        self._columns: CutColumns | None = None  # of a plan of the user's
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -453,7 +432,7 @@ class FSDPEngine(Engine):
             self.parts.shard(names, self.holdings.whole)
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
             self._read_parameters()
-            self.parts.begin(self.holdings.parameter_names, self.gradients.log if self.precision.scaled else None)
+            self.parts.begin(self.gradients.log if self.precision.scaled else None)
             self.known = self.parts.known
             self._draw_alike(self.parts.sharded.mesh)
             self.started = True
@@ -465,8 +444,6 @@ class FSDPEngine(Engine):
         if mesh.parallel:
             place = mesh.place["replicate"], mesh.place["shard"]
             self._alike = SameInputs(self.label, place, mesh.tensor.get_group(), self.process)
-            if self.options.plan is not None:
-                self._columns = CutColumns(self.module, self.options.plan)
             states = torch_states() if mesh.place["tensor"] == 0 else None
             told = agree(f"the random numbers of {self.label}", (place, states))
             put_torch_states(next(theirs for where, theirs in told if where == place and theirs is not None))
@@ -485,53 +462,17 @@ class FSDPEngine(Engine):
             def compute() -> Any:
                 return function(*args, **kwargs) if forward else sharded.compute(function, args, kwargs)
 
-            def follow() -> Any:
-                return compute() if self._columns is None else self._columns.follow(compute, self.entry, name)
-
-            out = compute() if self._alike is None else self._alike.call(follow, args, kwargs, name)
+            out = compute() if self._alike is None else self._alike.call(compute, args, kwargs, name)
         except BaseException as error:
             sharded.reset()
-            if meant := self._meant(str(error), name):
-                raise BackendError(meant) from error
+            if text := _explained(str(error), self.label):
+                raise BackendError(text) from error
             raise
-        # Whoever asks for parameters must find shards: they have the gradients, and an edit of a gathered one is lost.
-        if torch._C._current_graph_task_id() == -1 and (not grad or sharded.exposed_gradients()):
+        if not grad and torch._C._current_graph_task_id() == -1:  # only with reshard_after_forward=False
             sharded.reshard()
         if grad:
             self.gradients.buffers.touch()
         return out
-
-    def _meant(self, text: str, method: str) -> str:
-        """What an error of torch's in a forward, or a ``method``, says of divided weights; empty where that is nothing."""
-        if self._columns is not None and self._columns.problem not in ("", text):
-            return self._columns.problem
-        if method and "mixed torch.Tensor and DTensor" in text:
-            return (
-                _MIXED_BY_PLAN.format(method, self.label)
-                if self._alike is not None
-                else _MIXED.format(method, self.label)
-            )
-        if "mixed torch.Tensor and DTensor" in text:
-            return (
-                f"a forward of {self.label} uses weights of a block outside of the block's own forward (nn.MultiheadAttention "
-                "those of its out_proj, F.linear(x, self.embedding.weight)), and there they are parts: let wrap name the "
-                "classes whose forward uses them, not those of the layers inside, or leave wrap out"
-            )
-        if "RegisterPostBackwardFunction" in text:
-            return (
-                f"a block of {self.label}, or the model itself, writes in place to its own input (nn.ReLU(inplace=True) as "
-                "its first layer, x += ...), or to an output that is its input: FSDP2 has made a view of it, to which torch "
-                "lets nobody write; leave inplace out, or begin with x = x.clone()"
-            )
-        if self._alike is not None and any(part in text for part in _SHAPES):
-            ranks = self.parts.sharded.mesh.tensor.size()
-            return (
-                f"{text}, in {self.label}, whose plan cuts layers over {ranks} ranks: code between them sees the columns "
-                "of one rank, which must be whole heads (their number divisible by the ranks), and view(..., -1, ...) in place "
-                "of their number; and what a layer gives that is cut by columns is for one that is cut by rows, and only for "
-                "that, but for ColwiseParallel(output_layouts=Replicate()) and RowwiseParallel(input_layouts=Replicate())"
-            )
-        return ""
 
     def rebuild(self) -> None:
         """FSDP2 follows ``requires_grad`` by itself; only its dtypes are of those that were trainable first."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Final, cast, final
+from typing import Any, Final, cast, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,61 +20,30 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...errors import BackendError, RankMismatchError
 from ...gradients.log import remove_hooks
-from ...gradients.patches import around, divided_patches, ignored, vector_patch
+from ...gradients.patches import ignored, shard_patches
 from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
 from ...shard import Box
-from ...trees import all_tensors, exchange, map_tensors
-from ..base.absent import OF_ITSELF, refuse_other_tensor
+from ...trees import exchange
+from ..base.absent import refuse_other_tensor
 from ..base.drift import digest_now
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
-
-_GRAD: Final = operator.attrgetter("grad")
-_VERSION: Final = operator.attrgetter("_version")
-_IS_ALIAS: Final[Callable[..., bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def _owner(tensor: object) -> ShardedModule | None:
     # By equality: DTensor remembers what it has computed, and with it the mesh of an engine that was like this one.
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    return next((module for module in _overflows.users() if mesh in module.meshes), None)
+    return next((module for module in _patches[0].users() if mesh in module.meshes), None)
 
 
-def _overflow(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What a GradScaler sees and unscales: torch's own looks along the axes of the first gradient alone."""
-    gradients, found, *rest = args
-    owner = next(filter(None, map(_owner, gradients)), None)
-    if owner is None:
-        return original(op, args, kwargs)
-    with torch.no_grad():
-        op([g.to_local() if isinstance(g, DTensor) else g for g in gradients], found, *rest, **kwargs)
-    process, what = owner.process, "torch.amp.GradScaler"
+def _gather(what: str, shards: Sequence[DTensor]) -> list[torch.Tensor]:
+    """Return the full tensors of shards. Collective."""
+    process = next(owner for owner in map(_owner, shards) if owner is not None).process
     announce(process, what)
     with Waiting(process, what):
-        anywhere = found.to(process.device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=process.group)
-        found.copy_(anywhere)
-    return None
-
-
-_overflows: Final = around(
-    DTensor._op_dispatcher._custom_op_handlers,
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
-    _overflow,
-)
-
-
-def _whole(what: str, tensors: Sequence[DTensor], own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """All of each divided tensor; ``own`` are this rank's, and are to be every rank's. Collective."""
-    process = next(owner for owner in map(_owner, tensors) if owner is not None).process
-    if own:
-        require_same(what, own)
-    else:
-        announce(process, what)
-    with Waiting(process, what):
-        return [cast(DTensor, t.detach()).full_tensor() for t in tensors]
+        return [cast(DTensor, shard.detach()).full_tensor() for shard in shards]
 
 
 def require_same(what: str, values: Sequence[torch.Tensor]) -> None:
@@ -90,34 +57,12 @@ def require_same(what: str, values: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _refuse_vector(parameter: torch.Tensor) -> None:
-    """What ``parameters_to_vector`` cannot flatten, or only by way of an order of the elements that is not the whole's."""
-    if not isinstance(parameter, DTensor) or not _owner(parameter):
-        return
-    axes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    cut = [(placement, size) for placement, size in axes if not placement.is_replicate() and size > 1]
-    if len(cut) > 1 or any(not p.is_shard(0) or parameter.shape[0] % size for p, size in cut):
-        raise BackendError(
-            f"torch.nn.utils.parameters_to_vector of a parameter of shape {tuple(parameter.shape)}, whose parts cannot be "
-            "flattened: write, on every rank, full = accel.full_state_dict(model) and torch.cat([full[name].reshape(-1) for "
-            "name, _ in model.named_parameters()]); vector_to_parameters takes such a vector"
-        )
-
-
 _patches: Final = (
-    *divided_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _whole),
-    vector_patch(_refuse_vector),
-    _overflows,
+    *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _gather),
     ignored("FSDP2-wrapped module .* returned a view tensor"),  # which `watch_forward` sees to
 )
 
 # -- What FSDP2 gathers and reduces, announced before it does so -------------------------------------------------------
-
-_LOST: Final = (
-    "where weights are gathered, so that the change would be lost: write in the loop, on every rank, in place to "
-    "model.parameters() or by load_state_dict(full) of the model's handle, or before accel.setup; or use a backend that keeps "
-    "parameters whole"
-)
 
 
 def watch(process: Process, group: Any, name: str, label: str) -> None:
@@ -144,7 +89,7 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
             return unshard(*args, **kwargs)
 
     def reduce(*args: Any) -> Any:
-        came = tuple(i for i, p in enumerate(group.fsdp_params) if has_gradient(p)) if group.reduce_grads else ()
+        came = tuple(i for i, p in enumerate(group.fsdp_params) if has_gradient(p))
         if not came:
             return post_backward(*args)
         announce(process, reducing, came)
@@ -154,101 +99,38 @@ def watch(process: Process, group: Any, name: str, label: str) -> None:
     group.unshard, group.post_backward = gather, reduce
 
 
-@final
-class _Wholes:
-    """Refuses what is written to one group's gathered parameters, in a forward or after it, which is lost when they are freed.
+_is_alias: Final[Callable[..., bool]] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
-    While they are freed, their shards answer for them.
+
+def watch_forward(state: Any, group: Any) -> None:
+    """Gather the weights of a group for a backward that begins in any tensor that its forward returned.
+
+    FSDP2 looks into containers only. A dataclass may hold tensors too, and a view that is written to (``x += y``) gets a new
+    graph, so its base has to tell. Weights are copied: FSDP2 frees their memory, and using them would crash the process.
     """
-
-    def __init__(self, group: Any, label: str) -> None:
-        self._group, self._label = group, label
-        self.wholes: list[Any] = [p._unsharded_param for p in group.fsdp_params]
-        self._versions: list[int] = []
-        self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for whole in self.wholes:
-            whole.aliases = self._aliases
-        self._to_sharded, self._to_unsharded = group._to_sharded, group._to_unsharded
-        group._to_sharded, group._to_unsharded = self.free, self._gather
-
-    def note(self) -> None:
-        """What was written until now is known."""
-        self._versions = list(map(_VERSION, self.wholes))
-        self._aliases.clear()
-
-    def refuse(self, where: str) -> None:
-        """Free the group where something was written since the last note, and raise."""
-        if self._written():
-            self.free(where)
-
-    def _written(self) -> list[Any]:
-        if list(map(_VERSION, self.wholes)) == self._versions and not self._aliases:  # a usual forward
-            return []
-        changed = [w for w, before in zip(self.wholes, self._versions, strict=True) if w._version != before]
-        return changed + [whole for whole, alias in self._aliases if alias._version]
-
-    def _gather(self) -> None:
-        if not self._group.is_unsharded:
-            self._to_unsharded()
-            for whole in self.wholes:
-                whole.__class__ = whole.gathered
-            self.note()
-
-    def free(self, where: str = "between a forward and its backward") -> None:
-        changed = [] if self._group.is_sharded else self._written()  # a step counts as a write to those that are freed
-        self.note()
-        self._to_sharded()
-        for whole in self.wholes:
-            whole.__class__ = whole.freed
-        if changed:
-            written = [p for p in self._group.fsdp_params if any(p._unsharded_param is whole for whole in changed)]
-            names = ", ".join(p._param_fqn or p._module_info.param_name for p in written[:5])
-            raise BackendError(f"{names} of {self._label} changed {where}, {_LOST}")
-
-
-def watch_forward(state: Any, group: Any, label: str, given: dict[Any, Any]) -> None:
-    """Refuse what is written to one group's gathered parameters, and let what a forward returns outlive these: weights are
-    copied, and the backward gathers them again from wherever it comes. ``given`` is, by group, what the forwards that run were
-    given.
-    """
-    pre_forward, post_forward = group.pre_forward, group.post_forward
-    writes = _Wholes(group, label)
-    wholes, reached = writes.wholes, list[torch.Tensor]()
-
-    def enter(*args: Any) -> Any:
-        if not group.is_sharded:
-            writes.refuse("between a forward and its backward")
-        given[group] = entered = pre_forward(*args)
-        writes.note()
-        return entered
-
-    def outlive(tensor: torch.Tensor) -> torch.Tensor:
-        base = tensor if tensor._base is None else tensor._base
-        # What ``detach()`` and ``data`` give has no base, and is freed with the weight all the same.
-        if base.grad_fn is None and any(_IS_ALIAS(here(base), here(whole)) for whole in wholes):
-            return tensor.clone()
-        if base is not tensor and not _among(base, given.get(group)):  # where a write to the view would come in between
-            reached.append(base)
-        return tensor
-
-    def outlive_inside(tensor: torch.Tensor) -> torch.Tensor:
-        reached.append(outlive(tensor))  # FSDP2 looks into containers alone
-        return reached[-1]
+    post_forward = group.post_forward
+    weights = [param._unsharded_param for param in group.fsdp_params]
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
-        writes.refuse("in a forward or method of the model")
-        output = exchange(outlive, output, outlive_inside)
+        reached: list[torch.Tensor] = []
+
+        def outlive(tensor: torch.Tensor) -> torch.Tensor:
+            base = tensor if tensor._base is None else tensor._base
+            if base.grad_fn is None and any(_is_alias(here(base), here(weight)) for weight in weights):
+                return tensor.clone()
+            if base is not tensor:
+                reached.append(base)
+            return tensor
+
+        def outlive_in_object(tensor: torch.Tensor) -> torch.Tensor:
+            reached.append(outlive(tensor))
+            return reached[-1]
+
+        output = exchange(outlive, output, outlive_in_object)
         state._register_pre_backward_hook(reached)
-        given.pop(group, None)
-        reached.clear()
         return post_forward(module, inputs, output)
 
-    group.pre_forward, group.post_forward = enter, leave
-
-
-def _among(base: torch.Tensor, values: Any) -> bool:
-    """Whether it is one of the tensors in nested values, or one of them is a view of it."""
-    return any(base is tensor or base is tensor._base for _, tensor in all_tensors(values, objects=True))
+    group.post_forward = leave
 
 
 def has_gradient(param: Any) -> bool:
@@ -295,7 +177,6 @@ class ShardedModule:
         self._options = options
         self._hooks: list[Any] = []
         self._inside: set[int] = set()
-        self._given: dict[Any, Any] = {}
         self.snapshot = Snapshot(module)
         self.context: Any = None
 
@@ -314,13 +195,13 @@ class ShardedModule:
             whole = child is self.module and options.param_dtype is not None
             policy = MixedPrecisionPolicy(
                 param_dtype=options.param_dtype,
-                reduce_dtype=options.reduce_dtype,
+                reduce_dtype=options.reduce_dtype or (torch.float32 if options.param_dtype is not None else None),
                 output_dtype=torch.float32 if whole else None,
             )
             fully_shard(
                 child,
                 mesh=self.mesh.data,
-                reshard_after_forward=None if options.reshard_after_forward else False,
+                reshard_after_forward=options.reshard_after_forward,
                 mp_policy=policy,
                 offload_policy=offload,
                 ignored_params=whole_ones,
@@ -340,23 +221,20 @@ class ShardedModule:
         self.snapshot.changed()
 
     def begin(self, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Take over. Gathered parameters get the class that keeps them and their shards alike."""
+        """Take over."""
         self._by_shard = {id(param.sharded_param): param for param in self.params}
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
             watch(self.process, group, names[id(group.modules[0])], label)
         for state in self.context.all_states:
             for group in state._fsdp_param_groups:
-                watch_forward(state, group, label, self._given)
+                watch_forward(state, group)
             _tell(state, self.context, before, after)
         for child in self.module.modules():
             own = id(child) not in self._inside and child is not self.module
             if own and any(True for _ in child.parameters(recurse=False)):
                 self._hooks += _enter_by(child, self.root)
         for whole, shard in self.gathered():
-            marked: Any = whole
-            marked.__class__ = GatheredPart if isinstance(whole, DTensor) else Gathered
-            marked.shard = shard
             # Autograd never comes to the shard: a hook there would wait for ever.
             vars(shard)["register_hook"] = functools.partial(_register_hook, weakref.ref(whole))
 
@@ -370,33 +248,12 @@ class ShardedModule:
             if not group.is_sharded:
                 group._to_sharded()
 
-    def exposed_gradients(self) -> bool:
-        """Whether a shard has a gradient while its parameter is gathered."""
-        return any(p.sharded_param.grad is not None for g in self.groups if not g.is_sharded for p in g.fsdp_params)
-
     def compute(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that computes with the root's parameters, as a forward."""
         if self.root._training_state is not TrainingState.IDLE:
             return fn(*args, **kwargs)
         args, kwargs = self.root._pre_forward(self.module, args, kwargs)
         return self.root._post_forward(self.module, args, fn(*args, **kwargs))
-
-    def pending(self) -> list[Any]:
-        """FSDP2's parameters with gradients that were not reduced."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if self._options.reduce_dtype is not None:
-                return list(filter(has_gradient, self.params))
-            # FSDP2 keeps nothing aside in another dtype: this touches each gathered parameter, and no other object.
-            return [p for p, grad in zip(self.params, map(_GRAD, self._wholes), strict=True) if grad is not None]
-
-    def reduce(self, synchronised: bool) -> None:
-        self.module.set_requires_gradient_sync(True)
-        self.context.is_last_backward = True
-        self.context.manual_backward_finalization_active = False  # torch 2.15 would know it from a backward that runs
-        for group in self.groups:
-            group._training_state = TrainingState.IDLE
-        self.root._root_post_backward_final_callback()
-        self.module.set_requires_gradient_sync(synchronised)
 
     def reset(self) -> None:
         """Forget a forward or backward that ended half-way."""
@@ -405,8 +262,6 @@ class ShardedModule:
             for param in self.params:  # it asks groups, of which an interrupt may have left some parameters gathered
                 if param.sharded_state is not ShardedState.SHARDED:
                     param.to_sharded()
-                    param._unsharded_param.__class__ = param._unsharded_param.freed
-            self._given.clear()
 
     def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
         """``p.data = values`` of a shard, which DTensor would keep in its outer shell, where nothing uses them.
@@ -450,102 +305,6 @@ class ShardedModule:
         self.snapshot.restore()
         for child in self.module.modules():
             _composable_state._module_state_mapping.pop(child, None)
-
-
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-
-
-class _OfShard:
-    """Of a parameter that FSDP2 gathered: freezing it, which the next gathering would undo, freezes the shard too.
-
-    ``p.data`` is noted, since a write through it moves no version but its own.
-    """
-
-    #: The class while it is gathered, and while it is freed.
-    gathered: ClassVar[type[Any]]
-    freed: ClassVar[type[Any]]
-    shard: nn.Parameter | None = None  # none of what a compiler makes of it
-    #: What reading ``p.data`` gave in a forward, of all parameters that are gathered with this one.
-    aliases: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-
-    @property
-    def data(self) -> torch.Tensor:
-        alias: torch.Tensor = super().data  # type: ignore[misc]
-        if self.aliases is not None and not alias.is_inference():
-            self.aliases.append((self, alias))  # type: ignore[arg-type]
-        return alias
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        mine: torch.Tensor = super().data  # type: ignore[misc]
-        if isinstance(value, DTensor) or value.data_ptr() != mine.data_ptr():
-            raise BackendError(f"p.data = ... of a parameter of shape {tuple(mine.shape)}, {_LOST}")
-
-    @property
-    def requires_grad(self) -> bool:
-        return bool(_REQUIRES_GRAD(self))
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        if self.shard is not None:
-            self.shard.requires_grad_(requires_grad)
-        torch.Tensor.requires_grad_(self, requires_grad)  # type: ignore[arg-type]
-        return self
-
-
-class _Freed(_OfShard):
-    """While it is freed, for a loop that holds it since it was gathered: its shard is used but for autograd and its memory."""
-
-    @property
-    def data(self) -> torch.Tensor:
-        assert self.shard is not None
-        return self.shard.data
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        assert self.shard is not None
-        self.shard.data = value
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in OF_ITSELF:
-            args, kwargs = (map_tensors(_that_lives, given, others=True) for given in (args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def _that_lives(tensor: Any) -> Any:
-    return tensor.shard if isinstance(tensor, _Freed) else tensor
-
-
-class FreedWhole(_Freed, nn.Parameter):
-    """One that every rank has whole while it is gathered."""
-
-
-class FreedPart(_Freed, DTensor):
-    """One that tensor parallelism has cut before."""
-
-
-class Gathered(_OfShard, nn.Parameter):
-    """One that every rank has whole then."""
-
-
-class GatheredPart(_OfShard, DTensor):
-    """One that tensor parallelism has cut before."""
-
-    @staticmethod
-    def __tensor_unflatten__(*args: Any) -> Any:
-        made: Any = DTensor.__tensor_unflatten__(*args)
-        made.__class__ = GatheredPart  # which compiled code expects again where it was traced with one
-        return made
-
-
-for _pair in ((Gathered, FreedWhole), (GatheredPart, FreedPart)):
-    for _kind in _pair:
-        _kind.gathered, _kind.freed = _pair
 
 
 def kept_whole(module: nn.Module) -> list[nn.Parameter]:

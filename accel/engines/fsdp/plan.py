@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast, final
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import BackendError
 from ...process import Process
 from ...process.startup import mesh_of
-from ...trees import all_tensors
 from ..base.activations import Choice, chosen, is_container
 from ..base.memory import Footprint, ParameterSize, matches, own_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
-
-R = TypeVar("R")
 
 # -- the ranks as a mesh: copies of the model, its shards, and parts of its layers --------------------------------------
 
@@ -167,6 +160,12 @@ def check_module(module: nn.Module, options: Any) -> None:
             f"a {type(module).__name__} has no forward, where its weights would be gathered: give accel.setup a module with "
             "one, which calls these children, or choose backend='ddp'"
         )
+    embeddings = [n for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if limited := [n for n in embeddings if module.get_submodule(n).max_norm is not None]:
+        raise BackendError(
+            f"{', '.join(limited[:5])} has max_norm, which writes to its weight in forward. FSDP2 would drop these writes: "
+            "leave max_norm out, or use backend='ddp'."
+        )
     if hooked := [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
         raise BackendError(
             f"{', '.join(hooked[:5])} has gradient hooks, which would be lost when its shard takes its place: "
@@ -226,30 +225,6 @@ def check_plan(plan: Any) -> None:
             raise BackendError(f"plan[{name!r}] is {style!r}: {known}")
 
 
-class Planned:
-    """Options with a plan: equal where their texts are, since styles are objects that a repeated notebook cell makes anew."""
-
-    __slots__ = ()
-    plan: Plan
-
-    def __eq__(self, other: object) -> bool:
-        wraps = [getattr(options, "wrap", None) for options in (self, other)]  # of which a text has the names only
-        return type(other) is type(self) and repr(other) == repr(self) and wraps[0] == wraps[1]
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    def __repr__(self) -> str:
-        # The same on every rank, which a function's own text is not.
-        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(cast(Any, self))}
-        first: dict[str, Any] = {"plan": text_of(self.plan)}
-        if "wrap" in own:
-            kinds = own["wrap"] if isinstance(own["wrap"], tuple) else (own["wrap"],)
-            names = own["wrap"] and [getattr(kind, "__qualname__", type(kind).__name__) for kind in kinds]
-            first = {"wrap": names, **first}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in (first | own | first).items())})"
-
-
 def text_of(plan: Plan) -> str:
     """A plan as text, the same on all ranks for styles of the same settings."""
 
@@ -269,7 +244,6 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
             "with styles of torch.distributed.tensor.parallel by the names of modules"
         )
     check_plan(chosen)
-    _check_adapters(module, chosen)
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(getattr(module, "config", None), key, None)
         if isinstance(heads, int) and heads % size:
@@ -297,21 +271,6 @@ def check_cut(module: nn.Module, plan: Plan, size: int) -> None:
     _tied(module, chosen, refuse=plan is not None)
 
 
-def _check_adapters(module: nn.Module, plan: Mapping[str, Any]) -> None:
-    """Refuse (BackendError) layers of peft of which a plan would cut one part only."""
-    for name, child in module.named_modules():
-        inside = f"{name}.base_layer"
-        if "base_layer" in child._modules and any(
-            matches(inside, pattern) or matches(name, pattern) for pattern in plan
-        ):
-            known = ("base_layer.", "lora_A.", "lora_B.")
-            if other := [key for key, _ in child.named_parameters() if not key.startswith(known)]:
-                raise BackendError(
-                    f"{name}: the plan cuts this layer, and not its {other[0]}, with which peft computes from all of it: use "
-                    "plain LoRA, leave the layer out of target_modules, or use backend='fsdp'"
-                )
-
-
 def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Put parts in the places of the planned layers' parameters, whose hooks the styles add. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
@@ -330,20 +289,12 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def _planned(module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """The modules that the plan names, each with its name and style."""
-    by: dict[str, str] = {}
+    """Yield the modules that the plan names, each with its name and style."""
     for pattern, style in plan.items():
-        found = False
-        for name, child in module.named_modules():
-            if matches(name, pattern):
-                found = True
-                if (other := by.setdefault(name, pattern)) != pattern:
-                    raise BackendError(
-                        f"the plan names {name} twice, by {other!r} and by {pattern!r}: leave one of them out"
-                    )
-                yield name, child, style
+        found = [(name, child, style) for name, child in module.named_modules() if matches(name, pattern)]
         if not found:
             raise BackendError(f"the plan's {pattern!r} names no module of this {type(module).__name__}")
+        yield from found
 
 
 def _tied(module: nn.Module, plan: Mapping[str, Any], *, refuse: bool) -> list[str]:
@@ -391,106 +342,6 @@ def _style(style: Any) -> ParallelStyle:
 def _dim(style: Any, child: nn.Module) -> int | None:
     """The dimension that a layer's weight is cut along; None where it is not, or nobody knows."""
     return next((dim for (kind, layer), dim in _CUT.items() if kind == _kind(style) and isinstance(child, layer)), None)
-
-
-#: What computes from all columns, and has the shape of what it is given.
-_ACROSS: Final = {"softmax", "log_softmax", "softmin", "normalize", "layer_norm", "rms_norm", "cumsum", "sort"}
-
-
-class _Number(int):
-    """A number of columns, as a shape tells it, or what it is divided into."""
-
-    def __floordiv__(self, other: Any) -> Any:
-        made = super().__floordiv__(other)
-        return _Number(made) if isinstance(made, int) else made
-
-
-@final
-class CutColumns(TorchFunctionMode):
-    """Follows what each layer of a plan gives of its columns through one forward, and notes code that takes them for all.
-
-    Only what stays between layers: other shapes with -1 for the number of heads, and what is done to each element, are right.
-    """
-
-    def __init__(self, module: nn.Module, plan: Mapping[str, Any]) -> None:
-        super().__init__()
-        planned = _planned(module, plan)
-        self._layers = [(n, m) for n, m, s in planned if _kind(s) == "ColwiseParallel" and isinstance(m, nn.Linear)]
-        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._seen: set[str] = set()
-        self.problem = ""
-
-    def follow(self, run: Callable[[], R], entry: nn.Module, method: str) -> R:
-        """Run a forward or a method, the first time with a look at it; BackendError where it is wrong."""
-        if self.problem:
-            raise BackendError(self.problem)
-        if method in self._seen:
-            return run()
-        self._seen.add(method)
-        if any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in entry.modules()):
-            return run()  # whose graphs would be others without this
-        with contextlib.ExitStack() as hooks:
-            for name, layer in self._layers:
-                hooks.callback(layer.register_forward_hook(functools.partial(self._note, name)).remove)
-            with self:
-                out = run()
-        for _, tensor in all_tensors(out):
-            if tensor in self._names:
-                self._misused(tensor, "they are what the model returns")
-        if self.problem:
-            raise BackendError(self.problem)
-        return out
-
-    def _note(self, name: str, layer: nn.Linear, args: Any, out: Any) -> None:
-        if type(out) is torch.Tensor and out.shape[-1] < layer.out_features:
-            self._names[out] = name
-
-    def _misused(self, cut: torch.Tensor, how: str) -> None:
-        self.problem = self.problem or (
-            f"the plan cuts {self._names[cut]} by columns, of which each rank has {cut.shape[-1]}, and the code takes them for "
-            f"all: {how}. Write -1 for the number of heads and their size by name, as in view(b, t, -1, head_size), give "
-            "query, key and value layers of their own, or ask for all columns (ColwiseParallel(output_layouts=Replicate()))"
-        )
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        cut = next((t for _, t in all_tensors((args, kwargs)) if t in self._names), None) if self._names else None
-        if cut is not None:
-            self._judge(getattr(function, "__name__", ""), cut, out, args, kwargs or {})
-            if isinstance(out, torch.Size) and len(out) == cut.dim():
-                return torch.Size([*out[:-1], _Number(out[-1])])
-            if function is torch.Tensor.size and out == cut.shape[-1]:
-                return _Number(out)
-        return out
-
-    def _judge(self, name: str, cut: torch.Tensor, out: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        rows, columns = cut.shape[:-1], cut.shape[-1]
-        made = next((t for _, t in all_tensors(out)), None)
-        if made is None or name in ("linear", "__get__"):
-            return
-        follows = made.shape == cut.shape
-        if name in ("view", "reshape", "unflatten", "flatten"):
-            given = args[1 if name in ("view", "reshape") else 2 :]
-            sizes = [size for some in given for size in (some if isinstance(some, Sequence) else (some,))]
-            follows = made.shape[-1] == columns and made.dim() <= cut.dim()  # with one more, it is one head
-            if problem := "" if follows else _parted(columns, tuple(made.shape), sizes):
-                self._misused(cut, f"{name}({', '.join(map(str, args[1:]))}) {problem}")
-        elif follows and name in _ACROSS:
-            if kwargs.get("dim", args[1] if len(args) > 1 else -1) in (-1, cut.dim() - 1, (columns,)):
-                self._misused(cut, f"{name} of them")
-        elif made.shape == rows or (made.shape[:-1] == rows and made.shape[-1] < columns):
-            self._misused(cut, f"{name} takes some of them, or sums them")
-        if follows and made.dtype.is_floating_point and type(made) is torch.Tensor:
-            self._names[made] = self._names[cut]
-
-
-def _parted(columns: int, shape: tuple[int, ...], sizes: Sequence[Any]) -> str:
-    """What is wrong with the shape that a tensor of so many columns is given; empty if nothing."""
-    first = next((k for k in reversed(range(len(shape))) if math.prod(shape[k:]) == columns), None)
-    if first is None:
-        return "joins them to rows"
-    follow = [i for i, size in enumerate(sizes, len(shape) - len(sizes)) if type(size) is _Number or size == -1]
-    return f"makes {shape[first]} heads, as if there were no others" if any(i > first for i in follow) else ""
 
 
 def shrunk(footprint: Footprint, plan: Plan, size: int) -> Footprint:

@@ -33,8 +33,8 @@ from tests.engines.fsdp.training import (
 
 # What computes with parameters outside the module, or needs a graph of a backward, is refused by torch or by accel.
 REFUSED = {
-    "regularised_by_parameters": "into the model's forward",
-    "gradients_assigned": "writes other values than rank 0",
+    "regularised_by_parameters": "mixed torch.Tensor and DTensor",
+    "gradients_assigned": "mixed torch.Tensor and DTensor",
     "gradient_penalty": "create_graph",
     "transformed": "transform of torch.func",
     "gradients_with_graphs": "create_graph",
