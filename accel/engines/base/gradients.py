@@ -343,6 +343,16 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
         )
 
 
+def refuse_quantized(module: nn.Module, backend: str) -> None:
+    """Raise BackendError if a parameter consists of several tensors, as torchao's quantized weights do."""
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "__tensor_flatten__"):
+            raise BackendError(
+                f"backend={backend!r} can't shard the quantized parameter {name} ({type(parameter.data).__name__}). "
+                'Use backend="ddp" or "sharded".'
+            )
+
+
 def refuse_scripts(module: nn.Module, backend: str) -> None:
     """Refuse (BackendError) scripted modules, for an engine that needs hooks or methods which they do not have, by name."""
     names = [n or "the model" for n, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)]
