@@ -49,7 +49,7 @@ def main(args):
 
     accel.save({"model": model}, f"{args.out}/checkpoint", filter=is_trained)
     fresh = accel.setup(build()).model
-    accel.load(f"{args.out}/checkpoint", {"model": fresh}, strict=False)  # not strict: the base is not in the checkpoint
+    accel.load(f"{args.out}/checkpoint", {"model": fresh}, strict=False)  # the base is not in it
     with torch.no_grad():
         accel.print(f"difference after loading {(fresh(x) - model(x)).abs().max().item():.1e}")
 

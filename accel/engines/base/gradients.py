@@ -328,8 +328,8 @@ def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: 
     ]
     if strangers:
         raise OptimizerError(
-            f"{path} holds parameters that are not of this {type(module).__name__}: {', '.join(strangers[:5])}; each "
-            "rank would train its own: make them part of the model"
+            f"{path} holds parameters that {type(module).__name__} doesn't have: {', '.join(strangers[:3])}. If it trains two "
+            'models, set up one that contains both: accel.setup(nn.ModuleDict({"a": a, "b": b}), optimizer).'
         )
 
 
