@@ -174,8 +174,8 @@ def check_deferred(module: nn.Module) -> None:
         return
     if lost := [n for n, p in module.named_parameters() if p.is_meta and hasattr(p, _WRITTEN)]:
         raise BackendError(
-            f"values that were given to {', '.join(lost[:5])} inside accel.deferred_init() would be lost: accel.setup gives "
-            "first values by reset_parameters(); give them there, or build the model outside accel.deferred_init()"
+            f"The values of {', '.join(lost[:3])} were set inside accel.deferred_init(), which allocates none. To load "
+            "pretrained weights, build the model from its config inside accel.deferred_init(weights=directory)."
         )
     covered = {id(p) for child, _ in resetting(module) for p in child.parameters()}
     bare = [name for name, p in module.named_parameters() if p.is_meta and id(p) not in covered]

@@ -304,8 +304,8 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     for engine in registry.engines:
         if engine is not plan.engine and any(id(p) in engine.known for p in held):
             raise OptimizerError(
-                f"{path} ({type(optimizer).__name__}) holds parameters of two models: {type(plan.module).__name__} and "
-                f"{engine.kind}; use an optimizer for each, or one model that holds both"
+                f"{path} ({type(optimizer).__name__}) holds parameters of two models, {type(plan.module).__name__} and "
+                f"{engine.kind}. Set up one model that contains both: accel.setup(nn.ModuleDict({{...}}), optimizer)."
             )
     if plan.precision is not None:
         plan.precision.check_optimizer(optimizer, path)

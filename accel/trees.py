@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Size, Tensor, nn
@@ -31,6 +31,18 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -
         raise AccelError(f"{path} is {described(leaf)}; expected a tensor, or dicts, lists and tuples of them")
 
     return walk(visit, tree, "data")
+
+
+def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors, with those that a quantized tensor consists of in its place: torchao's have codes and scales."""
+    plain: list[Tensor] = []
+    for tensor in tensors:
+        if hasattr(tensor, "__tensor_flatten__"):
+            names, _ = tensor.__tensor_flatten__()
+            plain += inner_tensors(getattr(tensor, name) for name in names)
+        else:
+            plain.append(tensor)
+    return plain
 
 
 def to_device(tree: T, device: Any) -> T:

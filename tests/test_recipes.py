@@ -68,18 +68,33 @@ def test_what_falls(name: str, world: int, tmp_path: Path) -> None:
     assert last < first / factor
 
 
-def test_the_average_of_divided_weights(tmp_path: Path) -> None:
-    whole, divided = (printed(2, "ema.py", "--out", str(tmp_path / name), backend=name) for name in ("ddp", "fsdp"))
-    assert divided == whole
+@pytest.mark.parametrize("library", ["torch", "diffusers"])
+def test_averages_are_those_of_ddp_on_every_backend(library: str, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+
+    def on(backend: str) -> str:
+        arguments = ("--library", library, "--out", str(tmp_path / backend))
+        return printed(2, "ema.py", *arguments, backend=backend)
+
+    outputs = {backend: on(backend) for backend in ("ddp", "sharded", "fsdp", "deepspeed:3")}
+    assert set(outputs.values()) == {outputs["ddp"]}
+    before, after = numbers(r"error ([\d.]+) to ([\d.]+)", outputs["ddp"])
+    assert after < before
 
 
-def test_the_adapters_alone_are_saved(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    out = printed(2, "lora.py", "--out", str(tmp_path / "lora"))
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed:3"])
+def test_the_adapters_alone_are_saved(backend: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    out = printed(2, "lora.py", "--out", str(tmp_path / "lora"), backend=backend)
     first, last = numbers(r"loss ([\d.]+) to ([\d.]+)", out)
     assert last < first / 3
     assert "difference after loading 0.0e+00" in out
-    assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < 8000  # the base has 18 kB
+    files = [file.stat().st_size for file in tmp_path.rglob("*.safetensors")]
+    assert len(files) > 1
+    assert max(files) < 8000  # the base has 18 kB
+    weights = peft.utils.load_peft_weights(str(tmp_path / "lora/adapter"), device="cpu")
+    assert {name.split(".")[2] for name in weights} == {"0", "2", "4"}
+    assert weights["base_model.model.0.lora_B.weight"].abs().max() > 0
 
 
 def test_the_batch_size_that_fits_on_all() -> None:

@@ -474,6 +474,7 @@ def execute(plan: Plan) -> Handles[Any, Any, Any]:
     )
     if process.place.rank == 0:
         _tell(plan, engine, place, process)
+        _warn_of_early_scheduler(plan, place)
     return handles
 
 
@@ -515,6 +516,24 @@ def _tell(plan: Plan, engine: Engine | None, place: LoaderPlace, process: Proces
         with contextlib.suppress(LoaderError):
             size = data.effective_batch_size(known_loader(loader, None, place))
             logger.info("effective batch size: %d x %d %s = %d", size // places, places, what, size)
+
+
+def _warn_of_early_scheduler(plan: Plan, place: LoaderPlace) -> None:
+    """Warn if a learning rate scheduler may count on the length that a loader had before setup."""
+    optimizers: list[Any] = []
+    map_leaves(lambda optimizer, path: optimizers.append(optimizer), plan.optimizers, "optimizers")
+    scheduled = [o for o in optimizers if any("initial_lr" in group for group in o.param_groups)]
+    for loader in plan.new_loaders if scheduled else ():
+        before, after = data.length_of(loader), data.length_of(known_loader(loader, None, place))
+        if before != after:
+            logger.warning(
+                "accel.setup shortened a DataLoader from %s to %s batches, and %s already has a learning rate scheduler. "
+                "If you computed its number of steps from len(loader), build it after accel.setup().",
+                before,
+                after,
+                type(scheduled[0]).__name__,
+            )
+            return
 
 
 def _give_memory(plan: Plan, process: Process, undo: contextlib.ExitStack) -> None:

@@ -1,6 +1,7 @@
-"""A moving average of the weights (EMA) by torch's own AveragedModel: each process keeps the same one, without communication."""
+"""Keep a moving average of the weights (EMA) on any backend, with torch's AveragedModel or diffusers' EMAModel."""
 
 import argparse
+import copy
 
 import torch
 import torch.nn.functional as F
@@ -13,30 +14,46 @@ import accel
 
 @torch.no_grad()
 def error_of(model, loader):
-    return torch.cat([accel.gather_for_metrics((model(x) - y).square()) for x, y in loader]).mean().item()
+    errors = [accel.gather_for_metrics((model(x) - y).square()) for x, y in loader]
+    return torch.cat(errors).mean().item()
 
 
 def main(args):
     accel.seed(0)
     x = torch.randn(256, 8)
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True) + torch.randn(256, 1)), batch_size=8, shuffle=True)
-    net = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
-    model, optimizer, loader = accel.setup(net, optimizer, loader)
-    # After setup: all processes have rank 0's weights, on their device. A copy of the handle is a raw module, and whole.
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.95))
+    y = x.sum(1, keepdim=True) + torch.randn(256, 1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    # Copy before setup. `full` holds the full weights: on some backends `model` holds only shards.
+    full = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    order = accel.LoaderOptions(seed=0)
+    model, optimizer, loader = accel.setup(net, optimizer, loader, loader_options=order)
+    full.load_state_dict(accel.full_state_dict(model))
+    full.to(accel.device())
 
+    if args.library == "torch":
+        ema = averaged = AveragedModel(full, multi_avg_fn=get_ema_multi_avg_fn(0.95))
+    else:
+        from diffusers.training_utils import EMAModel
+
+        ema, averaged = EMAModel(full.parameters(), decay=0.95), copy.deepcopy(full)
     for _ in range(4):
         for x, y in loader:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-            ema.update_parameters(model)  # the weights are equal on all processes now, so the averages are
-    accel.print(f"error {error_of(model, loader):.4f} to {error_of(ema, loader):.4f} with the averaged weights")
-    accel.save({"model": model, "ema": ema}, args.out)
+            full.load_state_dict(accel.full_state_dict(model))  # every rank calls it
+            ema.update_parameters(full) if args.library == "torch" else ema.step(full.parameters())
+    if args.library == "diffusers":
+        ema.copy_to(averaged.parameters())
+    before, after = error_of(model, loader), error_of(averaged, loader)
+    accel.print(f"error {before:.4f} to {after:.4f} with the averaged weights")
+    accel.save({"model": model, "ema": averaged}, args.out)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--library", choices=["torch", "diffusers"], default="torch")
     parser.add_argument("--out", default="runs/ema")
     main(parser.parse_args())

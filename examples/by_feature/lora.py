@@ -43,9 +43,13 @@ def main(args):
         losses.append(accel.all_reduce(loss, "mean").item())
     accel.print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
 
-    accel.save({"model": model}, args.out, filter=is_trained)
+    full = accel.full_state_dict(model)  # every rank calls it, and one writes peft's own format
+    if accel.is_main():
+        accel.unwrap(model).save_pretrained(f"{args.out}/adapter", state_dict=full)
+
+    accel.save({"model": model}, f"{args.out}/checkpoint", filter=is_trained)
     fresh = accel.setup(build()).model
-    accel.load(args.out, {"model": fresh}, strict=False)  # not strict: the base is not in the checkpoint
+    accel.load(f"{args.out}/checkpoint", {"model": fresh}, strict=False)  # the base is not in it
     with torch.no_grad():
         accel.print(f"difference after loading {(fresh(x) - model(x)).abs().max().item():.1e}")
 

@@ -324,8 +324,8 @@ def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: 
     ]
     if strangers:
         raise OptimizerError(
-            f"{path} holds parameters that are not of this {type(module).__name__}: {', '.join(strangers[:5])}; each "
-            "rank would train its own: make them part of the model"
+            f"{path} holds parameters that {type(module).__name__} doesn't have: {', '.join(strangers[:3])}. If it trains two "
+            'models, set up one that contains both: accel.setup(nn.ModuleDict({"a": a, "b": b}), optimizer).'
         )
 
 
@@ -337,6 +337,16 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
             f"backend {backend!r} cannot divide the sparse gradients of {', '.join(names[:5])}: use sparse=False there, or "
             "a backend with whole gradients"
         )
+
+
+def refuse_quantized(module: nn.Module, backend: str) -> None:
+    """Raise BackendError if a parameter consists of several tensors, as torchao's quantized weights do."""
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "__tensor_flatten__"):
+            raise BackendError(
+                f"backend={backend!r} can't shard the quantized parameter {name} ({type(parameter.data).__name__}). "
+                'Use backend="ddp" or "sharded".'
+            )
 
 
 def refuse_scripts(module: nn.Module, backend: str) -> None:

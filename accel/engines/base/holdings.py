@@ -20,7 +20,7 @@ from ...gradients.totals import average_ranks_
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_, writable
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
-from ...trees import map_tensors, to_device
+from ...trees import inner_tensors, map_tensors, to_device
 from .absent import about
 from .drift import digest, digest_bytes
 from .gather import Item, gather
@@ -453,7 +453,8 @@ class Holdings(Raw):
                     f"buffers of {engine.label} are sparse, nested or quantized, which the ranks cannot send each other: "
                     f"{', '.join(odd[:5])}; make them dense, or plain attributes of the module, which each rank has for itself"
                 )
-            values = [] if engine.reads else [p.data for p in engine.parameters if not p.is_meta]
+            weights = [] if engine.reads else [p.data for p in engine.parameters if not p.is_meta]
+            values = inner_tensors(weights)
             values += writable(engine.module.buffers())
             told = agree(f"the weights of {engine.label}", _digest(values))
             if told[0] is None or len(set(told)) > 1:

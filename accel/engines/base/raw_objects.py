@@ -129,10 +129,30 @@ FLOAT8: Final = "torchao.float8."
 
 
 @final
+class NotGathered(Absent, torch.Tensor):
+    """A value in the ``state_dict()`` of a submodule of a sharded model: it has a shape and a dtype, but no values."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> NotGathered:
+        """Return a stand-in for a parameter or buffer of a submodule."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(NotGathered)
+
+    def detach(self) -> NotGathered:
+        return self
+
+    def fetch(self, function: Any) -> None:
+        raise BackendError(
+            f"{name_of(function)}() needs a value of a submodule's state_dict(), but the model is sharded. Use "
+            "accel.full_state_dict(model), which every rank calls."
+        )
+
+
+@final
 class Guard:
     """Refuses ``load_state_dict()``, copies and pickles of raw modules and optimizers, unless opened; ``state_dict()`` is whole.
 
-    Of a module in the model ``state_dict()`` is refused too, and where the engine is gone, which an optimizer does not keep.
+    ``state_dict()`` of a submodule has its keys, and values that raise when they are used: peft asks a submodule for its keys.
+    Where the engine is gone, which an optimizer does not keep, ``state_dict()`` is refused.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -153,10 +173,8 @@ class Guard:
             raw.register_load_state_dict_pre_hook(load or before_load),
         ]
         self._watched[id(raw)] = weakref.ref(raw), hooks
-        holdings = self._holdings()
-        if isinstance(raw, Optimizer) or (holdings is not None and raw is holdings.module):
-            found = vars(raw).get(_STATE_DICT)  # of the user's own
-            vars(raw)[_STATE_DICT] = functools.partial(self._give, weakref.ref(raw), found)
+        found = vars(raw).get(_STATE_DICT)  # of the user's own
+        vars(raw)[_STATE_DICT] = functools.partial(self._give, weakref.ref(raw), found)
         refused = _refusal(
             raw, f"a copy or pickle of this {type(raw).__name__}", "a copy or pickle would miss the rest"
         )
@@ -192,6 +210,10 @@ class Guard:
         optimizer = raw if isinstance(raw, Optimizer) else None
         if holdings is None or self._open or not (holdings.partial(optimizer) or holdings.apart()):
             return (found or functools.partial(type(raw).state_dict, raw))(*args, **kwargs)
+        if optimizer is None and raw is not holdings.module:
+            tensors = [*raw.parameters(), *raw.buffers()]
+            with self.opened(), in_place_of(raw, {id(tensor): NotGathered.of(tensor) for tensor in tensors}):
+                return raw.state_dict(*args, **kwargs)
         return holdings.state_dict(optimizer, *args, **kwargs)
 
     @contextlib.contextmanager

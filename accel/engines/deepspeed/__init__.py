@@ -21,7 +21,13 @@ from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
-from ..base.gradients import refuse_inside_backward, refuse_overlaps, refuse_scripts, refuse_sparse
+from ..base.gradients import (
+    refuse_inside_backward,
+    refuse_overlaps,
+    refuse_quantized,
+    refuse_scripts,
+    refuse_sparse,
+)
 from ..base.memory import Footprint, MemoryUse
 from .config import Configuration, refuse_parameters
 from .library import probe, release_groups
@@ -423,6 +429,7 @@ class DeepSpeedEngine(Engine):
         configuration.check(process.place.world_size)
         if process.place.world_size > 1:
             refuse_sparse(module, cls.name)
+            refuse_quantized(module, cls.name)
             if configuration.stage:
                 refuse_scripts(module, cls.name)
                 refuse_overlaps(module, cls.name)

@@ -23,7 +23,14 @@ from ...shard import Shard, StateEntry, parameters_of
 from ..base.activations import Choice
 from ..base.drift import GRADIENT
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
-from ..base.gradients import Gradients, refuse_inside_backward, refuse_overlaps, refuse_scripts, refuse_sparse
+from ..base.gradients import (
+    Gradients,
+    refuse_inside_backward,
+    refuse_overlaps,
+    refuse_quantized,
+    refuse_scripts,
+    refuse_sparse,
+)
 from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
 from ..base.local import LocalSteps, elementwise
@@ -358,6 +365,7 @@ class FSDPEngine(Engine):
             check_module(module, options)
             refuse_overlaps(module, cls.name)
             refuse_sparse(module, cls.name)
+            refuse_quantized(module, cls.name)
         if sizes["tensor"] > 1:
             if sequence_size(options, process) > 1:
                 raise BackendError("sequence_parallel and tensor_parallel exclude each other: both divide the heads")

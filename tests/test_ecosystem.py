@@ -1,0 +1,222 @@
+"""Common programs with other libraries: peft's adapters of a classifier, and a quantized base from torchao."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accel
+from tests.distributed import refusals, run
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_labels=2,
+        pad_token_id=0,
+    )
+    return LlamaForSequenceClassification(config)
+
+
+def classifier() -> Any:
+    """Return a small Llama for classification with LoRA; peft trains the new head as a whole (modules_to_save)."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(tiny_llama(), LoraConfig(task_type="SEQ_CLS", r=2))
+
+
+def save_adapter(backend: str, out: Path) -> dict[str, torch.Tensor]:
+    net = classifier()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
+    model(input_ids=torch.arange(1, 17).view(2, 8), labels=torch.tensor([0, 1])).loss.backward()
+    optimizer.step()
+    state = accel.full_state_dict(model)
+    if accel.is_main():
+        accel.unwrap(model).save_pretrained(out, state_dict=state)
+    accel.barrier()
+    return state
+
+
+@pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", "deepspeed:3"])
+def test_peft_writes_the_full_adapter_and_head(backend: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    state, _ = run(2, save_adapter, backend, tmp_path)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    trained = {name: value for name, value in state.items() if "lora_" in name or "modules_to_save" in name}
+    assert len(written) == len(trained) == 5
+    for name, value in trained.items():
+        name = name.replace(".default", "").replace("modules_to_save.", "")
+        torch.testing.assert_close(written[name], value, rtol=0, atol=0)
+
+
+def use_a_value(backend: str, what: str) -> None:
+    model, *_ = accel.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), backend=backend)
+    state = accel.unwrap(model)[0].state_dict()
+    assert list(state) == ["weight", "bias"]
+    assert state["weight"].shape == (4, 4)
+    if what == "save":
+        torch.save(state, "/dev/null")
+    else:
+        state["weight"] + 1
+
+
+@pytest.mark.parametrize("what", ["save", "add"])
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed:3"])
+def test_values_of_a_sharded_submodule_raise(backend: str, what: str) -> None:
+    for text in refusals(2, use_a_value, backend, what, error="BackendError"):
+        assert "accel.full_state_dict(model)" in text
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a trained low-rank one."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def train_on_int8(backend: str) -> dict[str, torch.Tensor]:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(accel.rank())  # rank 0's weights count, codes and scales included
+    base = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    quantize_(base, Int8WeightOnlyConfig())
+    base.requires_grad_(False)
+    net = nn.Sequential(Adapted(base[0]), base[1], Adapted(base[2]))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
+    data = torch.randn(8, 17, generator=torch.Generator().manual_seed(5))
+    x, y = data[accel.rank() :: accel.world_size()].split([16, 1], 1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    tensors = net.named_parameters()
+    return {name: p.detach().dequantize() if p.dim() > 1 and "base" in name else p.detach() for name, p in tensors}
+
+
+@pytest.mark.parametrize("backend", ["ddp", "sharded"])
+def test_adapters_train_on_an_int8_base(backend: str) -> None:
+    pytest.importorskip("torchao")
+    (expected,) = run(1, train_on_int8, "single")
+    for state in run(2, train_on_int8, backend):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed:1", "deepspeed:3"])
+def test_an_int8_base_cannot_be_sharded(backend: str) -> None:
+    pytest.importorskip("torchao")
+    for text in refusals(2, train_on_int8, backend, error="BackendError"):
+        assert "quantized parameter 0.base.weight" in text
+        assert '"ddp"' in text
+
+
+def schedule_early(world_batches: int, scheduled: bool) -> list[str]:
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.randn(world_batches * 4, 2), batch_size=4)
+    if scheduled:
+        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=len(loader))
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("accel")
+    logger.addHandler(handler)
+    try:
+        accel.setup(net, optimizer, [loader, loader])
+    finally:
+        logger.removeHandler(handler)
+    return [record for record in records if "scheduler" in record]
+
+
+def test_a_scheduler_built_before_setup_is_warned_of() -> None:
+    warned, quiet = run(2, schedule_early, 6, True)
+    assert len(warned) == 1
+    assert "from 6 to 3 batches, and SGD already has a learning rate scheduler" in warned[0]
+    assert quiet == []
+    assert run(2, schedule_early, 6, False) == [[], []]
+    assert run(1, schedule_early, 6, True) == [[]]
+
+
+def optimize_two_models() -> None:
+    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    accel.setup(first, optimizer)
+
+
+def test_an_optimizer_over_two_models_is_told_of_a_module_dict() -> None:
+    for text in refusals(2, optimize_two_models, error="OptimizerError"):
+        assert 'nn.ModuleDict({"a": a, "b": b})' in text
+
+
+def defer_from_pretrained(directory: Path) -> None:
+    from transformers import LlamaForSequenceClassification
+
+    with accel.deferred_init():
+        net = LlamaForSequenceClassification.from_pretrained(directory)
+    accel.setup(net)
+
+
+def test_deferred_init_around_from_pretrained_names_weights(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    for text in refusals(2, defer_from_pretrained, tmp_path, error="BackendError"):
+        assert "accel.deferred_init(weights=directory)" in text
+
+
+def metric_of_five() -> tuple[float, int]:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    data = torch.utils.data.TensorDataset(torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 1, 1, 1, 1]))
+    _, _, loader = accel.setup(None, None, torch.utils.data.DataLoader(data, batch_size=1))
+    metric = MulticlassAccuracy(2, average="micro", sync_on_compute=False)
+    for predicted, y in loader:
+        metric.update(*accel.gather_for_metrics((predicted, y)))
+    return metric.compute().item(), int(metric.tp.sum())
+
+
+def test_a_torchmetrics_metric_counts_each_sample_once() -> None:
+    for accuracy, right in run(2, metric_of_five):
+        assert accuracy == pytest.approx(0.8)
+        assert right == 4
+
+
+def train_on_tokens(divided: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, _ = accel.setup(net, optimizer)
+    x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
+    targets = torch.tensor([[0, 1, 2, 0, 1, 2], [1, -100, -100, -100, -100, -100]])
+    if divided:
+        x, targets = x[accel.rank()], targets[accel.rank()]
+    logits, labels = model(x).flatten(0, -2), targets.flatten()
+    losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    accel.mean_loss(losses, (labels != -100).sum()).backward()
+    optimizer.step()
+    return net.weight.detach()
+
+
+def test_a_token_weighted_loss_is_that_of_one_process() -> None:
+    (expected,) = run(1, train_on_tokens, False)
+    for weight in run(2, train_on_tokens, True):
+        torch.testing.assert_close(weight, expected)
