@@ -1,10 +1,11 @@
 """Random training loops, each compared with one process after every step.
 
 ``python -m tests.generated --backend fsdp --seeds 200`` runs 200 programs on 2 gloo ranks.
-``python -m tests.generated --backend fsdp --show 7`` prints program 7 as the lines of a loop.
+``python -m tests.generated --backend fsdp --show 7`` prints program 7.
 
-A seed describes a program (``draw``). ``Reference`` runs the program in plain torch in one process
-on the batches of all ranks, and ``Distributed`` runs it with accel on a rank's part of each batch.
+A seed gives a program: a model and the source lines of each step (``draw``). ``Reference`` executes
+the lines in plain torch in one process on the batches of all ranks. ``Distributed`` executes the
+same lines with accel on each rank's share of the batches.
 """
 
 from __future__ import annotations
@@ -15,50 +16,59 @@ import copy
 import functools
 import random
 import tempfile
+import textwrap
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import lr_scheduler
 
 import accel
 from tests.backends import replica_of
 from tests.distributed import Outcome, outcomes, run
 
 TOLERANCE = 2e-5
-ROWS, INPUTS, WIDTH, CLASSES = 4, 5, 7, 11  # odd widths, so that shards are uneven
-TIMEOUT = 50.0  # seconds for a program; gloo gives up after 60
+ROWS, INPUTS, WIDTH, CLASSES = 4, 5, 7, 11  # odd widths make uneven shards
+TIMEOUT = 55.0  # seconds for one program; gloo gives up after 60
 MAX_REFUSED = 0.05
 
 FEATURES = ("embedding", "tied", "norm", "scalar", "side", "base")
-BACKWARDS = ("sum", "each", "twice", "two", "swapped", "alone")
 OPTIMIZERS: dict[str, Any] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
-    # A larger eps keeps rounding errors small in gradients that are zero in exact arithmetic.
+    # The large eps keeps rounding errors small if a gradient is zero in exact arithmetic.
     "AdamW": functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, eps=1e-4),
 }
 SCHEDULERS: dict[str, Any] = {
-    "StepLR": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
-    "LinearLR": functools.partial(torch.optim.lr_scheduler.LinearLR, total_iters=3),
-    "CosineAnnealingLR": functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=8),
+    "StepLR": functools.partial(lr_scheduler.StepLR, step_size=2, gamma=0.5),
+    "LinearLR": functools.partial(lr_scheduler.LinearLR, total_iters=3),
+    "CosineAnnealingLR": functools.partial(lr_scheduler.CosineAnnealingLR, T_max=8),
 }
-ZEROS = {
-    "optimizer": "optimizer.zero_grad()",
-    "optimizer in place": "optimizer.zero_grad(set_to_none=False)",
-    "model": "model.zero_grad()",
-    "model in place": "model.zero_grad(set_to_none=False)",
+ZERO = (
+    "for optimizer in optimizers: optimizer.zero_grad()",
+    "for optimizer in optimizers: optimizer.zero_grad(set_to_none=False)",
+    "model.zero_grad()",
+    "model.zero_grad(set_to_none=False)",
+)
+CLIP = (
+    "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)",
+    "torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)",
+    "norm = accel.clip_grad_norm_(model, 0.3)",
+)
+#: The lines of a micro-batch. ``each`` needs two heads.
+BACKWARDS = {
+    "sum": "loss = {loss}\nloss.backward()",
+    "each": "first, second = {losses}\n(first / {count}).backward(retain_graph=True)\n(second / {count}).backward()",
+    "twice": "loss = {loss}\nloss.backward(retain_graph=True)\nloss.backward()",
+    "two": "first = {loss}\nsecond = {loss}\nfirst.backward()\nsecond.backward()",
+    "swapped": "first = {loss}\nsecond = {loss}\nsecond.backward()\nfirst.backward()",
+    "alone": "loss = {loss}\nloss.backward()\n(0.1 * model.penalty()).backward()",
 }
-CLIPS = {
-    "norm": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)",
-    "value": "torch.nn.utils.clip_grad_value_(model.parameters(), 0.02)",
-    "accel": "accel.clip_grad_norm_(model, 0.3)",
-}
-
 #: What a backend doesn't support, as its page in docs/ says.
 UNSUPPORTED: dict[str, set[str]] = {
     "pipeline": {"tied", "side", "penalty", "alone"},
@@ -68,260 +78,169 @@ UNSUPPORTED: dict[str, set[str]] = {
 BRANCHES_DIFFER = ("ddp", "sharded", "deepspeed:1")
 
 
-# -- the description of a program -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One micro-batch: its forwards and backwards."""
-
-    heads: tuple[int, ...]
-    backward: str
-    side: tuple[bool, ...]  # by rank
-    penalty: bool = False
-    no_sync: bool = False
-
-    def lines(self) -> Iterator[str]:
-        which = self.side[0] if len(set(self.side)) < 2 else f"{self.side}[accel.rank()]"
-        forward = f"losses_of(model(x, heads={self.heads}, side={which}))"
-        if self.penalty:
-            forward += " + 0.1 * model.penalty()"
-        backwards = {
-            "sum": ["sum(losses).backward()"],
-            "each": [
-                *(f"losses[{i}].backward(retain_graph=True)" for i in range(len(self.heads) - 1)),
-                "losses[-1].backward()",
-            ],
-            "twice": ["sum(losses).backward(retain_graph=True)", "sum(losses).backward()"],
-            "two": [f"others = {forward}", "sum(losses).backward()", "sum(others).backward()"],
-            "swapped": [f"others = {forward}", "sum(others).backward()", "sum(losses).backward()"],
-            "alone": ["sum(losses).backward()", "(0.1 * model.penalty()).backward()"],
-        }
-        if self.no_sync:
-            yield "with accel.no_sync(model):"
-        for line in (f"losses = {forward}", *backwards[self.backward]):
-            yield "    " * self.no_sync + line
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the optimizers, with all that comes before and after it."""
-
-    passes: tuple[Pass, ...]
-    toggled: tuple[str, ...] = ()  # submodules that are frozen, or trained again
-    evaluates: bool = False
-    optimizers: tuple[int, ...] = (0,)  # those that step
-    events: tuple[str, ...] = ()  # after the step: save, load, resume, again
+# -- programs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Program:
-    """A training loop."""
+    """A model, its optimizers, and the source lines of each step."""
 
     seed: int
     backend: str
     features: tuple[str, ...]
     heads: int
-    optimizers: tuple[str, ...]
-    groups: bool
+    optimizers: tuple[str, ...]  # one for all parameters, or one for the trunk and one for the heads
+    groups: bool  # biases have a group of their own
     scheduler: str
-    scheduler_of_handle: bool
-    zero: str
-    zero_first: bool
-    clip: str
-    steps: tuple[Step, ...]
-    sequential: bool = False
+    scheduler_on: str  # "raw" or "handle"
+    steps: tuple[tuple[str, ...], ...] = ()
 
     @property
-    def branches_differ(self) -> bool:
-        return any(len(set(one.side)) > 1 for step in self.steps for one in step.passes)
-
-    @property
-    def uses_all(self) -> bool:
-        """True if every step uses every parameter on every rank."""
-        for step in self.steps:
-            heads = {head for one in step.passes for head in one.heads}
-            whole = any(one.penalty or one.backward == "alone" for one in step.passes)
-            side = "side" not in self.features or any(all(one.side) for one in step.passes)
-            if not whole and not (side and len(heads) == self.heads):
-                return False
-        return True
+    def sequential(self) -> bool:
+        return self.backend.startswith("pipeline")
 
     def __str__(self) -> str:
-        kind = "nn.Sequential" if self.sequential else "Net"
-        which = ("all parameters",) if len(self.optimizers) == 1 else ("all but heads", "heads")
-        pairs = zip(self.optimizers, which, strict=True)
-        optimizers = ", ".join(f"{name}({part})" for name, part in pairs)
-        groups = ", no decay and twice the rate for biases" if self.groups else ""
-        owner = "the handles" if self.scheduler_of_handle else "the raw optimizers"
-        lines = [
-            f"program {self.seed}, backend {self.backend!r}",
-            f"model = {kind}({', '.join((*self.features, f'heads={self.heads}'))})",
-            f"optimizers = {optimizers}{groups}",
-            f"schedulers = {self.scheduler} of {owner}" if self.scheduler else "no scheduler",
-        ]
+        lines = [f"# program {self.seed}", f"# model: {self.heads} heads, {self.features}"]
+        lines.append(f"# optimizers: {self.optimizers}, biases in a group: {self.groups}")
+        lines.append(f"# scheduler: {self.scheduler or 'none'} on the {self.scheduler_on} optimizer")
+        lines.append(f"model, optimizers, _ = accel.setup(net, optimizers, backend={self.backend!r})")
         for number, step in enumerate(self.steps):
-            lines += [f"# step {number}", *(f"    {line}" for line in self._lines(step))]
+            lines += [f"# step {number}", *step]
         return "\n".join(lines)
 
-    def _lines(self, step: Step) -> Iterator[str]:
-        for name in step.toggled:
-            yield f"flip requires_grad of model.{name}"
-        if step.evaluates:
-            yield "model.eval(); model(x) in torch.no_grad(); model.train()"
-        if self.zero_first:
-            yield ZEROS[self.zero]
-        for one in step.passes:
-            yield from one.lines()
-        if self.clip:
-            yield CLIPS[self.clip]
-        for index in step.optimizers:
-            yield f"optimizers[{index}].step()"
-        if self.scheduler:
-            yield "schedulers step"
-        if not self.zero_first:
-            yield ZEROS[self.zero]
-        yield from step.events
 
-
-def draw(seed: int, backend: str, world: int = 2) -> Program:
-    """Return the program of a seed, without what the backend doesn't support."""
+def draw(seed: int, backend: str, world: int = 2, without: tuple[str, ...] = ()) -> Program:
+    """Return the program of a seed: the same for all backends except for what they don't support."""
     rng = random.Random(seed)
-    unsupported = UNSUPPORTED.get(backend, set())
-    features = _features(rng, unsupported)
-    heads = rng.choice((1, 2))
-    optimizers = tuple(rng.choices(list(OPTIMIZERS), k=rng.choice((1, 1, 2))))
-    scheduler = rng.choice(("", "", *SCHEDULERS))
-    scheduler_of_handle = rng.random() < 0.5
-    passes = _Passes(rng, backend, world, features, heads)
-    steps = [
-        Step(
-            passes.draw(),
-            evaluates=rng.random() < 0.2,
-            optimizers=_stepped(rng, len(optimizers)),
-        )
-        for _ in range(rng.randint(4, 6))
-    ]
-    if rng.random() < 0.35:
-        _freeze(rng, steps, features, heads)
-    _add_events(rng, steps, again=not scheduler or not scheduler_of_handle)
-    program = Program(
-        seed=seed,
-        backend=backend,
-        features=features,
-        heads=heads,
-        optimizers=optimizers,
-        groups=rng.random() < 0.4,
-        scheduler=scheduler,
-        scheduler_of_handle=scheduler_of_handle,
-        zero=rng.choice(list(ZEROS)),
-        zero_first=rng.random() < 0.5,
-        clip=rng.choice(("", "", *CLIPS)),
-        steps=tuple(steps),
-        sequential=backend.startswith("pipeline"),
-    )
-    return _with_options(program, rng)
-
-
-def _features(rng: random.Random, unsupported: set[str]) -> tuple[str, ...]:
+    unsupported = {*without, *UNSUPPORTED.get(backend, ())}
     features = [name for name in FEATURES if rng.random() < 0.3]
     if "tied" in features and "embedding" not in features:
-        features.insert(0, "embedding")
-    return tuple(name for name in features if name not in unsupported)
+        features.append("embedding")
+    scheduler = rng.choice(("", "", *SCHEDULERS))
+    shape = Program(
+        seed=seed,
+        backend=_with_options(backend, features, rng),
+        features=tuple(name for name in features if name not in unsupported),
+        heads=rng.choice((1, 2)),
+        optimizers=tuple(rng.choices(list(OPTIMIZERS), k=rng.choice((1, 1, 2)))),
+        groups=rng.random() < 0.4,
+        scheduler=scheduler,
+        scheduler_on=rng.choice(("raw", "handle")),
+    )
+    writer = _Writer(rng, shape, world, unsupported)
+    steps = [writer.step() for _ in range(rng.randint(4, 6))]
+    _add_events(rng, steps, again=not scheduler or shape.scheduler_on == "raw")
+    if backend == "ddp" and writer.leaves_unused:
+        if not without:  # the option wants one backward for each forward
+            return draw(seed, backend, world, ("each", "twice"))
+        shape = replace(shape, backend="ddp:find_unused_parameters=True")
+    return replace(shape, steps=tuple(map(tuple, steps)))
 
 
-def _stepped(rng: random.Random, count: int) -> tuple[int, ...]:
-    """Return which optimizers step: mostly all of them."""
-    if count == 2 and rng.random() < 0.25:
-        return (rng.randrange(2),)
-    return tuple(range(count))
+def _with_options(backend: str, features: list[str], rng: random.Random) -> str:
+    chunks = 1 if "norm" in features else rng.choice((1, 2))  # BatchNorm needs the whole batch
+    checkpoint = rng.choice(("always", "except_last", "never"))
+    shards_all = rng.random() < 0.5
+    if backend == "pipeline":
+        return f"pipeline:chunks={chunks},checkpoint={checkpoint}"
+    if backend == "deepspeed:3" and shards_all:  # small weights too
+        return backend + ",config={'zero_optimization': {'stage3_param_persistence_threshold': 0}}"
+    return backend
 
 
-class _Passes:
-    """The habits of a program: the kinds of micro-batches that its steps consist of."""
+class _Writer:
+    """Write the steps of a program. The habits of a program are the same in all of its steps."""
 
-    def __init__(
-        self,
-        rng: random.Random,
-        backend: str,
-        world: int,
-        features: tuple[str, ...],
-        heads: int,
-    ) -> None:
-        self.rng, self.world, self.heads = rng, world, heads
-        self.unsupported = UNSUPPORTED.get(backend, set())
-        kinds = rng.choices(BACKWARDS, weights=(6, 2, 1, 2, 1, 1), k=2)
-        self.kinds = [kind if kind not in self.unsupported else "sum" for kind in kinds]
-        self.count = rng.choice((1, 1, 2, 3))
+    def __init__(self, rng: random.Random, shape: Program, world: int, unsupported: set[str]) -> None:
+        self.rng, self.shape, self.world, self.unsupported = rng, shape, world, unsupported
+        self.leaves_unused = False
+        self.kinds = rng.choices(list(BACKWARDS), weights=(6, 2, 1, 2, 1, 1), k=2)
+        self.count = rng.choice((1, 1, 2, 3))  # micro-batches
         self.no_sync = rng.choice(("", "", "all but last", "all"))
-        self.penalty = rng.random() < 0.2 and "penalty" not in self.unsupported
+        self.penalty = rng.random() < 0.2 and "penalty" not in unsupported
         self.one_head = rng.random() < 0.4
-        self.has_side = "side" in features
-        self.differ = rng.random() < 0.3 and backend.startswith(BRANCHES_DIFFER)
+        self.branches_differ = rng.random() < 0.3 and shape.backend.startswith(BRANCHES_DIFFER)
+        self.zero = rng.choice(ZERO)
+        self.zero_first = rng.random() < 0.5
+        self.clip = rng.choice(("", "", *CLIP))
+        self.freezes = rng.random() < 0.35
+        # block1 and the first head always train, so that every backward has a gradient.
+        names = ["block0", "embed", "norm", "scalar", "side"]
+        self.parts = [name for name in names if name in ("block0", "embed", *shape.features)]
+        if "base" in shape.features:
+            self.parts.remove("embed")
+        if shape.heads == 2:
+            self.parts.append("heads[1]")
+        self.frozen: set[str] = set()
 
-    def draw(self) -> tuple[Pass, ...]:
-        side = self._side()
-        return tuple(self._pass(number, side) for number in range(self.count))
+    def step(self) -> list[str]:
+        lines = list(self._freeze()) if self.freezes else []
+        if self.rng.random() < 0.2:
+            lines.append("evaluate()")
+        if self.zero_first:
+            lines.append(self.zero)
+        lines += self._micro_batches()
+        if self.clip:
+            lines.append(self.clip)
+        stepped = range(len(self.shape.optimizers))
+        if self.rng.random() < 0.25:
+            stepped = [self.rng.choice(stepped)]
+        lines += [f"optimizers[{index}].step()" for index in stepped]
+        if self.shape.scheduler:
+            lines.append("for scheduler in schedulers: scheduler.step()")
+        if not self.zero_first:
+            lines.append(self.zero)
+        return lines
 
-    def _side(self) -> tuple[bool, ...]:
-        if not self.has_side:
-            return (False,) * self.world
+    def _freeze(self) -> Iterator[str]:
+        for part in self.parts:
+            if self.rng.random() < 0.3:
+                self.frozen ^= {part}
+                yield f"model.{part}.requires_grad_({part not in self.frozen})"
+
+    def _micro_batches(self) -> Iterator[str]:
         same = self.rng.random() < 0.6
-        each = tuple(self.rng.random() < 0.5 for _ in range(self.world))
-        return each if self.differ else (same,) * self.world
+        differ = [self.rng.random() < 0.5 for _ in range(self.world)]
+        side: Any = same
+        if self.branches_differ and len(set(differ)) == 2:
+            side = differ
+        if "side" not in self.shape.features:
+            side = False
+        used = set()
+        for number in range(self.count):
+            heads = tuple(range(self.shape.heads))
+            if self.one_head:
+                heads = (self.rng.choice(heads),)
+            kind = self.rng.choice(self.kinds)
+            if kind in self.unsupported or (kind == "each" and len(heads) < 2):
+                kind = "sum"
+            used |= {*heads, kind}
+            waits = self.no_sync == "all" or (self.no_sync and number < self.count - 1)
+            if waits:
+                yield "with accel.no_sync(model):"
+            yield textwrap.indent(self._micro_batch(kind, heads, side), "    " if waits else "")
+        uses_all = len(used & {0, 1}) == self.shape.heads
+        uses_all &= side is True or "side" not in self.shape.features
+        self.leaves_unused |= not (uses_all or self.penalty or "alone" in used)
 
-    def _pass(self, number: int, side: tuple[bool, ...]) -> Pass:
-        heads = tuple(range(self.heads))
-        if self.one_head:
-            heads = (self.rng.choice(heads),)
-        waits = self.no_sync == "all" or (self.no_sync != "" and number < self.count - 1)
-        return Pass(heads, self.rng.choice(self.kinds), side, self.penalty, waits)
+    def _micro_batch(self, kind: str, heads: tuple[int, ...], side: Any) -> str:
+        losses = f"losses({heads}, side={side})"
+        loss = f"sum({losses}) / {self.count}"
+        if self.penalty:
+            loss = f"(sum({losses}) + 0.1 * model.penalty()) / {self.count}"
+        return BACKWARDS[kind].format(loss=loss, losses=losses, count=self.count)
 
 
-def _freeze(rng: random.Random, steps: list[Step], features: tuple[str, ...], heads: int) -> None:
-    """Freeze and thaw submodules; block1 and head 0 always train, so that a backward never fails."""
-    names = ["block0", *(name for name in ("norm", "scalar", "side") if name in features)]
-    if "base" not in features:
-        names.append("embed")
-    if heads == 2:
-        names.append("heads.1")
-    for number, step in enumerate(steps):
-        if rng.random() < 0.5:
-            toggled = tuple(rng.sample(names, k=min(len(names), rng.choice((1, 1, 2)))))
-            steps[number] = replace(step, toggled=toggled)
-
-
-def _add_events(rng: random.Random, steps: list[Step], again: bool) -> None:
+def _add_events(rng: random.Random, steps: list[list[str]], again: bool) -> None:
     """Save and load, or tear down and set up again, between two steps."""
     last = len(steps) - 2
     if rng.random() < 0.4:
         saved = rng.randint(0, last)
         loaded = rng.randint(saved, last)
-        steps[saved] = replace(steps[saved], events=("save",))
-        loads = (*steps[loaded].events, rng.choice(("load", "resume")))
-        steps[loaded] = replace(steps[loaded], events=loads)
+        steps[saved].append("save()")
+        steps[loaded].append(rng.choice(("load()", "resume()")))
     if rng.random() < 0.15 and again:
-        at = rng.randint(0, last)
-        steps[at] = replace(steps[at], events=(*steps[at].events, "again"))
-
-
-def _with_options(program: Program, rng: random.Random) -> Program:
-    """Add the options that the docs tell users to pass for such a program, and others by chance."""
-    backend, steps = program.backend, program.steps
-    if backend == "ddp" and not program.uses_all:
-        backend += ":find_unused_parameters=True"  # which wants one backward of each forward
-        steps = tuple(replace(step, passes=tuple(_with_one_backward(one) for one in step.passes)) for step in steps)
-    if backend == "pipeline":
-        chunks = 1 if "norm" in program.features else rng.choice((1, 2))
-        backend += f":chunks={chunks},checkpoint={rng.choice(('always', 'except_last', 'never'))}"
-    if backend == "deepspeed:3" and rng.random() < 0.5:  # small weights are sharded too
-        zero = {"stage3_param_persistence_threshold": 0}
-        backend += f",config={ ({'zero_optimization': zero}) }"
-    return replace(program, backend=backend, steps=steps)
-
-
-def _with_one_backward(one: Pass) -> Pass:
-    return replace(one, backward="sum") if one.backward in ("each", "twice") else one
+        steps[rng.randint(0, last)].append("set_up_again()")
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -336,15 +255,11 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-class Bag(nn.Module):
-    """The mean of the embeddings of a row of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(CLASSES, WIDTH)
+class Bag(nn.Embedding):
+    """The mean of a row of embeddings."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.table(x).mean(1)
+        return super().forward(x).mean(1)
 
 
 class Scalar(nn.Module):
@@ -365,11 +280,6 @@ class Heads(nn.ModuleList):
 
 
 class Net(nn.Module):
-    def __init__(self, children: dict[str, nn.Module]) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
-
     def forward(self, x: torch.Tensor, heads: tuple[int, ...], side: bool) -> Any:
         for name, child in self.named_children():
             if name != "heads" and (side or name != "side"):
@@ -383,263 +293,213 @@ class Net(nn.Module):
 def build(program: Program) -> nn.Module:
     torch.manual_seed(program.seed)
     has = program.features
-    children: dict[str, nn.Module] = OrderedDict()
-    children["embed"] = Bag() if "embedding" in has else nn.Linear(INPUTS, WIDTH)
-    children["block0"] = Block()
+    model = nn.Sequential() if program.sequential else Net()
+    model.embed = Bag(CLASSES, WIDTH) if "embedding" in has else nn.Linear(INPUTS, WIDTH)
+    model.block0 = Block()
     if "norm" in has:
-        children["norm"] = nn.BatchNorm1d(WIDTH)
-    children["block1"] = Block()
+        model.norm = nn.BatchNorm1d(WIDTH)
+    model.block1 = Block()
     if "side" in has:
-        children["side"] = Block()
+        model.side = Block()
     if "scalar" in has:
-        children["scalar"] = Scalar()
-    heads = Heads(nn.Linear(WIDTH, CLASSES) for _ in range(program.heads))
-    children["heads"] = heads
+        model.scalar = Scalar()
+    model.heads = Heads(nn.Linear(WIDTH, CLASSES) for _ in range(program.heads))
     if "tied" in has:
-        heads[0].weight = children["embed"].table.weight
-    if "base" in has:
-        children["embed"].requires_grad_(False)
-    return nn.Sequential(children) if program.sequential else Net(children)
+        model.heads[0].weight = model.embed.weight
+    if "base" in has:  # frozen and in no optimizer, as with LoRA
+        model.embed.requires_grad_(False)
+    return model
 
 
-def build_optimizers(program: Program, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return optimizers of what trains at first: of all parameters, or of trunk and heads."""
+def build_optimizers(program: Program, model: nn.Module) -> list[Any]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    parts = [named]
+    parts = [[p for _, p in named]]
     if len(program.optimizers) == 2:
         parts = [[], []]
         for name, p in named:
-            parts[name.startswith("heads.")].append((name, p))
+            parts[name.startswith("heads.")].append(p)
     optimizers = []
     for kind, part in zip(program.optimizers, parts, strict=True):
-        groups = [{"params": [p for _, p in part]}]
+        groups: list[dict[str, Any]] = [{"params": part}]
         if program.groups:
-            groups = [
-                {"params": [p for _, p in part if p.ndim > 1]},
-                {"params": [p for _, p in part if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02},
-            ]
+            biases = {"params": [p for p in part if p.ndim < 2], "weight_decay": 0.0, "lr": 0.02}
+            groups = [{"params": [p for p in part if p.ndim > 1]}, biases]
         optimizers.append(OPTIMIZERS[kind]([group for group in groups if group["params"]]))
     return optimizers
 
 
-# -- the two ways to run a program ----------------------------------------------------------------
+# -- runs -----------------------------------------------------------------------------------------
 
 
 class Reference:
-    """One process in plain torch, on the batches of all ranks."""
+    """A run in plain torch in one process, on the batches of all ranks."""
 
     def __init__(self, program: Program, replicas: int = 2) -> None:
-        self.program, self.replicas = program, replicas
-        # BatchNorm normalizes by the batch of a rank, so each rank has a forward of its own then.
-        apart = "norm" in program.features or program.branches_differ
-        self.pieces = replicas if apart else 1
-        self.batches = 0
+        self.program, self.replicas, self.batches = program, replicas, 0
+        # With BatchNorm, or branches that differ by rank, each rank's rows have their own forward.
+        by_rank = "norm" in program.features or any("side=[" in line for line in self.lines())
+        self.pieces: list[slice] = list(self.rows(replicas)) if by_rank else [slice(None)]
+        self.names: dict[str, Any] = {"torch": torch, "accel": self.accel()}
+        for method in (self.losses, self.evaluate, self.save, self.load, self.resume):
+            self.names[method.__name__] = method
+        self.names["set_up_again"] = self.set_up_again
         self.start()
 
+    def lines(self) -> Iterator[str]:
+        for step in self.program.steps:
+            yield from step
+
+    def rows(self, replicas: int) -> Iterator[slice]:
+        for replica in range(replicas):
+            yield slice(replica * ROWS, (replica + 1) * ROWS)
+
     def start(self) -> None:
-        """Build everything anew."""
         self.model: Any = build(self.program)
-        self.optimizers: list[Any] = build_optimizers(self.program, self.model)
-        self.make_schedulers()
+        self.optimizers = build_optimizers(self.program, self.model)
+        self.build_schedulers()
+        self.publish()
 
-    def make_schedulers(self) -> None:
-        make = SCHEDULERS.get(self.program.scheduler)
-        self.schedulers = [make(optimizer) for optimizer in self.optimizers] if make else []
+    def build_schedulers(self) -> None:
+        kind = SCHEDULERS.get(self.program.scheduler)
+        self.schedulers = [kind(optimizer) for optimizer in self.optimizers] if kind else []
 
-    # Every method below is another one for ``Distributed``.
+    def publish(self) -> None:
+        """Let the program's lines use the current objects."""
+        objects = {"model": self.model, "optimizers": self.optimizers}
+        self.names.update(objects, schedulers=self.schedulers)
 
-    def forward(self, x: torch.Tensor, one: Pass) -> list[Any]:
-        """Return the outputs of all pieces of a batch. Buffers become those of rank 0."""
-        outs = []
-        for index, piece in enumerate(x.chunk(self.pieces)):
-            arguments = self.arguments(piece, one, index)
-            buffers = {name: b.clone() for name, b in self.model.named_buffers()} if index else {}
-            outs.append(torch.func.functional_call(self.model, buffers, arguments))
-        return outs
+    # ``Distributed`` overrides these.
 
-    def targets(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return y.chunk(self.pieces)
+    def accel(self) -> Any:
+        def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+            return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    def no_sync(self) -> Any:
-        return contextlib.nullcontext()
+        return SimpleNamespace(no_sync=lambda model: contextlib.nullcontext(), clip_grad_norm_=clip_grad_norm_)
 
-    def clip_by_accel(self) -> Any:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)
+    def forward(self, rank: int, *arguments: Any) -> Any:
+        """Return the model's output. Only rank 0's forwards change the buffers."""
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()} if rank else {}
+        return torch.func.functional_call(self.model, buffers, arguments)
 
-    def state(self, one: Any) -> Any:
-        return copy.deepcopy(one.state_dict())
+    def state(self, stateful: Any) -> Any:
+        return copy.deepcopy(stateful.state_dict())
 
     def save(self) -> None:
-        trains = [p.requires_grad for p in self.model.parameters()]
-        states = [self.state(one) for one in (self.model, *self.optimizers, *self.schedulers)]
-        self.saved = (trains, states)
+        self.saved = [self.state(one) for one in self.stateful()]
+        self.trainable = [p.requires_grad for p in self.model.parameters()]
 
     def load(self) -> None:
-        trains, states = copy.deepcopy(self.saved)
-        for p, trained in zip(self.model.parameters(), trains, strict=True):
-            p.requires_grad_(trained)
-        for one, state in zip((self.model, *self.optimizers, *self.schedulers), states, strict=True):
-            one.load_state_dict(state)
+        for one, state in zip(self.stateful(), self.saved, strict=True):
+            one.load_state_dict(copy.deepcopy(state))
+        for p, trainable in zip(self.model.parameters(), self.trainable, strict=True):
+            p.requires_grad_(trainable)
 
     def resume(self) -> None:
+        """Load into new objects."""
         self.start()
         self.load()
 
-    def again(self) -> None:
-        pass
+    def set_up_again(self) -> None:
+        """Do nothing: one process needs no setup."""
 
-    # What both have in common.
+    # The rest is the same for both.
 
-    def arguments(self, x: torch.Tensor, one: Pass, index: int) -> tuple[Any, ...]:
-        return (x,) if self.program.sequential else (x, one.heads, one.side[index])
+    def stateful(self) -> list[Any]:
+        return [self.model, *self.optimizers, *self.schedulers]
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the next global batch: inputs, labels and values."""
+    def batch(self) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the next global batch: inputs, and the targets of both heads."""
         self.batches += 1
-        generator = torch.Generator().manual_seed(self.program.seed * 1000 + self.batches)
+        generator = torch.Generator().manual_seed(1000 * self.program.seed + self.batches)
         rows = ROWS * self.replicas
         x = torch.randn(rows, INPUTS, generator=generator)
         if "embedding" in self.program.features:
             x = torch.randint(CLASSES, (rows, 3), generator=generator)
         labels = torch.randint(CLASSES, (rows,), generator=generator)
-        return x, labels, torch.randn(rows, CLASSES, generator=generator)
+        return x, (labels, torch.randn(rows, CLASSES, generator=generator))
 
-    def losses(self, one: Pass, share: int) -> list[torch.Tensor]:
-        """Return the loss of each head, for a new batch."""
-        x, labels, values = self.batch()
-        targets = list(zip(self.targets(labels), self.targets(values), strict=True))
-        losses = [torch.zeros(()) for _ in one.heads]
-        for out, target in zip(self.forward(x, one), targets, strict=True):
-            outs = out if isinstance(out, tuple) else (out,)
-            for position, head in enumerate(one.heads):
-                value = outs[head if self.program.sequential else position]
+    def losses(self, heads: tuple[int, ...], side: bool | list[bool]) -> list[torch.Tensor]:
+        """Return the loss of each head for a new batch. ``side`` may differ by rank."""
+        x, targets = self.batch()
+        losses = [torch.zeros(()) for _ in heads]
+        for rank, rows in enumerate(self.pieces):
+            outs = self.outputs(rank, x[rows], heads, side)
+            for i, head in enumerate(heads):
                 measure = F.mse_loss if head else F.cross_entropy
-                loss = measure(value, target[head]) / len(targets)
-                losses[position] = losses[position] + loss / share
-        if one.penalty:
-            losses[0] = losses[0] + 0.1 * self.model.penalty() / share
+                loss = measure(outs[i], targets[head][rows])
+                losses[i] = losses[i] + loss / len(self.pieces)
         return losses
 
-    def run_pass(self, one: Pass, share: int) -> None:
-        with self.no_sync() if one.no_sync else contextlib.nullcontext():
-            losses = self.losses(one, share)
-            if one.backward == "each":
-                for loss in losses[:-1]:
-                    loss.backward(retain_graph=True)
-                losses[-1].backward()
-                return
-            backwards = [sum(losses)]
-            if one.backward in ("two", "swapped"):
-                backwards.append(sum(self.losses(one, share)))
-            if one.backward == "twice":
-                backwards[0].backward(retain_graph=True)
-            if one.backward == "swapped":
-                backwards.reverse()
-            for loss in backwards:
-                loss.backward()
-            if one.backward == "alone":
-                (0.1 * self.model.penalty() / share).backward()
+    def outputs(self, rank: int, x: torch.Tensor, heads: tuple[int, ...], side: Any) -> list[Any]:
+        if self.program.sequential:  # computes all heads
+            out = self.forward(rank, x)
+            outs = out if isinstance(out, tuple) else (out,)
+            return [outs[head] for head in heads]
+        out = self.forward(rank, x, heads, side[rank] if isinstance(side, list) else side)
+        return list(out) if isinstance(out, tuple) else [out]
 
-    def zero_grad(self) -> None:
-        whose = [self.model] if self.program.zero.startswith("model") else self.optimizers
-        for one in whose:
-            one.zero_grad(set_to_none=not self.program.zero.endswith("in place"))
-
-    def clip(self) -> Any:
-        parameters = self.model.parameters()
-        if self.program.clip == "value":
-            return nn.utils.clip_grad_value_(parameters, 0.02)
-        if self.program.clip == "accel":
-            return self.clip_by_accel()
-        return nn.utils.clip_grad_norm_(parameters, 0.3)
-
-    def evaluate(self) -> torch.Tensor:
-        """Return the outputs in evaluation mode, for a batch that all ranks have in common."""
+    def evaluate(self) -> None:
+        """Compute outputs in evaluation mode. All ranks have the same batch."""
         self.model.eval()
-        x, _, _ = self.batch()
-        everything = Pass(tuple(range(self.program.heads)), "sum", (True,))
+        x, _ = self.batch()
         with torch.no_grad():
-            out = self.model(*self.arguments(x, everything, 0))
+            outs = self.outputs(0, x, tuple(range(self.program.heads)), side=True)
         self.model.train()
-        return torch.stack(out if isinstance(out, tuple) else (out,))
+        self.names["evaluation"] = torch.stack(outs)
 
-    def run_step(self, step: Step) -> dict[str, Any]:
-        """Run a step and its events, and return what is compared afterwards, by name."""
-        seen = {}
-        for name in step.toggled:
-            for p in self.model.get_submodule(name).parameters():
-                p.requires_grad_(not p.requires_grad)
-        if step.evaluates:
-            seen["evaluation"] = self.evaluate()
-        if self.program.zero_first:
-            self.zero_grad()
-        for one in step.passes:
-            self.run_pass(one, len(step.passes))
-        if self.program.clip:
-            norm = self.clip()
-            seen["norm"] = 0.0 if norm is None else float(norm)
-        for index in step.optimizers:
-            self.optimizers[index].step()
-        for scheduler in self.schedulers:
-            scheduler.step()
-        if not self.program.zero_first:
-            self.zero_grad()
+    def run_step(self, lines: tuple[str, ...]) -> dict[str, Any]:
+        """Execute the lines of a step. Return everything that is compared, by name."""
+        seen: dict[str, Any] = {}
+        exec("\n".join(lines), self.names)
+        for name in ("norm", "evaluation"):
+            if name in self.names:
+                seen[name] = torch.as_tensor(self.names[name]).tolist()
         seen["model"] = self.state(self.model)
-        for event in step.events:
-            getattr(self, event)()
-        if step.events or step is self.program.steps[-1]:
-            seen["model afterwards"] = self.state(self.model)
-            seen["optimizers"] = [self.state(one) for one in self.optimizers]
+        seen["optimizers"] = [self.state(optimizer) for optimizer in self.optimizers]
         return dict(leaves(seen))
 
     def train(self) -> list[dict[str, Any]]:
-        return [self.run_step(step) for step in self.program.steps]
+        return [self.run_step(lines) for lines in self.program.steps]
 
 
 class Distributed(Reference):
-    """One rank with accel, on its part of each batch."""
+    """A run with accel on one rank of several, on the rank's rows of each batch."""
 
     def __init__(self, program: Program, folder: str) -> None:
         self.folder = folder
         self.replica, replicas = replica_of(program.backend)
         super().__init__(program, replicas)
+        self.pieces = [list(self.rows(replicas))[self.replica]]
 
     def start(self) -> None:
         self.raw = build(self.program)
-        self.raw_optimizers = build_optimizers(self.program, self.raw)
-        if self.program.scheduler_of_handle:
-            self.set_up()
-            self.make_schedulers()
-        else:
-            self.optimizers = self.raw_optimizers
-            self.make_schedulers()
-            self.set_up()
+        self.optimizers = self.raw_optimizers = build_optimizers(self.program, self.raw)
+        if self.program.scheduler_on == "raw":
+            self.build_schedulers()
+        self.set_up()
+        if self.program.scheduler_on == "handle":
+            self.build_schedulers()
+        self.publish()
 
     def set_up(self) -> None:
-        self.model, self.optimizers, _ = accel.setup(self.raw, self.raw_optimizers, backend=self.program.backend)
+        handles = accel.setup(self.raw, self.raw_optimizers, backend=self.program.backend)
+        self.model, self.optimizers = handles.model, handles.optimizers
 
-    def forward(self, x: torch.Tensor, one: Pass) -> list[Any]:
-        piece = x.chunk(self.replicas)[self.replica]
-        return [self.model(*self.arguments(piece, one, accel.rank()))]
+    def accel(self) -> Any:
+        return accel
 
-    def targets(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (y.chunk(self.replicas)[self.replica],)
+    def forward(self, rank: int, *arguments: Any) -> Any:
+        return self.model(*arguments)
 
-    def no_sync(self) -> Any:
-        return accel.no_sync(self.model)
+    def outputs(self, rank: int, x: torch.Tensor, heads: tuple[int, ...], side: Any) -> list[Any]:
+        return super().outputs(accel.rank(), x, heads, side)
 
-    def clip_by_accel(self) -> Any:
-        return accel.clip_grad_norm_(self.model, 0.3)
-
-    def state(self, one: Any) -> Any:
-        return copy.deepcopy(accel.full_state_dict(one))
+    def state(self, stateful: Any) -> Any:
+        return accel.full_state_dict(stateful)
 
     def checkpoint(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "optimizers": self.optimizers,
-            "schedulers": self.schedulers,
-        }
+        names = ("model", "optimizers", "schedulers")
+        return {name: self.names[name] for name in names}
 
     def save(self) -> None:
         accel.save(self.checkpoint(), self.folder)
@@ -649,16 +509,16 @@ class Distributed(Reference):
 
     def resume(self) -> None:
         accel.teardown(self.model)
-        self.start()
-        self.load()
+        super().resume()
 
-    def again(self) -> None:
+    def set_up_again(self) -> None:
         accel.teardown(self.model)
         self.set_up()
+        self.publish()
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values of a state, by their path."""
+    """Yield the tensors and plain values in a state, with their paths."""
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     if not isinstance(value, dict):
@@ -669,22 +529,24 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def difference(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> str:
-    """Return the first difference of two runs, or an empty text."""
+    """Return the first step and name at which two runs differ, or an empty text."""
     for number, (one, other) in enumerate(zip(expected, actual, strict=True)):
         if one.keys() != other.keys():
             return f"step {number}: only one run has {sorted(one.keys() ^ other.keys())[:4]}"
         for name, value in one.items():
-            if not isinstance(value, float | torch.Tensor):
-                if value != other[name]:
-                    return f"step {number}, {name}: {other[name]!r} instead of {value!r}"
-                continue
-            a, b = torch.as_tensor(value).double(), torch.as_tensor(other[name]).double()
-            if a.shape != b.shape:
-                return f"step {number}, {name}: {tuple(b.shape)} instead of {tuple(a.shape)}"
-            apart = float((a - b).abs().max()) if a.numel() else 0.0
-            if not apart <= TOLERANCE:
-                return f"step {number}, {name}: differs by {apart:.1e}"
+            if distance(value, other[name]) > TOLERANCE:
+                return f"step {number}: {name} is {other[name]} instead of {value}"
     return ""
+
+
+def distance(a: Any, b: Any) -> float:
+    """Return the largest difference of two values; infinity if they can't be compared."""
+    if not isinstance(a, float | torch.Tensor):
+        return 0.0 if a == b else float("inf")
+    one, other = torch.as_tensor(a).double(), torch.as_tensor(b).double()
+    if one.shape != other.shape or not torch.isfinite(other).all():
+        return float("inf")
+    return float((one - other).abs().max()) if one.numel() else 0.0
 
 
 # -- many programs --------------------------------------------------------------------------------
@@ -692,7 +554,7 @@ def difference(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> 
 
 @dataclass(frozen=True)
 class Result:
-    kind: str  # equal, refused, failed
+    kind: str  # equal, refused or failed
     text: str = ""
 
 
@@ -705,61 +567,59 @@ def replicas_of(backend: str, world: int) -> int:
     return int(run(world, replica_of, backend)[0][1])
 
 
+def check(program: Program, world: int = 2, train: Any = train_rank) -> Result:
+    """Run a program on ``world`` ranks and compare each of them with one process."""
+    expected = Reference(program, replicas_of(program.backend, world)).train()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            results = outcomes(world, train, program, f"{folder}/saved", timeout=TIMEOUT)
+        except AssertionError as hang:
+            return Result("failed", str(hang))
+    return judge(expected, results)
+
+
 def judge(expected: list[dict[str, Any]], results: list[Outcome]) -> Result:
-    """Compare the ranks with the reference. Ranks that all raise an AccelError refuse a program."""
-    failures = [(rank, result) for rank, result in enumerate(results) if result.error]
-    if failures and all("AccelError" in result.error for result in results):
+    """Compare what the ranks did. A program is refused if all ranks raise an AccelError."""
+    if all("AccelError" in result.error for result in results):
         return Result("refused", results[0].message)
-    if failures:
-        return Result("failed", "\n".join(f"rank {i}: {r.trace or r.message}" for i, r in failures))
+    for rank, result in enumerate(results):
+        if result.error:
+            return Result("failed", f"rank {rank}: {result.trace or result.message}")
     for rank, result in enumerate(results):
         if text := difference(expected, result.value):
             return Result("failed", f"rank {rank}: {text}")
     return Result("equal")
 
 
-def check(program: Program, world: int = 2, train: Any = train_rank) -> Result:
-    """Run a program on ``world`` ranks and in one process."""
-    expected = Reference(program, replicas_of(program.backend, world)).train()
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder, "checkpoint"))
-        try:
-            results = outcomes(world, train, program, path, timeout=TIMEOUT)
-        except AssertionError as hang:
-            return Result("failed", str(hang))
-    return judge(expected, results)
-
-
 def report(backend: str, results: dict[int, Result], seconds: float) -> bool:
-    """Print a summary; return True if no program failed and few were refused."""
-    by_kind = defaultdict(list)
-    texts = defaultdict(list)
+    """Print a summary. Return True if no program failed and few were refused."""
+    seeds, texts = defaultdict(list), defaultdict(list)
     for seed, result in results.items():
-        by_kind[result.kind].append(seed)
+        seeds[result.kind].append(seed)
         if result.kind == "refused":
-            texts[result.text.splitlines()[0][:200]].append(seed)
-    counts = ", ".join(f"{len(by_kind[kind])} {kind}" for kind in ("equal", "refused", "failed"))
+            texts[result.text.partition("\n")[0][:200]].append(seed)
+    counts = ", ".join(f"{len(seeds[kind])} {kind}" for kind in ("equal", "refused", "failed"))
     print(f"{backend}: {len(results)} programs, {counts}, {seconds:.0f} s")
-    for text, seeds in texts.items():
-        print(f"  refused {seeds}: {text}")
-    if by_kind["failed"]:
-        print(f"  failed {by_kind['failed']}")
-    return not by_kind["failed"] and len(by_kind["refused"]) <= MAX_REFUSED * len(results)
+    for text, refused in texts.items():
+        print(f"  refused {refused}: {text}")
+    if seeds["failed"]:
+        print(f"  failed {seeds['failed']}")
+    return not seeds["failed"] and len(seeds["refused"]) <= MAX_REFUSED * len(results)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.generated", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.generated")
     parser.add_argument("--backend", nargs="+", default=["ddp"], help='such as "deepspeed:3"')
     parser.add_argument("--seeds", type=int, default=200, help="how many programs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--world", type=int, default=2, help="ranks")
-    parser.add_argument("--show", type=int, metavar="SEED", help="print a program instead")
+    parser.add_argument("--world", type=int, default=2, help="how many ranks")
+    parser.add_argument("--show", type=int, metavar="SEED", help="print a program and exit")
     options = parser.parse_args()
+    if options.show is not None:
+        print(draw(options.show, options.backend[0], options.world))
+        return 0
     good = True
     for backend in options.backend:
-        if options.show is not None:
-            print(draw(options.show, backend, options.world))
-            continue
         start, results = time.monotonic(), {}
         for seed in range(options.first, options.first + options.seeds):
             program = draw(seed, backend, options.world)
