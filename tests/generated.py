@@ -15,6 +15,7 @@ import contextlib
 import copy
 import functools
 import random
+import sys
 import tempfile
 import textwrap
 import time
@@ -455,7 +456,8 @@ class Reference:
             if name in self.names:
                 seen[name] = torch.as_tensor(self.names[name]).tolist()
         seen["model"] = self.state(self.model)
-        seen["optimizers"] = [self.state(optimizer) for optimizer in self.optimizers]
+        if lines is self.program.steps[-1]:
+            seen["optimizers"] = [self.state(optimizer) for optimizer in self.optimizers]
         return dict(leaves(seen))
 
     def train(self) -> list[dict[str, Any]]:
@@ -623,9 +625,10 @@ def main() -> int:
         start, results = time.monotonic(), {}
         for seed in range(options.first, options.first + options.seeds):
             program = draw(seed, backend, options.world)
-            results[seed] = check(program, options.world)
-            if results[seed].kind == "failed":
-                print(f"{program}\n{results[seed].text}\n", flush=True)
+            result = results[seed] = check(program, options.world)
+            print(result.kind[0], end="", file=sys.stderr, flush=True)
+            if result.kind == "failed":
+                print(f"\n{program}\n{result.text}\n", flush=True)
         good &= report(backend, results, time.monotonic() - start)
     return 0 if good else 1
 
