@@ -22,7 +22,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -70,6 +69,11 @@ BACKWARDS = {
     "swapped": "first = {loss}\nsecond = {loss}\nsecond.backward()\nfirst.backward()",
     "alone": "loss = {loss}\nloss.backward()\n(0.1 * model.penalty()).backward()",
 }
+#: What a program's lines use, besides torch.
+NAMES = (
+    *("accel", "model", "optimizers", "schedulers", "losses"),
+    *("evaluate", "save", "load", "resume", "set_up_again"),
+)
 #: What a backend doesn't support, as its page in docs/ says.
 UNSUPPORTED: dict[str, set[str]] = {
     "pipeline": {"tied", "side", "penalty", "alone"},
@@ -177,14 +181,14 @@ class _Writer:
     def step(self) -> list[str]:
         lines = list(self._freeze()) if self.freezes else []
         if self.rng.random() < 0.2:
-            lines.append("evaluate()")
+            lines.append("evaluation = evaluate()")
         if self.zero_first:
             lines.append(self.zero)
         lines += self._micro_batches()
         if self.clip:
             lines.append(self.clip)
         stepped = range(len(self.shape.optimizers))
-        if self.rng.random() < 0.25:
+        if self.rng.random() < 0.25 and not self.shape.scheduler:
             stepped = [self.rng.choice(stepped)]
         lines += [f"optimizers[{index}].step()" for index in stepped]
         if self.shape.scheduler:
@@ -234,14 +238,12 @@ class _Writer:
 
 def _add_events(rng: random.Random, steps: list[list[str]], again: bool) -> None:
     """Save and load, or tear down and set up again, between two steps."""
-    last = len(steps) - 2
+    saved, loaded = sorted(rng.choices(range(1, len(steps)), k=2))
     if rng.random() < 0.4:
-        saved = rng.randint(0, last)
-        loaded = rng.randint(saved, last)
-        steps[saved].append("save()")
-        steps[loaded].append(rng.choice(("load()", "resume()")))
+        steps.insert(loaded, [rng.choice(("load()", "resume()"))])
+        steps.insert(saved, ["save()"])
     if rng.random() < 0.15 and again:
-        steps[rng.randint(0, last)].append("set_up_again()")
+        steps.insert(rng.randrange(1, len(steps)), ["set_up_again()"])
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -332,50 +334,40 @@ def build_optimizers(program: Program, model: nn.Module) -> list[Any]:
 # -- runs -----------------------------------------------------------------------------------------
 
 
+class PlainAccel:
+    """The functions of accel that a program's lines call, for one process."""
+
+    @staticmethod
+    def no_sync(model: nn.Module) -> Any:
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
 class Reference:
     """A run in plain torch in one process, on the batches of all ranks."""
 
+    accel: Any = PlainAccel
+
     def __init__(self, program: Program, replicas: int = 2) -> None:
         self.program, self.replicas, self.batches = program, replicas, 0
-        # With BatchNorm, or branches that differ by rank, each rank's rows have their own forward.
-        by_rank = "norm" in program.features or any("side=[" in line for line in self.lines())
-        self.pieces: list[slice] = list(self.rows(replicas)) if by_rank else [slice(None)]
-        self.names: dict[str, Any] = {"torch": torch, "accel": self.accel()}
-        for method in (self.losses, self.evaluate, self.save, self.load, self.resume):
-            self.names[method.__name__] = method
-        self.names["set_up_again"] = self.set_up_again
+        self.rows = [slice(i * ROWS, (i + 1) * ROWS) for i in range(replicas)]  # of each rank
+        if "norm" not in program.features and "side=[" not in str(program):
+            self.rows = [slice(None)]  # one forward gives the same gradients as one for each rank
         self.start()
-
-    def lines(self) -> Iterator[str]:
-        for step in self.program.steps:
-            yield from step
-
-    def rows(self, replicas: int) -> Iterator[slice]:
-        for replica in range(replicas):
-            yield slice(replica * ROWS, (replica + 1) * ROWS)
 
     def start(self) -> None:
         self.model: Any = build(self.program)
         self.optimizers = build_optimizers(self.program, self.model)
         self.build_schedulers()
-        self.publish()
 
     def build_schedulers(self) -> None:
         kind = SCHEDULERS.get(self.program.scheduler)
         self.schedulers = [kind(optimizer) for optimizer in self.optimizers] if kind else []
 
-    def publish(self) -> None:
-        """Let the program's lines use the current objects."""
-        objects = {"model": self.model, "optimizers": self.optimizers}
-        self.names.update(objects, schedulers=self.schedulers)
-
     # ``Distributed`` overrides these.
-
-    def accel(self) -> Any:
-        def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
-            return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-        return SimpleNamespace(no_sync=lambda model: contextlib.nullcontext(), clip_grad_norm_=clip_grad_norm_)
 
     def forward(self, rank: int, *arguments: Any) -> Any:
         """Return the model's output. Only rank 0's forwards change the buffers."""
@@ -423,12 +415,12 @@ class Reference:
         """Return the loss of each head for a new batch. ``side`` may differ by rank."""
         x, targets = self.batch()
         losses = [torch.zeros(()) for _ in heads]
-        for rank, rows in enumerate(self.pieces):
+        for rank, rows in enumerate(self.rows):
             outs = self.outputs(rank, x[rows], heads, side)
             for i, head in enumerate(heads):
                 measure = F.mse_loss if head else F.cross_entropy
                 loss = measure(outs[i], targets[head][rows])
-                losses[i] = losses[i] + loss / len(self.pieces)
+                losses[i] = losses[i] + loss / len(self.rows)
         return losses
 
     def outputs(self, rank: int, x: torch.Tensor, heads: tuple[int, ...], side: Any) -> list[Any]:
@@ -439,22 +431,21 @@ class Reference:
         out = self.forward(rank, x, heads, side[rank] if isinstance(side, list) else side)
         return list(out) if isinstance(out, tuple) else [out]
 
-    def evaluate(self) -> None:
-        """Compute outputs in evaluation mode. All ranks have the same batch."""
+    def evaluate(self) -> torch.Tensor:
+        """Return outputs in evaluation mode for a batch that all ranks have."""
         self.model.eval()
         x, _ = self.batch()
         with torch.no_grad():
             outs = self.outputs(0, x, tuple(range(self.program.heads)), side=True)
         self.model.train()
-        self.names["evaluation"] = torch.stack(outs)
+        return torch.stack(outs)
 
     def run_step(self, lines: tuple[str, ...]) -> dict[str, Any]:
         """Execute the lines of a step. Return everything that is compared, by name."""
-        seen: dict[str, Any] = {}
-        exec("\n".join(lines), self.names)
-        for name in ("norm", "evaluation"):
-            if name in self.names:
-                seen[name] = torch.as_tensor(self.names[name]).tolist()
+        names = {name: getattr(self, name) for name in NAMES} | {"torch": torch}
+        exec("\n".join(lines), names)
+        seen = {name: names.get(name, 0.0) for name in ("norm", "evaluation")}
+        seen["norm"] = float(seen["norm"])  # FSDP2's norm is a DTensor
         seen["model"] = self.state(self.model)
         if lines is self.program.steps[-1]:
             seen["optimizers"] = [self.state(optimizer) for optimizer in self.optimizers]
@@ -467,11 +458,13 @@ class Reference:
 class Distributed(Reference):
     """A run with accel on one rank of several, on the rank's rows of each batch."""
 
+    accel = accel
+
     def __init__(self, program: Program, folder: str) -> None:
         self.folder = folder
-        self.replica, replicas = replica_of(program.backend)
+        replica, replicas = replica_of(program.backend)
         super().__init__(program, replicas)
-        self.pieces = [list(self.rows(replicas))[self.replica]]
+        self.rows = [slice(replica * ROWS, (replica + 1) * ROWS)]
 
     def start(self) -> None:
         self.raw = build(self.program)
@@ -481,14 +474,10 @@ class Distributed(Reference):
         self.set_up()
         if self.program.scheduler_on == "handle":
             self.build_schedulers()
-        self.publish()
 
     def set_up(self) -> None:
         handles = accel.setup(self.raw, self.raw_optimizers, backend=self.program.backend)
         self.model, self.optimizers = handles.model, handles.optimizers
-
-    def accel(self) -> Any:
-        return accel
 
     def forward(self, rank: int, *arguments: Any) -> Any:
         return self.model(*arguments)
@@ -499,15 +488,11 @@ class Distributed(Reference):
     def state(self, stateful: Any) -> Any:
         return accel.full_state_dict(stateful)
 
-    def checkpoint(self) -> dict[str, Any]:
-        names = ("model", "optimizers", "schedulers")
-        return {name: self.names[name] for name in names}
-
     def save(self) -> None:
-        accel.save(self.checkpoint(), self.folder)
+        accel.save({"all": self.stateful()}, self.folder)
 
     def load(self) -> None:
-        accel.load(self.folder, self.checkpoint())
+        accel.load(self.folder, {"all": self.stateful()})
 
     def resume(self) -> None:
         accel.teardown(self.model)
@@ -516,7 +501,6 @@ class Distributed(Reference):
     def set_up_again(self) -> None:
         accel.teardown(self.model)
         self.set_up()
-        self.publish()
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
