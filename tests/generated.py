@@ -17,7 +17,6 @@ import functools
 import random
 import sys
 import tempfile
-import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -62,12 +61,16 @@ CLIP = (
 )
 #: The lines of a micro-batch. ``each`` needs two heads.
 BACKWARDS = {
-    "sum": "loss = {loss}\nloss.backward()",
-    "each": "first, second = {losses}\n(first / {count}).backward(retain_graph=True)\n(second / {count}).backward()",
-    "twice": "loss = {loss}\nloss.backward(retain_graph=True)\nloss.backward()",
-    "two": "first = {loss}\nsecond = {loss}\nfirst.backward()\nsecond.backward()",
-    "swapped": "first = {loss}\nsecond = {loss}\nsecond.backward()\nfirst.backward()",
-    "alone": "loss = {loss}\nloss.backward()\n(0.1 * model.penalty()).backward()",
+    "sum": ("loss = {loss}", "loss.backward()"),
+    "each": (
+        "first, second = {losses}",
+        "(first{share}).backward(retain_graph=True)",
+        "(second{share}).backward()",
+    ),
+    "twice": ("loss = {loss}", "loss.backward(retain_graph=True)", "loss.backward()"),
+    "two": ("first = {loss}", "second = {loss}", "first.backward()", "second.backward()"),
+    "swapped": ("first = {loss}", "second = {loss}", "second.backward()", "first.backward()"),
+    "alone": ("loss = {loss}", "loss.backward()", "(0.1 * model.penalty()).backward()"),
 }
 #: What a program's lines use, besides torch.
 NAMES = (
@@ -94,7 +97,7 @@ class Program:
     backend: str
     features: tuple[str, ...]
     heads: int
-    optimizers: tuple[str, ...]  # one for all parameters, or one for the trunk and one for the heads
+    optimizers: tuple[str, ...]  # of all parameters, or of the trunk and the heads
     groups: bool  # biases have a group of their own
     scheduler: str
     scheduler_on: str  # "raw" or "handle"
@@ -107,17 +110,17 @@ class Program:
     def __str__(self) -> str:
         lines = [f"# program {self.seed}", f"# model: {self.heads} heads, {self.features}"]
         lines.append(f"# optimizers: {self.optimizers}, biases in a group: {self.groups}")
-        lines.append(f"# scheduler: {self.scheduler or 'none'} on the {self.scheduler_on} optimizer")
-        lines.append(f"model, optimizers, _ = accel.setup(net, optimizers, backend={self.backend!r})")
+        lines.append(f"# schedulers of the {self.scheduler_on} optimizers: {self.scheduler}")
+        lines.append(f"accel.setup(model, optimizers, backend={self.backend!r})")
         for number, step in enumerate(self.steps):
             lines += [f"# step {number}", *step]
         return "\n".join(lines)
 
 
 def draw(seed: int, backend: str, world: int = 2, without: tuple[str, ...] = ()) -> Program:
-    """Return the program of a seed: the same for all backends except for what they don't support."""
+    """Return the program of a seed. Backends get the same program if they support all of it."""
     rng = random.Random(seed)
-    unsupported = {*without, *UNSUPPORTED.get(backend, ())}
+    lacks = {*without, *UNSUPPORTED.get(backend, ())}
     features = [name for name in FEATURES if rng.random() < 0.3]
     if "tied" in features and "embedding" not in features:
         features.append("embedding")
@@ -125,14 +128,14 @@ def draw(seed: int, backend: str, world: int = 2, without: tuple[str, ...] = ())
     shape = Program(
         seed=seed,
         backend=_with_options(backend, features, rng),
-        features=tuple(name for name in features if name not in unsupported),
+        features=tuple(name for name in features if name not in lacks),
         heads=rng.choice((1, 2)),
         optimizers=tuple(rng.choices(list(OPTIMIZERS), k=rng.choice((1, 1, 2)))),
         groups=rng.random() < 0.4,
         scheduler=scheduler,
         scheduler_on=rng.choice(("raw", "handle")),
     )
-    writer = _Writer(rng, shape, world, unsupported)
+    writer = _Writer(rng, shape, world, lacks)
     steps = [writer.step() for _ in range(rng.randint(4, 6))]
     _add_events(rng, steps, again=not scheduler or shape.scheduler_on == "raw")
     if backend == "ddp" and writer.leaves_unused:
@@ -156,13 +159,13 @@ def _with_options(backend: str, features: list[str], rng: random.Random) -> str:
 class _Writer:
     """Write the steps of a program. The habits of a program are the same in all of its steps."""
 
-    def __init__(self, rng: random.Random, shape: Program, world: int, unsupported: set[str]) -> None:
-        self.rng, self.shape, self.world, self.unsupported = rng, shape, world, unsupported
+    def __init__(self, rng: random.Random, shape: Program, world: int, lacks: set[str]) -> None:
+        self.rng, self.shape, self.world, self.lacks = rng, shape, world, lacks
         self.leaves_unused = False
         self.kinds = rng.choices(list(BACKWARDS), weights=(6, 2, 1, 2, 1, 1), k=2)
         self.count = rng.choice((1, 1, 2, 3))  # micro-batches
         self.no_sync = rng.choice(("", "", "all but last", "all"))
-        self.penalty = rng.random() < 0.2 and "penalty" not in unsupported
+        self.penalty = rng.random() < 0.2 and "penalty" not in lacks
         self.one_head = rng.random() < 0.4
         self.branches_differ = rng.random() < 0.3 and shape.backend.startswith(BRANCHES_DIFFER)
         self.zero = rng.choice(ZERO)
@@ -217,23 +220,26 @@ class _Writer:
             if self.one_head:
                 heads = (self.rng.choice(heads),)
             kind = self.rng.choice(self.kinds)
-            if kind in self.unsupported or (kind == "each" and len(heads) < 2):
+            if kind in self.lacks or (kind == "each" and len(heads) < 2):
                 kind = "sum"
             used |= {*heads, kind}
             waits = self.no_sync == "all" or (self.no_sync and number < self.count - 1)
             if waits:
                 yield "with accel.no_sync(model):"
-            yield textwrap.indent(self._micro_batch(kind, heads, side), "    " if waits else "")
+            for line in self._micro_batch(kind, heads, side):
+                yield "    " + line if waits else line
         uses_all = len(used & {0, 1}) == self.shape.heads
         uses_all &= side is True or "side" not in self.shape.features
         self.leaves_unused |= not (uses_all or self.penalty or "alone" in used)
 
-    def _micro_batch(self, kind: str, heads: tuple[int, ...], side: Any) -> str:
+    def _micro_batch(self, kind: str, heads: tuple[int, ...], side: Any) -> Iterator[str]:
         losses = f"losses({heads}, side={side})"
-        loss = f"sum({losses}) / {self.count}"
+        share = f" / {self.count}" if self.count > 1 else ""
+        loss = f"sum({losses}){share}"
         if self.penalty:
-            loss = f"(sum({losses}) + 0.1 * model.penalty()) / {self.count}"
-        return BACKWARDS[kind].format(loss=loss, losses=losses, count=self.count)
+            loss = f"(sum({losses}) + 0.1 * model.penalty()){share}"
+        for line in BACKWARDS[kind]:
+            yield line.format(loss=loss, losses=losses, share=share)
 
 
 def _add_events(rng: random.Random, steps: list[list[str]], again: bool) -> None:
@@ -529,10 +535,10 @@ def distance(a: Any, b: Any) -> float:
     """Return the largest difference of two values; infinity if they can't be compared."""
     if not isinstance(a, float | torch.Tensor):
         return 0.0 if a == b else float("inf")
-    one, other = torch.as_tensor(a).double(), torch.as_tensor(b).double()
-    if one.shape != other.shape or not torch.isfinite(other).all():
+    one, other = torch.as_tensor(a), torch.as_tensor(b)
+    if one.shape != other.shape or one.dtype != other.dtype or not torch.isfinite(other).all():
         return float("inf")
-    return float((one - other).abs().max()) if one.numel() else 0.0
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
 
 
 # -- many programs --------------------------------------------------------------------------------
