@@ -14,7 +14,7 @@ from tests.backends import need
 from tests.distributed import Outcome
 from tests.generated import Distributed, Program, Reference, check, difference, draw, judge, report
 
-SAMPLE = (0, 5, 9)
+SAMPLE = (25, 26, 27)  # they have most kinds of lines between them
 ZERO = ("deepspeed:1", "deepspeed:2", "deepspeed:3")
 BACKENDS = ("ddp", "sharded", "fsdp", *ZERO, "pipeline")
 
@@ -103,13 +103,13 @@ def wait_on_rank_1(program: Program, folder: str) -> list[dict[str, Any]]:
 
 
 def test_missing_synchronization_is_found() -> None:
-    result = check(draw(SAMPLE[0], "ddp"), train=train_unsynchronized)
+    result = check(draw(0, "ddp"), train=train_unsynchronized)
     assert result.kind == "failed"
     assert result.text.startswith("rank 0: step 0: model.")
 
 
 def test_another_learning_rate_is_found() -> None:
-    program = replace(draw(SAMPLE[0], "ddp"), scheduler="")
+    program = replace(draw(0, "ddp"), scheduler="")
     expected = Reference(program).train()
     run = Reference(program)
     run.optimizers[0].param_groups[0]["lr"] *= 1.01
@@ -139,7 +139,7 @@ def test_refusals_and_failures() -> None:
 
 def test_a_hang_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generated, "TIMEOUT", 2.0)
-    result = check(draw(SAMPLE[0], "ddp"), train=wait_on_rank_1)
+    result = check(draw(0, "ddp"), train=wait_on_rank_1)
     assert result.kind == "failed"
     assert "rank 1 did not answer" in result.text
     assert "wait_on_rank_1" in result.text
