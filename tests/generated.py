@@ -230,7 +230,8 @@ class _Writer:
                 yield "    " + line if waits else line
         uses_all = len(used & {0, 1}) == self.shape.heads
         uses_all &= side is True or "side" not in self.shape.features
-        self.leaves_unused |= not (uses_all or self.penalty or "alone" in used)
+        uses_all |= self.penalty or "alone" in used
+        self.leaves_unused |= not uses_all or side is differ
 
     def _micro_batch(self, kind: str, heads: tuple[int, ...], side: Any) -> Iterator[str]:
         losses = f"losses({heads}, side={side})"
