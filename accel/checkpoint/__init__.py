@@ -9,15 +9,14 @@ A tensor's way into a checkpoint, and out of it:
 
 Both: steps (of all ranks: one's failure is everyone's, and what is refused, missing or damaged is a CheckpointError), values
 (what is no tensor), folder (the names in a directory), placement (which host has what), safetensors (the form of a file),
-storage and remote (disks and object stores). Beside: background (saves that go on), weights and foreign (other libraries'
-files, written and read).
+storage and remote (disks and object stores). Beside: background (saves that go on) and weights (other
+libraries' files, written and read).
 """
 
 from .folder import latest, link
-from .foreign import import_checkpoint
 from .load import load
 from .save import save
 from .verify import verify
 from .weights import export
 
-__all__ = ["export", "import_checkpoint", "latest", "link", "load", "save", "verify"]
+__all__ = ["export", "latest", "link", "load", "save", "verify"]

@@ -393,19 +393,13 @@ class OptimizerObject(StateObject):
         mine = [group["params"] for group in self._holdings.values(self.optimizer)["groups"]]
         saved = [_options(group)["params"] for group in node["groups"]]
         kind = type(self.optimizer).__name__
-        if node["class"] and node["class"] != kind:
+        if node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
         if [len(g) for g in mine] != [len(g) for g in saved]:
             return (
                 f"the checkpoint has parameter groups of {[len(g) for g in saved]} parameters, and this optimizer has "
                 f"{[len(g) for g in mine]}"
             )
-        if not node["class"]:
-            # From another library's checkpoint, which does not say whose state it is; the groups' options tell, but for those
-            # that the class gives to the state of its older versions.
-            known = {k for g in node["groups"] for k in _options(g)} | _renewed(self.optimizer, node["groups"])
-            if lacking := sorted({k for g in self._holdings.values(self.optimizer)["groups"] for k in g} - known):
-                return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
             for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
                 if ours != theirs:
@@ -447,8 +441,6 @@ class OptimizerObject(StateObject):
         self._finish(saved)
         if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:
             self.engine.loss_scale.restore(*node["scale"])
-        if not node["class"]:
-            return  # another library's, which does not say what was frozen
         frozen = set(node["frozen"])
         for theirs, name in renamed.items():
             parameter = self._parameters[name]
@@ -480,14 +472,6 @@ class OptimizerObject(StateObject):
                     del self.optimizer.state[entry.parameter][key]
 
         return act
-
-
-def _renewed(optimizer: Optimizer, groups: Sequence[Json]) -> set[str]:
-    """The options that the optimizer's class gives to parameter groups that were saved without them."""
-    made: list[dict[str, Any]] = [{**_options(group), "params": []} for group in groups]
-    with contextlib.suppress(Exception):  # a class that wants more than a state dict has
-        type(optimizer).__new__(type(optimizer)).__setstate__({"state": {}, "param_groups": made, "defaults": {}})
-    return {key for group in made for key in group}
 
 
 def _options(group: Json) -> dict[str, Json]:

@@ -181,8 +181,7 @@ def _absent(directory: str) -> str:
     if not storage.is_directory(directory):
         file = storage.exists(directory)
         what = "is a file" if file else "does not exist"
-        advice = "; accel.import_checkpoint makes one of a file of torch.save" if file else ""
-        return f"{directory} {what}; expected the directory of a checkpoint that accel.save wrote{advice}"
+        return f"{directory} {what}; expected the directory of a checkpoint that accel.save wrote"
     try:
         names = sorted(storage.names(directory))
     except OSError as error:
@@ -192,8 +191,8 @@ def _absent(directory: str) -> str:
         return f"{directory} holds checkpoints ({', '.join(inside[-5:])}) but is none: name one, or accel.latest({directory!r})"
     return (
         f"{directory} has no {NAME}, so that it is no complete checkpoint of accel: the save did not finish, it has weights "
-        "alone, as accel.export writes them (accel.load takes these), or another library wrote it (accel.import_checkpoint takes "
-        f"some); it holds {', '.join(names[:5]) or 'nothing'}"
+        "alone, as accel.export writes them (accel.load takes these), or another library wrote it; it holds "
+        f"{', '.join(names[:5]) or 'nothing'}"
     )
 
 

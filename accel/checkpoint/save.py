@@ -226,20 +226,6 @@ def _commit_placed(writer: Writer, written: Sequence[Files], disks: Disks, repli
     writer.committed(record.parse(content, writer.directory)[0])
 
 
-def save_alone(state: Mapping[str, Any], directory: str) -> None:
-    """``save`` by this process alone, whatever others there are."""
-    contents = contents_of(state, None, 1)
-    with contextlib.ExitStack() as resources:
-        claim = folder.begin(directory, resources)
-        writer = Writer(directory, claim, contents, [contents.message([contents.summary(0)], 0)], 0, None, False)
-        try:
-            written = writer.write()
-        except BaseException:
-            writer.discard()
-            raise
-        writer.commit([written])
-
-
 # -- What is saved: what each rank has, and what all of them together will write. Writes nothing -----------------------
 
 #: A rank's files, in the order of ``KINDS``.

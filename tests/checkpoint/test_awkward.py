@@ -241,8 +241,6 @@ def test_what_a_path_makes_of_a_url_is_no_directory(
         lambda: accel.link("c", url),
         lambda: accel.export(url, "d"),
         lambda: accel.export("c", url),
-        lambda: accel.import_checkpoint(url, "d"),
-        lambda: accel.import_checkpoint("c", url),
         deferred,
     ]
     for call in calls:
@@ -250,7 +248,7 @@ def test_what_a_path_makes_of_a_url_is_no_directory(
             call()
     with pytest.raises(accel.AccelError, match="mount the bucket"):
         accel.memory_report(nn.Linear(2, 2)).save_plot("s3://bucket/x.png")
-    for command in (["verify", url], ["export", url, "d"], ["convert", url, "d"], ["diff", "c", url], ["inspect", url]):
+    for command in (["verify", url], ["export", url, "d"], ["inspect", url]):
         assert main([str(part) for part in command]) == 1
         assert "is a URL" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["c"]
@@ -313,7 +311,6 @@ def differing_options(directory: str) -> list[str]:
         lambda: accel.load(directory, state, check="last" if odd else "first"),  # type: ignore[arg-type]
         lambda: accel.verify(directory, progress=wrong),
         lambda: accel.export(directory, f"{directory}-out", overwrite=wrong),
-        lambda: accel.import_checkpoint(directory, f"{directory}-in", optimizer=wrong),
     ):
         with pytest.raises(CheckpointError, match="='\\w+': expected (True or False|'first')"):
             act()

@@ -323,11 +323,6 @@ def test_export_comparison_and_inspection(tmp_path: Path, capsys: pytest.Capture
     found = nn.ParameterDict({name: torch.zeros_like(t) for name, t in whole.items()})
     accel.load(tmp_path / "out", {"model": found})
     assert all(torch.equal(found[name], t) for name, t in whole.items())
-    with torch.no_grad():
-        found["v"][1, 2, 3] -= 64
-    accel.save({"model": found}, tmp_path / "b")
     capsys.readouterr()
-    main(["diff", str(tmp_path / "a"), str(tmp_path / "b")])
-    assert capsys.readouterr().out == "model/v: 1 of 60 elements differ, by at most 64\n1 differences\n"
     main(["inspect", str(tmp_path / "a")])
     assert "model/w  F32   [70, 60] in 4 parts" in capsys.readouterr().out

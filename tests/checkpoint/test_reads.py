@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 import accel
-from accel.__main__ import main
 from accel.checkpoint import reader
 from accel.checkpoint.reader import _put
 from accel.checkpoint.safetensors import CHUNK
@@ -180,22 +179,15 @@ def test_values_that_are_tensors_are_read_together(reads: Reads, tmp_path: Path)
     assert all(torch.equal(found.tensors[name], t) for name, t in saved.tensors.items())
 
 
-def test_export_and_comparison_read_small_tensors_together(
-    reads: Reads, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_reads_small_tensors_together(reads: Reads, tmp_path: Path) -> None:
     """A batch of them may begin in the chunk in which the one before ended."""
     net = nn.ParameterDict(small_tensors(500, 16384))
     accel.save({"net": net}, tmp_path / "a")
     size = sizes(tmp_path / "a")
     assert reads.of(lambda: accel.export(tmp_path / "a", tmp_path / "out")) < 1.3 * size
-    with torch.no_grad():
-        net["t0300"] += 1
-    accel.save({"net": net}, tmp_path / "b")
-    assert reads.of(lambda: main(["diff", str(tmp_path / "a"), str(tmp_path / "b")])) < 2 * 1.3 * size
-    assert capsys.readouterr().out == "net/t0300: 16384 of 16384 elements differ, by at most 1\n1 differences\n"
     found = {"net": nn.ParameterDict(small_tensors(500, 16384))}
     accel.load(tmp_path / "out", found)
-    assert torch.equal(found["net"]["t0300"], net["t0300"] - 1)
+    assert torch.equal(found["net"]["t0300"], net["t0300"])
 
 
 @pytest.mark.parametrize("dims", [(2, 3, 1, 5), (1, 1, 7), (30,), (4, 4), ()], ids=str)
