@@ -8,8 +8,10 @@ import io
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -130,6 +132,27 @@ def test_the_rest_of_an_epoch_on_another_number_of_processes(tmp_path: Path) -> 
     out = printed(1, "resume.py", "--out", str(tmp_path / "cut"))
     assert out.startswith("resumed at step 10\n")  # of 8 in an epoch
     assert numbers(r"loss ([\d.]+)", out) == pytest.approx(numbers(r"loss ([\d.]+)", whole), abs=2e-6)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+        yield f"{root}/run"
+
+
+def test_the_newer_checkpoint_is_in_memory_or_on_disk(memory: str, tmp_path: Path) -> None:
+    def train(out: str, *arguments: str) -> str:
+        return printed(2, "memory_checkpoint.py", "--memory", memory, "--out", str(tmp_path / out), *arguments)
+
+    (whole,) = numbers(r"loss ([\d.]+)", train("whole"))
+    assert not os.path.exists(memory)
+    assert train("cut", "--stop-at", "13") == ""
+    assert train("cut", "--stop-at", "16") == f"resumed from {memory}/step-13\n"
+    assert os.listdir(memory) == ["step-16"]
+    shutil.rmtree(memory)  # the node was restarted
+    out = train("cut")
+    assert out.startswith(f"resumed from {tmp_path}/cut/step-10\n")
+    assert numbers(r"loss ([\d.]+)", out) == pytest.approx([whole], abs=2e-6)
 
 
 @pytest.fixture

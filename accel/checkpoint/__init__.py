@@ -8,9 +8,8 @@ A tensor's way into a checkpoint, and out of it:
                 > chunks_due: which bytes it compares (verify) > Loading.apply: its bytes, in place (reader)
 
 Both: steps (of all ranks: one's failure is everyone's, and what is refused, missing or damaged is a CheckpointError), values
-(what is no tensor), folder (the names in a directory), placement (which host has what), safetensors (the form of a file),
-storage and remote (disks and object stores). Beside: background (saves that go on) and weights (other
-libraries' files, written and read).
+(what is no tensor), folder (the names in a directory), safetensors (the form of a file), storage and remote (disks and object
+stores). Beside: background (saves that go on) and weights (other libraries' files, written and read).
 """
 
 from .folder import latest, link

@@ -107,13 +107,13 @@ class Background:
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 
-    def snapshot(self, groups: Sequence[Sequence[WriteItem]]) -> list[list[CopiedItem]]:
+    def snapshot(self, items: Sequence[WriteItem]) -> list[CopiedItem]:
         """The same items in host memory of accel's own."""
-        devices = {item.tensor.device for group in groups for item in group if is_remote(item.tensor)}
+        devices = {item.tensor.device for item in items if is_remote(item.tensor)}
         if devices and not all(block.is_pinned() for block in self._blocks):
             self._blocks = []
         room = _Room(self._blocks, pinned=bool(devices))
-        copied = [[CopiedItem(item.entry, list(room.copies(item))) for item in group] for group in groups]
+        copied = [CopiedItem(item.entry, list(room.copies(item))) for item in items]
         room.finish()
         finish(begun(devices))
         return copied
@@ -255,20 +255,20 @@ class Words:
         self._timeout = process.timeout.total_seconds()
         self._lost: set[int] = set()
 
-    def tell(self, status: dict[str, Any], kind: str) -> None:
+    def tell(self, status: dict[str, Any]) -> None:
         with _reaching():
-            self._store.set(f"{kind}/{self._rank}", json.dumps(status))
+            self._store.set(f"done/{self._rank}", json.dumps(status))
 
-    def read(self, rank: int, kind: str) -> dict[str, Any]:
-        """What another rank told of this kind; raises where it ended or did not tell in time."""
-        if not self._wait_for(rank, kind, self._timeout):
+    def read(self, rank: int) -> dict[str, Any]:
+        """What another rank told; raises where it ended or did not tell in time."""
+        if not self._wait_for(rank, "done", self._timeout):
             self._lost.add(rank)
             what = f"its part of {self._what}"
             if reason := self._end_of(rank):
                 raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
             raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
         with _reaching():
-            status: dict[str, Any] = json.loads(self._store.get(f"{kind}/{rank}"))
+            status: dict[str, Any] = json.loads(self._store.get(f"done/{rank}"))
         return status
 
     def finish(self) -> None:
@@ -280,10 +280,9 @@ class Words:
                 return
             seen = [self._wait_for(rank, "seen", min(self._timeout, _LAST_WAIT)) for rank in others]
             if all(seen):
-                for name in [
-                    f"{kind}/{rank}" for kind in ("files", "record", "done", "seen") for rank in range(self._world)
-                ]:
-                    self._store.delete_key(name)
+                for rank in range(self._world):
+                    self._store.delete_key(f"done/{rank}")
+                    self._store.delete_key(f"seen/{rank}")
 
     def _end_of(self, rank: int) -> str:
         """Why nothing more comes of a rank; the thread that trains may wait for this save, and notice nothing."""

@@ -9,8 +9,8 @@ import operator
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, NamedTuple, final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal, final
 from urllib.parse import unquote
 
 import torch
@@ -21,7 +21,7 @@ from ..data import LoaderHandle
 from ..deferred import weights_of
 from ..errors import CheckpointError, is_url
 from ..process import current
-from ..process.control import locked, raise_together
+from ..process.control import locked
 from ..shard import Manifest, Shard
 from . import folder, record
 from .background import background
@@ -38,25 +38,13 @@ from .match import (
     value_tensors,
 )
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
-from .placement import Placed, Sight, find, memory_place
 from .reader import Reader
-from .record import Record, Stored
+from .record import Stored
 from .safetensors import BY_NAME
 from .state import OF_VALUES, State
-from .steps import (
-    DamageError,
-    Progress,
-    check_flags,
-    check_options,
-    exchange,
-    explain,
-    log_end,
-    on_any_rank,
-    on_every_rank,
-    progress_bar,
-)
+from .steps import check_arguments, exchange, explain, log_end, on_every_rank
 from .values import Decoder, Json
-from .verify import check_record, chunks_due
+from .verify import chunks_due
 from .weights import Checkpoint, choose, is_weights_alone, open_checkpoint
 
 logger = logging.getLogger("accel")
@@ -70,12 +58,8 @@ def load(
     strict: bool = True,
     check: Literal["first", "stream"] = "first",
     convert: bool = False,
-    progress: bool = True,
 ) -> dict[Any, Any]:
     """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
-
-    A newer snapshot of ``dir`` in memory (``save(..., in_memory=True)``) is taken instead; where it is damaged or not whole, what
-    is on disk is, with a warning.
 
     Args:
         dir: the checkpoint's directory; or one with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
@@ -90,7 +74,6 @@ def load(
         check: "first" compares all checksums before anything is changed; "stream" while it fills, in one pass, so that
             after an error the state may be partly filled.
         convert: convert tensors that were saved with another dtype; else they are differences.
-        progress: as for ``save``.
 
     Returns:
         ``state``.
@@ -99,120 +82,15 @@ def load(
         CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank.
     """
     current()
-    partly = False
-
-    def act() -> dict[Any, Any]:
-        nonlocal partly
-        try:
-            with progress_bar("accel.load", shown=progress) as more:
-                return _load_newest(dir, state, (strict, check, convert), progress, more)
-        except _PartlyFilledError:
-            partly = True
-            raise
-        except CheckpointError as error:
-            if partly:
-                raise _PartlyFilledError(f"{error}; an earlier checkpoint was replaced meanwhile: {_PARTLY}") from error
-            raise
-
-    def again(replaced: bool) -> bool:
-        # What is skipped would have values of the earlier one.
-        return on_any_rank("accel.load (again)", replaced) and (strict or not partly)
-
-    return folder.read_standing(dir, act, again)
+    with folder.reporting_replacement(dir):
+        checkpoint = _open(dir, state, strict, check, convert)
+        return _load(state, strict, convert, check, checkpoint)
 
 
 _PARTLY: Final = "the state may be partly filled: load a whole checkpoint before going on"
 
 
-@final
-class _PartlyFilledError(CheckpointError):
-    """A load failed half-way, on some rank."""
-
-
-def _load_newest(
-    dir: str | os.PathLike[str], state: Any, options: tuple[Any, ...], progress: object, more: Progress
-) -> dict[Any, Any]:
-    """What is in memory, or else on disk. Collective."""
-    strict, check, convert = options
-    fill = functools.partial(_load, state, strict, convert, more)
-    unusable: _UnusableSnapshot | None = None
-    try:
-        if (found := _snapshot(dir, options, progress)) is not None:
-            return fill(None, *found)
-    except _UnusableSnapshot as error:
-        unusable = error
-    try:
-        on_disk = _open(dir, state, options)
-    except CheckpointError as error:
-        if unusable is None:
-            raise
-        where, goes_on = memory_place(folder.absolute(dir)), "accel.latest gives what is on disk"
-        remedy = f"it is set aside in {where}: start again" if unusable.aside else f"remove {where}"
-        raise CheckpointError(
-            f"{error}; and its snapshot in memory cannot be loaded: {unusable}; {remedy}, and {goes_on}"
-        ) from error
-    if unusable is not None and current().place.rank == 0:
-        logger.warning("the newer snapshot in memory cannot be loaded, so what is on disk is: %s", unusable)
-    return fill(check, *on_disk)
-
-
-@final
-class _UnusableSnapshot(CheckpointError):
-    """What memory has is damaged, and set ``aside``, or not whole. Nothing was changed."""
-
-    def __init__(self, text: str, aside: bool = False) -> None:
-        super().__init__(text)
-        self.aside = aside
-
-
-def _snapshot(
-    dir: str | os.PathLike[str], options: tuple[object, ...], progress: object
-) -> tuple[Checkpoint, Placed] | None:
-    """What hosts have in memory, where it is newer than what is on disk; None where nothing is. Collective."""
-    strict, check, convert = options
-
-    def look() -> tuple[Record | None, tuple[object, Sight | None]]:
-        check_flags(strict=strict, convert=convert, progress=progress)
-        if check not in ("first", "stream"):
-            raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
-        background.wait()
-        directory, asked = folder.absolute(dir), (folder.named(dir), options)
-        found, _ = folder.in_memory(directory)
-        on_disk = folder.present(directory) if found else None
-        if found is None or (on_disk is not None and on_disk.time > found.time):
-            return None, (asked, None)
-        return found, (asked, (found.time, found.id))
-
-    own, told = exchange("accel.load (memory)", look)
-    if not any(one for _, one in told) or any(asked != told[0][0] for asked, _ in told):
-        return None  # where ranks ask for different things, `_open` says so
-    where, sights = "", [one for _, one in told]
-    try:
-        where = on_every_rank("accel.load (memory)", lambda: str(memory_place(folder.absolute(dir), make=True)))
-        return _placed(where, find(where, own, sights))
-    except CheckpointError as error:
-        raise _unusable(error, where, max(filter(None, sights))[1]) from error
-
-
-def _unusable(error: CheckpointError, where: str, save: str) -> _UnusableSnapshot:
-    """Of a snapshot that cannot be loaded: set aside on all hosts where a rank has found it damaged. Collective."""
-    found = isinstance(error, DamageError)
-    damaged = any(exchange("accel.load (memory)", lambda: (None, found))[1])
-    if damaged:
-        on_every_rank("accel.load (memory)", lambda: folder.set_aside(where, save))
-    return _UnusableSnapshot(str(error), damaged)
-
-
-def _load(
-    state: Any,
-    strict: bool,
-    convert: bool,
-    more: Progress,
-    check: str | None,
-    checkpoint: Checkpoint,
-    placed: Placed | None,
-) -> dict[Any, Any]:
-    """``check`` is None of a snapshot: that is compared first, so that what is on disk can be taken instead."""
+def _load(state: Any, strict: bool, convert: bool, check: str, checkpoint: Checkpoint) -> dict[Any, Any]:
     process, begin = current(), time.monotonic()
     rank = process.place.rank
     with contextlib.ExitStack() as undo:
@@ -220,101 +98,54 @@ def _load(
         def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int, int]]:
             loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
             size = 0 if is_url(checkpoint.directory) else sum(one.tensor.nbytes for one in loading.needs())
-            if placed is None and checkpoint.headers is None:
+            if checkpoint.headers is None:
                 loading.files_of += str(folder.key_of(checkpoint.directory))  # ranks may each have a copy of their own
             return loading, (loading.differences, *loading.objects(), size, sum(1 << at for at in loading.unneeded))
 
         loading, told = exchange("accel.load", prepare)
-        loading.reader.progress = more
         nowhere = functools.reduce(operator.and_, [places for *_, places in told])
         unneeded = [name for at, name in loading.unneeded.items() if nowhere >> at & 1]
         report(checkpoint.directory, [differences for differences, *_ in told], unneeded, strict, rank)
         check_objects([objects for _, objects, *_ in told])
         check_engines("accel.load", [engines for _, _, engines, *_ in told])
-        try:
-            if placed is not None:
-                loading.files_of = placed.fetch(checkpoint.directory, loading.files())
-            # Together they read much more of disks than there is: what ranks of a host read of one file, one of them compares.
-            shared = sum(size for *_, size, _ in told) > 1.5 * checkpoint.record.nbytes
-            if checkpoint.headers is None and (check != "stream" or shared):
-                due = chunks_due(loading.reader, checkpoint.record, loading.needs(), process.place, loading.files_of)
-                if check == "stream":
-                    loading.due = due
-                else:
-                    on_every_rank("accel.load (the checksums)", lambda: loading.reader.verify_all(due))
-        except CheckpointError as error:
-            if check is not None:
-                raise
-            raise _unusable(error, checkpoint.directory, checkpoint.record.id) from error
+        # Together they read much more of disks than there is: what ranks of a host read of one file, one of them compares.
+        shared = sum(size for *_, size, _ in told) > 1.5 * checkpoint.record.nbytes
+        if checkpoint.headers is None and (check != "stream" or shared):
+            due = chunks_due(loading.reader, checkpoint.record, loading.needs(), process.place, loading.files_of)
+            if check == "stream":
+                loading.due = due
+            else:
+                on_every_rank("accel.load (the checksums)", lambda: loading.reader.verify_all(due))
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
-        try:
-            result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
-        except CheckpointError as error:
-            raise _PartlyFilledError(str(error)) from error
+        result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
     loading.filled()
     log_end(checkpoint.directory, "loaded", sum(one.tensor.nbytes for one in loading.needs()), begin)
     return result if state is None else state
 
 
-class Sighting(NamedTuple):
-    """What a rank tells of what it is to load."""
+def _open(dir: str | os.PathLike[str], state: Any, strict: bool, check: str, convert: bool) -> Checkpoint:
+    """The checkpoint in ``dir``, which is the same on all ranks. Collective."""
 
-    name: str
-    digits: str
-    options: tuple[object, ...]
-    problem: str = ""  # where it sees none
-    sight: Sight | None = None
-
-
-def _open(dir: str | os.PathLike[str], state: Any, options: tuple[object, ...]) -> tuple[Checkpoint, Placed | None]:
-    """What is there, which is the same on all ranks; and where it is, if that is on disks of hosts. Collective."""
-    problem: CheckpointError | None = None
-
-    def look() -> tuple[Checkpoint | None, Sighting]:
-        nonlocal problem
+    def look() -> tuple[Checkpoint, tuple[dict[str, object], str]]:
+        if check not in ("first", "stream"):
+            raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
         background.wait()
-        name = folder.named(dir)
-        try:
-            found = open_checkpoint(folder.absolute(dir), state)
-        except CheckpointError as error:
-            problem = error  # another host may have it
-            return None, Sighting(name, "", options, str(error))
-        if found.record.hosts:
-            return found, Sighting(name, found.digits, options, sight=(found.record.time, found.record.id))
+        checkpoint = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
-        reads = state is not None or any(name.startswith(OF_VALUES) for name in found.record.tensors)
-        if reads and found.headers is None and current().place.rank == 0:
-            folder.check_sizes(found.directory, found.record)
-        return found, Sighting(name, found.digits, options)
+        reads = state is not None or any(name.startswith(OF_VALUES) for name in checkpoint.record.tensors)
+        if reads and checkpoint.headers is None and current().place.rank == 0:
+            folder.check_sizes(checkpoint.directory, checkpoint.record)
+        return checkpoint, ({"strict": strict, "check": check, "convert": convert}, checkpoint.digits)
 
-    found, seen = exchange("accel.load (the record)", look)
-    check_options("accel.load", "strict, check and convert", [one.options for one in seen])
-    if any(one.sight for one in seen) and all(one.sight or one.problem for one in seen):
-        return _open_placed(folder.absolute(dir), found, seen)
-    raise_together("accel.load (the record)", problem, [one.problem for one in seen], CheckpointError)
-    assert found is not None
-    if any(one.digits != seen[0].digits for one in seen):
+    checkpoint, told = exchange("accel.load (the record)", look)
+    check_arguments("accel.load", [asked for asked, _ in told])
+    if len({digits for _, digits in told}) > 1:
         raise CheckpointError(
-            f"{found.directory}: the ranks see different checkpoints there; load after the save is done, from a file system "
+            f"{checkpoint.directory}: the ranks see different checkpoints there; load after the save is done, from a file system "
             "that all of them see"
         )
-    return found, None
-
-
-def _open_placed(directory: str, found: Checkpoint | None, seen: Sequence[Sighting]) -> tuple[Checkpoint, Placed]:
-    """Of what the hosts have, the newest save that is whole. Collective."""
-    if len(names := {one.name for one in seen}) > 1:
-        raise CheckpointError(
-            f"accel.load: the ranks name different directories ({', '.join(sorted(names))}); accel.latest(root, "
-            "placement='host') gives all the same"
-        )
-    return _placed(directory, find(directory, None if found is None else found.record, [one.sight for one in seen]))
-
-
-def _placed(directory: str, placed: Placed) -> tuple[Checkpoint, Placed]:
-    objects = check_record(placed.record, os.path.join(directory, record.NAME))
-    return Checkpoint(directory, placed.record, placed.digits, objects), placed
+    return checkpoint
 
 
 @final
@@ -375,7 +206,7 @@ class Loading:
             own = one.name
             tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
         else:
-            own = f"{one.prefix(node)}/"
+            own = f"{one.name}/"
             tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
         stored_as = {}
         if isinstance(one, ModuleObject):
@@ -452,11 +283,6 @@ class Loading:
     def needs(self) -> list[Shard]:
         """What this rank reads."""
         return self._wanted + self._whole(self._in_values)
-
-    def files(self) -> set[int]:
-        """The numbers of the files that this rank reads."""
-        tied = [name for pair in self._tied for name in pair] if self.rank == 0 else []
-        return self.reader.files(self.needs() + self._whole(tied))
 
     def _whole(self, names: Iterable[str]) -> list[Shard]:
         """All of these tensors, without memory."""

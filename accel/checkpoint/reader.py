@@ -23,7 +23,7 @@ from .layout import entry_of
 from .record import NAME, Record, Stored
 from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
 from .shards import batched, checksum_of, checksums_of
-from .steps import DamageError, Progress, parsing
+from .steps import parsing
 from .storage import File, storage_of
 
 # -- Threads for what Python waits for outside of itself: to read, hash, copy, as many as this rank's share of the cores
@@ -79,7 +79,6 @@ class WorkerThreads:
         return found
 
 
-_COPY: Final = "; or remove this file here: accel.load on all hosts then takes its copy from another one"
 _ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again from where it is whole"
 
 
@@ -214,7 +213,6 @@ class Reader:
         self._threads = WorkerThreads()
         #: By file the chunks of which this rank is to compare the checksums, where others compare the rest; None: all.
         self._due: Mapping[int, set[int]] | None = None
-        self.progress: Progress = lambda nbytes: None
         self._staging = _Staging()
 
     def _path(self, file: int) -> str:
@@ -231,14 +229,10 @@ class Reader:
                 if checksums_of(memoryview(content)) == written.header:
                     break
                 if tried == opened.tries:
-                    raise DamageError(f"{path}: its header is damaged, or it is of another save; {self._advice(file)}")
+                    raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
             with parsing(f"{path}: its header is not as {NAME} needs it"):
                 self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
-
-    def _advice(self, file: int) -> str:
-        copies = len(self._record.hosts_of(file)) > 1
-        return f"{_ADVICE}{_COPY if copies else ''}"
 
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Where elements of a tensor's line are: (file, byte in it, first element, number of elements), if files have them."""
@@ -277,14 +271,6 @@ class Reader:
             for file, offset, _, count in self.locate(wanted.name, first, first + span):
                 begin = offset - self.header(file).size
                 yield file, begin // CHUNK, chunks_of(begin + count * size)
-
-    def files(self, wanted: Iterable[Shard]) -> set[int]:
-        """The files that parts of tensors are read from, none of which need be there yet."""
-        found: set[int] = set()
-        for one in wanted:
-            for first, span, *_ in self._strips(one):
-                found.update(file for file, *_ in self._record.tensors[one.name].overlaps(first, first + span))
-        return found
 
     def verify(self, file: int, chunks: Sequence[int]) -> None:
         """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
@@ -338,7 +324,6 @@ class Reader:
                 ranges[-1][1].append(_place(piece))
                 at = piece.offset + piece.nbytes
             opened.fill(ranges)
-        self.progress(sum(piece.nbytes for piece in once) if wanted else CHUNK)
         if twice:
             self._read_chunk(opened, file, chunk, twice)
 
@@ -369,9 +354,9 @@ class Reader:
             for _ in range(opened.tries)
         ):
             inside = header.inside(begin, end)
-            raise DamageError(
+            raise CheckpointError(
                 f"{opened.path} is damaged between bytes {begin} and {end}, in {', '.join(inside[:3])}"
-                f"{', ...' if len(inside) > 3 else ''}; {self._advice(file)}"
+                f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )
 
     def fill(self, wanted: Iterable[Shard], due: Mapping[int, set[int]] | None = None) -> None:

@@ -91,12 +91,8 @@ class Record:
     tensors: Mapping[str, Stored]  # by name
     values: Any  # the state with what is no tensor, as ``values.py`` writes it
     ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)  # what each rank has of its own, by path
-    #: Where the files lie on disks of hosts: the host's name, and the numbers of the files that it has; else empty.
-    hosts: Sequence[tuple[str, Sequence[int]]] = ()
-
-    def hosts_of(self, file: int) -> list[str]:
-        """The names of the hosts on whose disks a file was left."""
-        return [name for name, files in self.hosts if file in files]
+    #: The nodes on whose own disks accel 0.1 has left the files; else empty.
+    hosts: Sequence[str] = ()
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +116,6 @@ def encode(record: Record) -> bytes:
         "values": record.values,
         "ranks": list(record.ranks),
     }
-    if record.hosts:
-        body["hosts"] = [{"name": name, "files": list(files)} for name, files in record.hosts]
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
     content = _START + _ZEROS + b'",' + text[1:]
     if len(content) > MAX_BYTES:
@@ -248,18 +242,8 @@ def _build(body: dict[str, Any]) -> Record:
         tensors=tensors,
         values=body["values"],
         ranks=ranks,
-        hosts=_hosts(body.get("hosts", []), len(files)),
+        hosts=[str(host["name"]) for host in body.get("hosts", [])],
     )
-
-
-def _hosts(value: Any, files: int) -> list[tuple[str, list[int]]]:
-    """The hosts, which together have all files."""
-    hosts = [(host["name"], [_number(number) for number in host["files"]]) for host in value]
-    if any(type(name) is not str for name, _ in hosts) or (
-        hosts and {n for _, f in hosts for n in f} != set(range(files))
-    ):
-        raise ValueError("the hosts do not have the files")
-    return hosts
 
 
 def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:

@@ -1,13 +1,12 @@
-"""The bytes of shard files: written with their checksums, or linked where an earlier save has written them."""
+"""The bytes of shard files, written with their checksums."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, TypeVar, final
+from typing import Final, TypeVar
 
 import torch
 import xxhash
@@ -16,7 +15,7 @@ from ..process.packing import row_of
 from ..process.transfer import PIECE, on_host
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
 from .steps import Progress
-from .storage import MEMORY, Write, storage_of
+from .storage import Write, storage_of
 
 _WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
 
@@ -144,16 +143,15 @@ def write(directory: str, name: str, items: Sequence[Item], progress: Progress =
     return Written(name, whole, checksums_of(header))
 
 
-def _stream(items: Sequence[Item], write: Write | None) -> str:
-    """Write the items' data into a file, where one is given; returns the checksums that belong into its header."""
+def _stream(items: Sequence[Item], write: Write) -> str:
+    """Write the items' data into a file; returns the checksums that belong into its header."""
     hashed, room, checksums = xxhash.xxh3_64(), CHUNK, []
     for piece in on_host(chain.from_iterable(item.pieces() for item in items)):
         data = memory(piece)
         while data:
             part = data[: min(_WRITE, room)]
             hashed.update(part)
-            if write is not None:
-                write(part)
+            write(part)
             data, room = data[len(part) :], room - len(part)
             if not room:
                 checksums.append(hashed.hexdigest())
@@ -162,56 +160,3 @@ def _stream(items: Sequence[Item], write: Write | None) -> str:
     if room < CHUNK:
         checksums.append(hashed.hexdigest())
     return "".join(checksums)
-
-
-# -- Unchanged tensors: a file of an earlier save of this process gets a second name, and is not written again ---------
-
-_REMEMBERED: Final = 16
-
-
-@final
-class EarlierFiles:
-    """Files of earlier saves, in memory or not, by the checksums of their headers, which hold those of all that is in them."""
-
-    def __init__(self) -> None:
-        self._files: dict[tuple[bool, tuple[str, ...]], tuple[str, int, Hashable]] = {}
-        #: By the names of several tensors, where they lay, and how often they had been written to.
-        self._versions: dict[str, list[tuple[int, int]]] = {}
-
-    def remember(self, directory: str, written: Written) -> None:
-        """Note a file that can be linked next time."""
-        path = os.path.join(directory, written.name)
-        self._files.pop(key := (path.startswith(MEMORY), written.header), None)
-        self._files[key] = path, written.size, storage_of(path).identity(path)
-        while len(self._files) > _REMEMBERED:
-            self._files.pop(next(iter(self._files)))
-
-    def link(self, directory: str, name: str, items: Sequence[WriteItem]) -> Written | None:
-        """Give a file of an earlier save that holds just these items a second name; None if there is none."""
-        if not items or not self._files:
-            return None
-        items = _arranged(items)
-        header = checksums_of(_header(items, _stream(items, None)))
-        old, size, identity = self._files.get((directory.startswith(MEMORY), header), ("", 0, None))
-        path, storage = os.path.join(directory, name), storage_of(directory)
-        # Where it is gone, was changed, or cannot be linked from there, the tensors are written again.
-        with contextlib.suppress(OSError):
-            if old and storage_of(old) is storage and storage.identity(old) == identity:
-                storage.link(old, path)
-                if storage.size(path) == size:
-                    return Written(name, size, header)
-                storage.remove(path)
-        return None
-
-    def written_since(self, items: Sequence[WriteItem]) -> bool:
-        """Whether a tensor was surely written to since it was asked for last; also where not, only its values tell."""
-        names = checksum(_header(items, ""))
-        versions = [(i.tensor.data_ptr(), 0 if i.tensor.is_inference() else i.tensor._version) for i in items]
-        before = self._versions.pop(names, versions)
-        self._versions[names] = versions
-        while len(self._versions) > _REMEMBERED:
-            self._versions.pop(next(iter(self._versions)))
-        return any(old[0] == new[0] and old[1] != new[1] for old, new in zip(before, versions, strict=True))
-
-
-earlier_files: Final = EarlierFiles()

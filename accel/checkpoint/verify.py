@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -21,12 +20,10 @@ from .match import children_of, objects_in
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject
 from .reader import Reader
 from .record import Record
-from .safetensors import BY_NAME, CHUNK, chunks_of
+from .safetensors import BY_NAME, chunks_of
 from .state import OF_VALUES
-from .steps import Progress, check_flags, exchange, log_end, on_any_rank, on_running_ranks, parsing, progress_bar
+from .steps import exchange, log_end, on_running_ranks, parsing
 from .values import DEPTH, TAG, Decoder, Json
-
-_BATCH: Final = 64  # chunks between two words of progress
 
 
 def chunks_due(reader: Reader, found: Record, needs: Sequence[Shard], place: Place, host: str) -> dict[int, set[int]]:
@@ -70,41 +67,33 @@ def _share(needed: torch.Tensor, told: Sequence[tuple[list[int], bool]], me: int
 
 
 @locked
-def verify(dir: str | os.PathLike[str], *, progress: bool = True) -> None:
+def verify(dir: str | os.PathLike[str]) -> None:
     """Compare every byte of a checkpoint with its checksums, and its record with the format. Collective on several ranks.
-
-    Of one that hosts have on their own disks or in memory the ranks compare what their own host has, which must be all of it.
 
     Args:
         dir: the checkpoint's directory.
-        progress: as for ``save``.
 
     Raises:
         CheckpointError: names what is missing, damaged or nonsense.
     """
 
-    begin, directory, found = time.monotonic(), "", None
+    begin = time.monotonic()
 
-    def look() -> tuple[Mapping[str, object], Hashable]:
-        nonlocal directory, found
-        check_flags(progress=progress)
+    def look() -> dict[str, object]:
         background.wait()
-        directory = folder.newest_place(dir)
-        found, _ = record.read(directory)
-        # Hosts have copies of their own.
-        return {"dir": folder.named(dir)}, folder.key_of(directory) if found.hosts else None
+        return {"dir": folder.named(dir)}
 
     def act(rank: int, world: int) -> None:
-        assert found is not None
-        with progress_bar("accel.verify", found.nbytes // world, shown=progress) as more:
-            _compare_all(directory, found, rank, world, more)
+        directory = folder.absolute(dir)
+        found, _ = record.read(directory)
+        _compare_all(directory, found, rank, world)
         log_end(directory, f"1 of {world} parts verified" if world > 1 else "verified", found.nbytes // world, begin)
 
-    again = functools.partial(on_any_rank, "accel.verify (again)")
-    folder.read_standing(dir, lambda: on_running_ranks("accel.verify", look, act), again)
+    with folder.reporting_replacement(dir):
+        on_running_ranks("accel.verify", look, act)
 
 
-def _compare_all(directory: str, found: Record, rank: int, world: int, progress: Progress) -> None:
+def _compare_all(directory: str, found: Record, rank: int, world: int) -> None:
     """Compare one rank's share of all chunks, and the record."""
     check_record(found, os.path.join(directory, record.NAME))
     folder.check_sizes(directory, found)
@@ -113,11 +102,7 @@ def _compare_all(directory: str, found: Record, rank: int, world: int, progress:
         for _ in reader.locate(name, 0, stored.numel):
             pass
     for file in range(len(found.files)):
-        mine = range(rank, len(reader.header(file).checksums), world)
-        for at in range(0, len(mine), _BATCH):
-            chunks = mine[at : at + _BATCH]
-            reader.verify(file, chunks)
-            progress(len(chunks) * CHUNK)
+        reader.verify(file, range(rank, len(reader.header(file).checksums), world))
 
 
 # -- Whether all of a record can be what accel wrote: the kinds of values, their ranges, and what they refer to --------

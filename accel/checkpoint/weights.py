@@ -41,7 +41,7 @@ from .safetensors import (
 )
 from .shards import Written, batched, checksum
 from .state import State, below, component
-from .steps import Progress, beside_others, check_flags, log_end, on_running_ranks, parsing, progress_bar
+from .steps import beside_others, log_end, on_running_ranks, parsing
 from .storage import File, Write, read_whole, storage_of
 from .values import TAG, Decoder, Json, place
 from .verify import check_record
@@ -369,7 +369,6 @@ def export(
     dtype: str | torch.dtype | None = None,
     overwrite: bool = False,
     library: Literal["transformers", "diffusers"] = "transformers",
-    progress: bool = True,
 ) -> None:
     """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``, or in parts with ``model.safetensors.index.json``.
 
@@ -386,7 +385,6 @@ def export(
         dtype: convert floating-point tensors to it, such as ``"bfloat16"``.
         overwrite: replace weights that ``out`` has, of either name.
         library: whose names the files get.
-        progress: as for ``save``.
 
     Raises:
         CheckpointError: the checkpoint is damaged, has no such model, or ``out`` cannot be written or has weights already.
@@ -394,24 +392,23 @@ def export(
 
     def write() -> None:
         background.wait()
-        planned = _plan(folder.newest_place(dir), name, max_shard_size, dtype)
-        with progress_bar("accel.export", planned.nbytes, shown=progress) as more:
-            _export(planned, folder.absolute(out), library, overwrite, more)
+        with folder.reporting_replacement(dir):
+            planned = _plan(folder.absolute(dir), name, max_shard_size, dtype)
+            _export(planned, folder.absolute(out), library, overwrite)
 
     def act(rank: int, world: int) -> None:
         if rank == 0:
-            folder.read_standing(dir, write)
+            write()
 
-    def look() -> tuple[dict[str, object], None]:
-        check_flags(overwrite=overwrite, progress=progress)
+    def look() -> dict[str, object]:
         places = {"dir": folder.named(dir), "out": folder.named(out)}
         asked = {"max_shard_size": _parse_size(max_shard_size), "dtype": _parse_dtype(dtype)}
-        return {**places, **asked, "name": name, "overwrite": overwrite, "library": library}, None
+        return {**places, **asked, "name": name, "overwrite": overwrite, "library": library}
 
     on_running_ranks("accel.export", look, act)
 
 
-def _export(planned: Export, out: str, library: str, overwrite: bool, progress: Progress) -> None:
+def _export(planned: Export, out: str, library: str, overwrite: bool) -> None:
     if library not in STEMS:
         raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}")
     if record.exists(out):
@@ -427,7 +424,7 @@ def _export(planned: Export, out: str, library: str, overwrite: bool, progress: 
             for left in filter(_TEMPORARY.fullmatch, storage.names(out)):
                 storage.remove(os.path.join(out, left))
         begin = time.monotonic()
-        _write(planned, out, STEMS[library], progress)
+        _write(planned, out, STEMS[library])
         log_end(out, "exported", planned.nbytes, begin)
     finally:
         claim.remove()
@@ -442,11 +439,11 @@ def _weights(out: str) -> list[str]:
     return present(out)[::-1] + sorted(n for n in names if _SHARD.fullmatch(n))
 
 
-def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
+def _write(planned: Export, out: str, stem: str) -> None:
     count, storage = len(planned.files), storage_of(out)
     names = [whole_file(f"{stem}-{i + 1:05d}-of-{count:05d}" if count > 1 else stem) for i in range(count)]
     contents: dict[str, Callable[[Write], bytes]] = {
-        name: functools.partial(_write_file, planned, entries, progress)
+        name: functools.partial(_write_file, planned, entries)
         for name, entries in zip(names, planned.files, strict=True)
     }
     if count > 1:
@@ -463,7 +460,7 @@ def _write(planned: Export, out: str, stem: str, progress: Progress) -> None:
         raise
 
 
-def _write_file(planned: Export, entries: Sequence[Entry], progress: Progress, write: Write) -> bytes:
+def _write_file(planned: Export, entries: Sequence[Entry], write: Write) -> bytes:
     write(memoryview(build_header(entries, {}, align=8)))
     pieces = []
     for entry in entries:
@@ -472,7 +469,6 @@ def _write_file(planned: Export, entries: Sequence[Entry], progress: Progress, w
         pieces += [(name, at, min(step, entry.count - at), dtype) for at in range(0, entry.count, step)]
     for piece in planned.reader.in_turn(pieces):
         write(memory(piece))
-        progress(piece.nbytes)
     return b""
 
 

@@ -100,8 +100,7 @@ def inspect(args: argparse.Namespace) -> int:
     Reads the record only; `verify` compares the bytes.
     """
     directory = folder.latest(args.directory) or args.directory
-    place = folder.newest_place(directory)
-    record, _ = folder.read_standing(place, lambda: read(place))
+    record, _ = read(folder.absolute(directory))
     if args.values:
         print(json.dumps(record.values, indent=2))
         return 0
@@ -109,7 +108,6 @@ def inspect(args: argparse.Namespace) -> int:
     print(
         f"{directory}: saved {when} by {_number(record.world_size, 'process', 'es')}, {record.nbytes:,} bytes in "
         f"{_number(len(record.files), 'file')}"
-        f"{'' if place == folder.absolute(directory) else f' in memory, {place}'}"
     )
     for file, parts in zip(record.files, file_bytes(record), strict=True):
         print(f"  {file.name}  {file.size:,} bytes: {', '.join(f'{leaf} {size:,}' for leaf, size in parts.items())}")

@@ -33,7 +33,7 @@ from . import Command, whole_number
 
 # -- env ---------------------------------------------------------------------------------------------------------------
 
-_PACKAGES = ("cloudpickle", "fsspec", "matplotlib", "numpy", "safetensors", "torchao", "tqdm", "transformers", "xxhash")
+_PACKAGES = ("cloudpickle", "fsspec", "matplotlib", "numpy", "safetensors", "torchao", "transformers", "xxhash")
 _PREFIXES = ("ACCEL_", "CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "TORCH")
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

@@ -253,7 +253,7 @@ def _master_host(environ: Mapping[str, str], launcher: _Launcher, single_host: b
 
 
 #: The variables of accel itself.
-VARIABLES: Final = ("ACCEL_BACKEND", "ACCEL_DEVICES", "ACCEL_PRECISION", "ACCEL_QUIET")
+VARIABLES: Final = ("ACCEL_BACKEND", "ACCEL_DEVICES", "ACCEL_PRECISION")
 
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str]:

@@ -11,13 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import accel
 
 from . import movers, placed
-from .movers import ACCEL, STREAM, Movers, build, trained
+from .movers import ACCEL, STREAM, Movers
 from .ranks import run
 from .section import Data, Panel, Section, Verdict, answer, brief, failures, table
 from .timing import Row, Times, over_ranks, summarise
@@ -122,33 +121,6 @@ def _round(moving: Movers, group: str, number: int, clock: _Clock, extra: dict[s
                 moving.raw_load()  # for those who come after
 
 
-def _frozen(directory: str, layers: int, rounds: int) -> dict[str, Times]:
-    """A model of which 99 % is frozen: a full save, and one after a step of the rest."""
-    torch.manual_seed(0)
-    net = build(layers)
-    budget = sum(p.numel() for p in net.parameters()) // 100
-    for p in sorted(net.parameters(), key=torch.Tensor.numel):
-        budget -= p.numel()
-        p.requires_grad_(budget >= 0)
-    model, optimizer, _ = accel.setup(net, trained(net), backend="ddp", devices="cpu")
-    state = {"model": model, "optimizer": optimizer}
-    times: dict[str, Times] = {}
-    clock = _Clock(times, {})
-    for _ in range(rounds):
-        accel.barrier()
-        if accel.is_main():
-            shutil.rmtree(directory)
-            os.makedirs(directory)
-            os.sync()
-        clock.take("full save", lambda: accel.save(state, f"{directory}/step-1"))
-        with torch.no_grad():
-            for p in net.parameters():
-                if p.requires_grad:
-                    p.add_(1e-3)
-        clock.take("second save", lambda: accel.save(state, f"{directory}/step-2"))
-    return times
-
-
 def _run(fn: Callable[..., Any], *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="accel-bench-", dir=os.environ.get("ACCEL_BENCH_DIR")) as directory:
         return run(WORLD, fn, directory, *args, seconds=LIMIT_SECONDS)
@@ -171,11 +143,6 @@ def _measure(quick: bool) -> Data:
             extra = {name: max(part["extra"].get(name, 0) for part in parts) for name in parts[0]["extra"]}
             told[group] = {"rows": rows, "failed": parts[0]["failed"], "extra": extra}
         found["layouts"][layout] = told
-    try:
-        times = over_ranks(_run(_frozen, 3 * layers, rounds))
-        found["frozen"] = [asdict(row) for row in summarise(times)]
-    except RuntimeError as error:
-        found["failed"]["99 % frozen"] = brief(error)
     try:
         found["placed"] = placed.measure(
             lambda fn, *args: run(WORLD, fn, *args, seconds=LIMIT_SECONDS), _Clock, LAYOUTS, quick=quick
@@ -201,13 +168,6 @@ def _tell(data: Data) -> list[str]:
                 lines.append([row.name, *times, f"{row.wall_ratio:.2f}", f"{row.cpu_ratio:.2f}", f"{extra:.0f}"])
             parts.append(table(["", "wall, s", "cpu, s", "wall ratio", "cpu ratio", "extra, MiB a rank"], lines))
             parts += failures(told[group]["failed"])
-    if "frozen" in data:
-        parts.append("### A model of which 99 % is frozen")
-        lines = [
-            [r["name"], f"{r['wall'] / 1e6:.3f}", f"{r['cpu'] / 1e6:.3f}", f"{r['wall_ratio']:.3f}"]
-            for r in data["frozen"]
-        ]
-        parts.append(table(["", "wall, s", "cpu, s", "wall ratio"], lines))
     return parts + placed.tell(data.get("placed", {}))
 
 
@@ -216,16 +176,6 @@ def _judge(data: Data) -> Iterator[Verdict]:
         yield Verdict(f"checkpoints, {name}", "", "none", f"**not measured**: {error}")
     for layout, told in data["layouts"].items():
         yield from _judge_layout(layout, told)
-    if "frozen" in data:
-        times = 1 / data["frozen"][1]["wall_ratio"]
-        yield Verdict(
-            "second save of a model 99 % frozen, faster than a full one",
-            "20 x",
-            f"{times:.1f} x",
-            answer(
-                -times, -20, cause="every frozen byte is hashed again, since nothing else proves that it is as it was"
-            ),
-        )
     yield from placed.judge(data.get("placed", {}))
 
 

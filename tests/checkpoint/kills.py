@@ -1,6 +1,6 @@
 """Jobs that save into an S3 server on the loopback and are killed at any moment: `python -m tests.checkpoint.kills 200`.
 
-With `--in-memory` they save into shared memory, and every seventh time to disk. After each kill the last commit must be there,
+With `--on-disk` they save into a directory of this machine. After each kill the last commit must be there,
 whole, and at least what the job knew to be saved. One job in four has two ranks, of which one or both are killed; half of the
 saves go on in the background; every fifth job of a store meets a server that is busy at times.
 """
@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 import accel
-from accel.checkpoint import placement
 from tests.checkpoint import stores
 
 
@@ -39,7 +38,7 @@ def job(url: str, begin: int, rank: int, world: int, wait: bool, meeting: str, t
         torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     accel.init()
     for value in itertools.count(begin):
-        accel.save(state(float(value)), url, wait=wait, in_memory="://" not in url and value % 7 > 0)
+        accel.save(state(float(value)), url, wait=wait)
         os.write(told, f"{value if wait else value - 1}\n".encode())
 
 
@@ -138,18 +137,15 @@ def in_store(rounds: int) -> None:
         print(f"after one more save: {len(left)} shard, {len(fs.list_multipart_uploads(stores.BUCKET))} uploads left")
 
 
-def in_memory(rounds: int) -> None:
+def on_disk(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         url = f"{folder}/run"
         attack(rounds, url, lambda _: None)
-        for inside in (True, False):
-            accel.save(state(-1.0), url, in_memory=inside)
-            where = placement.memory_place(url) or ""
-            left = [name for name in os.listdir(where) if not name.startswith(".")] if os.path.isdir(where) else []
-            print(f"after one more save {'in memory' if inside else 'to disk'}: {len(left)} files in memory")
+        accel.save(state(-1.0), url)
+        print(f"after one more save: {len(os.listdir(url))} files")
         accel.teardown()
 
 
 if __name__ == "__main__":
     numbers = [int(text) for text in sys.argv[1:] if text.isdecimal()]
-    (in_memory if "--in-memory" in sys.argv else in_store)(*numbers or [200])
+    (on_disk if "--on-disk" in sys.argv else in_store)(*numbers or [200])

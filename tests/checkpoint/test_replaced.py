@@ -69,21 +69,26 @@ def load(directory: str, **options: Any) -> float:
 TARGETS = {"the sizes": (folder, "check_sizes"), "half-way": (Loading, "apply")}
 
 
-def loaded(directory: str, where: str, check: str) -> float:
+def loaded_twice(directory: str, where: str, check: str) -> tuple[str, float]:
     with contextlib.ExitStack() as stack:
         if accel.rank() == 0:
-            stack.enter_context(before(*TARGETS[where], stack.enter_context(saver(directory)), 2))
+            stack.enter_context(before(*TARGETS[where], stack.enter_context(saver(directory)), 1))
         accel.barrier()
-        return load(directory, check=check)
+        with pytest.raises(CheckpointError) as caught:
+            load(directory, check=check)
+        return str(caught.value), load(directory, check=check)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("where", "check"), [("the sizes", "first"), ("half-way", "first"), ("half-way", "stream")])
-def test_a_load_takes_the_new_one(where: str, check: str, world: int, tmp_path: Path) -> None:
-    assert run(world, loaded, str(tmp_path / "c"), where, check) == [3.0] * world
+def test_a_load_says_so_and_the_next_takes_the_new_one(where: str, check: str, world: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    for text, value in run(world, loaded_twice, path, where, check):
+        assert text == f"{path} was replaced while it was read: load it again"
+        assert value == 2.0
 
 
-def test_others_take_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_others_say_so_and_latest_takes_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path / "c")
     with saver(path) as save:
         for act in (
@@ -91,33 +96,14 @@ def test_others_take_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             lambda: accel.link(path, tmp_path / "second"),
             lambda: accel.export(path, tmp_path / "out"),
         ):
-            with before(folder, "check_sizes", save, 1):
+            with (
+                before(folder, "check_sizes", save, 1),
+                pytest.raises(CheckpointError, match="was replaced while it was read"),
+            ):
                 act()
-        with before(folder, "check_sizes", save, 1):
+            act()
+        with before(folder, "check_sizes", save, 2):
             assert accel.latest(path) == path
     assert load(str(tmp_path / "second")) == 3.0
+    assert load(path) == 6.0
     assert not [one for one in caplog.records if one.levelname == "WARNING"]
-
-
-def test_one_that_is_replaced_each_time_is_given_up(tmp_path: Path) -> None:
-    path = str(tmp_path / "c")
-    with saver(path) as save:
-        with before(folder, "check_sizes", save, 99), pytest.raises(CheckpointError, match="load another one$"):
-            load(path)
-        with before(Loading, "apply", save, 99), pytest.raises(CheckpointError, match="partly filled"):
-            load(path)
-        # What it skips would be of the first one.
-        with before(Loading, "apply", save, 1), pytest.raises(CheckpointError, match="partly filled"):
-            load(path, strict=False)
-
-
-def test_a_later_refusal_says_that_the_state_is_partly_filled(tmp_path: Path) -> None:
-    path = str(tmp_path / "c")
-
-    def other() -> None:
-        accel.save({"y": torch.zeros(3)}, path)
-
-    with saver(path):
-        pass
-    with before(Loading, "apply", other, 1), pytest.raises(CheckpointError, match=r"(?s)does not fit.*partly filled"):
-        load(path)
