@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None
         accel.load(tmp_path, {"a": model, "b": nn.Linear(1, 1)})
 
 
-def test_tied_names_may_be_there_once_by_any_name_or_equal(tmp_path: Path) -> None:
+def test_tied_names_may_be_there_once_by_any_name(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tied()
     state = {n: t.clone() for n, t in model.state_dict().items()}
@@ -199,8 +199,7 @@ def test_tied_names_may_be_there_once_by_any_name_or_equal(tmp_path: Path) -> No
     assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)
     state["head.weight"][0, 0] += 1
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"embed.weight and model/head.weight differ"):
-        accel.load(tmp_path, {"model": Tied()})
+    assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)  # the first name counts
 
 
 def rewrite(change: Callable[[dict[str, Any]], Any], more: bytes = b"") -> Callable[[Path], None]:
