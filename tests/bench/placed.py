@@ -46,8 +46,8 @@ ABOUT = """The same on tmpfs and on the disk apart, in many short rounds. Of the
 median, and what they are of the first line's (the medians of the ratios of each round, and of those of cpu times); the \
 median decides. *Cold*: the pages of all files were given up before each load (`posix_fadvise`, `DONTNEED`); tmpfs has no \
 such loads. *Warm*: they were read just before. A raw file is a new one in each round, as accel's are. *With xxh3*: the same \
-loop by hand, each byte hashed on one rank while it is in the caches. That is what the cores give: where it is over a limit, no load that compares checksums is below. *As many tensors \
-without bytes*: the same model, of a width of 8 in place of 768."""
+loop by hand, each byte hashed on one rank while it is in the caches. That is what the cores give: where it is over a limit, \
+no load that compares checksums is below. *As many tensors without bytes*: the same model, of a width of 8 in place of 768."""
 
 
 def _give_up_pages(directory: str) -> None:
