@@ -92,7 +92,6 @@ class _Piece:
     tensor: torch.Tensor  # what they are elements of
     first: int  # the first of these elements
     dtype: torch.dtype  # in the file
-    name: str
 
 
 #: Elements of a tensor's line, the first and how many; how what is wanted lies among them (None: it is all), where it belongs.
@@ -386,7 +385,7 @@ class Reader:
                 # At least one: other libraries' files, which have no checksums, may have elements over the end of a chunk.
                 n = min(max(1, (base + (number + 1) * CHUNK - offset) // item), count)
                 place = None if view is None else view[at * item : (at + n) * item]
-                chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype, name))
+                chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype))
                 offset, at, count = offset + n * item, at + n, count - n
 
 
