@@ -59,7 +59,7 @@ def _written(key: Any) -> str:
     return repr(key.item() if type(key).__module__ == "numpy" else key)
 
 
-_OBJECTS: Final = (torch.Tensor, nn.Module, Optimizer)
+_OBJECTS: Final = (torch.Tensor, nn.Module, Optimizer, StateObject)
 #: Types of values that are no objects, and hold none.
 PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -132,6 +132,9 @@ class State:
 
     def object_of(self, value: Any, name: str, path: str) -> StateObject:
         """What a checkpoint does with an object."""
+        if isinstance(value, StateObject):
+            value.name, value.path = name, path
+            return value
         try:
             if isinstance(value, RngState) or (isinstance(value, LoaderHandle) and value._accel.part):
                 return RankObject(name, path, value)

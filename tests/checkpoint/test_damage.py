@@ -248,10 +248,10 @@ def load_flipped(directory: str, places: list[tuple[str, int]]) -> int:
         if accel.is_main():
             path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         accel.barrier()
-        before = flat(state)
+        before = repr(flat(state))  # damage that was read may be NaN, which equals nothing
         with pytest.raises(CheckpointError, match=re.escape(name)) as caught:
             accel.load(directory, state)
-        refusals_seen += PARTLY in str(caught.value) or flat(state) == before
+        refusals_seen += PARTLY in str(caught.value) or repr(flat(state)) == before
         accel.barrier()
         if accel.is_main():
             path.write_bytes(content)
