@@ -11,7 +11,7 @@ from . import folder, record
 from .background import background
 from .reader import Reader
 from .record import Record
-from .steps import log_end, on_running_ranks
+from .steps import log_end, on_running_ranks, parsing
 
 
 @locked
@@ -45,8 +45,9 @@ def _compare_all(directory: str, found: Record, rank: int, world: int) -> None:
     """Compare one rank's share of all chunks."""
     folder.check_sizes(directory, found)
     reader = Reader(directory, found)
-    for name, stored in islice(found.tensors.items(), rank, None, world):
-        for _ in reader.locate(name, 0, stored.numel):
-            pass
+    with parsing(f"{os.path.join(directory, record.NAME)} does not keep to the format of accel's checkpoints"):
+        for name, stored in islice(found.tensors.items(), rank, None, world):
+            for _ in reader.locate(name, 0, stored.numel):
+                pass
     for file in range(len(found.files)):
         reader.verify(file, range(rank, len(reader.header(file).checksums), world))

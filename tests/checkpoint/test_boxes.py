@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from accel.engines.base import gather as gathering
 from accel.errors import CheckpointError
 from accel.process import current
 from accel.shard import Box, Shard, shape_of
-from tests.checkpoint.crafting import body_of, rewrite
+from tests.checkpoint.crafting import body_of
 from tests.checkpoint.helpers import fresh
 from tests.checkpoint.parts import (
     MESHES,
@@ -211,45 +210,6 @@ def test_parts_of_other_tensors_of_one_name(tmp_path: Path) -> None:
 def stored(body: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = body["tensors"]["model/w"]
     return found
-
-
-CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "not in order": lambda b: stored(b).update(cuts=[[5], [3, 3]]),
-    "at the end": lambda b: stored(b).update(cuts=[[5], [6]]),
-    "at the beginning": lambda b: stored(b).update(cuts=[[5], [0]]),
-    "beyond": lambda b: stored(b).update(cuts=[[5], [60]]),
-    "no number": lambda b: stored(b).update(cuts=[[5], ["3"]]),
-    "too few dimensions": lambda b: stored(b).update(cuts=[[5]]),
-    "more blocks than entries": lambda b: stored(b).update(cuts=[[1, 2, 3, 4, 5, 6, 7], [3]]),
-    "elsewhere": lambda b: stored(b).update(cuts=[[4], [3]]),
-    "not cut": lambda b: (stored(b).pop("cuts"), b.update(version=1)),
-    "in the first version": lambda b: b.update(version=1),
-    "over the end of a block": lambda b: stored(b).update(parts=[[0, 0, 30, 1], *[[0, 30 + i, 1, 1] for i in range(18)]]),
-    "very many blocks": lambda b: stored(b).update(
-        shape=[2**30, 2**20], cuts=[[5], list(range(1, 10**5))], parts=[[0, 0, 2**50, 1]]
-    ),
-}  # fmt: skip
-
-
-@pytest.fixture
-def cut_checkpoint(tmp_path: Path) -> Path:
-    """Of one file with four blocks."""
-    wholes, boxes = values((8, 6), torch.float32), itertools.product(split(8, [5]), split(6, [3]))
-    save_as_ranks([[part_of("w", wholes, box) for box in boxes]], str(tmp_path / "c"))
-    return tmp_path / "c"
-
-
-@pytest.mark.parametrize("how", CRAFTED)
-def test_crafted_records(how: str, cut_checkpoint: Path) -> None:
-    accel.verify(cut_checkpoint)
-    rewrite(cut_checkpoint, CRAFTED[how])
-    for read in (
-        lambda: accel.load(cut_checkpoint, {"model": Parts([Shard("w", (8, 6), 0, torch.zeros(8, 6))])}),
-        lambda: accel.verify(cut_checkpoint),
-        lambda: accel.export(cut_checkpoint, cut_checkpoint / "out"),
-    ):
-        with pytest.raises(CheckpointError, match=r"accel\.json|safetensors"):
-            read()
 
 
 def test_a_cut_at_rows_is_no_box(tmp_path: Path) -> None:
