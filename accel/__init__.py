@@ -59,7 +59,6 @@ from .process.rng import rng_state as rng_state
 from .process.rng import seed as seed
 
 if TYPE_CHECKING:
-    from .checkpoint import import_checkpoint as import_checkpoint
     from .checkpoint import latest as latest
     from .checkpoint import link as link
     from .checkpoint.load import load as load
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # What a loop may never ask for loads when it does, so that `import accel` stays light.
-_CHECKPOINTS: Final = ("export", "import_checkpoint", "latest", "link", "load", "save", "verify")
+_CHECKPOINTS: Final = ("export", "latest", "link", "load", "save", "verify")
 #: With the names of the option classes, `__getattr__` makes the whole list of them: that imports all backends.
 _NAMES: Final = [n for n, v in globals().items() if getattr(v, "__module__", "").startswith("accel.")] + [*_CHECKPOINTS]
 

@@ -465,25 +465,18 @@ def test_files_in_the_places_of_directories(tmp_path: Path) -> None:
     torch.save(raw.state_dict(), file)
     with pytest.raises(accel.CheckpointError) as caught:
         accel.save({"model": raw}, file)
-    said = f"accel.save (the directory): File exists: {file}; that is no directory: choose another name"
+    said = f"accel.save (the directory): File exists: {file}"
     assert str(caught.value) == said
     with pytest.raises(accel.CheckpointError) as caught:
         accel.save({"model": raw}, file / "step1")
-    said = f"accel.save (the directory): Not a directory: {file}/step1; a part of this path is a file: choose another directory"
+    said = f"accel.save (the directory): Not a directory: {file}/step1"
     assert str(caught.value) == said
     with pytest.raises(accel.CheckpointError) as caught:
         accel.load(file, {"model": raw})
-    assert str(caught.value) == (
-        f"{file} is a file; expected the directory of a checkpoint that accel.save wrote; accel.import_checkpoint makes one "
-        "of a file of torch.save"
-    )
+    assert str(caught.value) == f"{file} is a file; expected the directory of a checkpoint that accel.save wrote"
     accel.save({"model": raw}, tmp_path / "saved")
     with pytest.raises(accel.CheckpointError, match="accel.json is a file; expected the directory of a checkpoint"):
         accel.load(tmp_path / "saved" / "accel.json", {"model": raw})
-    file.write_text("x")
-    with pytest.raises(accel.CheckpointError) as caught:
-        accel.import_checkpoint(file, tmp_path / "new")
-    assert str(caught.value) == f"{file} is no file of torch.save with tensors and plain values only"
 
 
 @pytest.mark.parametrize(
@@ -772,9 +765,7 @@ COMMANDS = {
         "checkpoint (accel.latest), or copy this one again from where it is whole\n"
         "accel verify: {here}/nowhere does not exist; expected the directory of a checkpoint that accel.save wrote"
     ),
-    "convert file new": "accel convert: {here}/file is no file of torch.save with tensors and plain values only",
-    "convert one new": "accel convert: {here}/one needs no import: accel.load reads it as it is",
-    "export one file": "accel export: accel.export: File exists: {here}/file; that is no directory: choose another name",
+    "export one file": "accel export: File exists: {here}/file",
     "export one weights": "accel export: {here}/weights has weights already (model.safetensors); overwrite=True replaces them",
     "export one new --dtype x": "accel export: dtype='x': expected a floating-point dtype such as 'bfloat16'",
     "export one new --max-shard-size x": (
@@ -796,7 +787,6 @@ COMMANDS = {
     "run nowhere.py": "accel run: there is no file nowhere.py in {here}",
 }
 USAGES = {
-    "diff one two --tolerance x": "argument --tolerance: expected a number from 0 on, found 'x'",
     "run -n x train.py": "argument -n/--processes/--num-processes: expected a whole number, found 'x'",
     "run --port x train.py": "argument --port: expected a whole number, found 'x'",
     "run": "the following arguments are required: script",

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import accel
-from accel.__main__ import main
 from tests.bench import picture
 from tests.bench.section import Panel
 
@@ -45,15 +44,6 @@ def read(figure: Any) -> list[str]:
     inside = figure.bbox.padded(2)
     assert not [name for name, box in boxes.items() if not (inside.x0 <= box.x0 and box.x1 <= inside.x1)]
     return [name.partition(": ")[2] for name in boxes]
-
-
-def test_a_small_checkpoint_is_drawn_in_bytes(tmp_path: Path, figures: list[Any]) -> None:
-    for name, size in (("small", 3), ("larger", 100_000)):
-        accel.save({f"part{i}": torch.ones(size + i) for i in range(13)}, tmp_path / name)
-        assert main(["inspect", str(tmp_path / name), "--plot", str(tmp_path / f"{name}.png")]) == 0
-    small, larger = map(read, figures)
-    assert {"B", "468 B", "4 more"} <= set(small)
-    assert {"MiB", "4.96 MiB", "part12"} <= set(larger)
 
 
 def test_the_memory_of_many_backends(tmp_path: Path, figures: list[Any]) -> None:

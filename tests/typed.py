@@ -101,7 +101,7 @@ def wrong(net: Net, one: AdamW, loader: DataLoader[Tensor]) -> None:
     accel.setup(net, one, [one])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     accel.save("run/step-1", {"model": net})  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     accel.load({"model": net}, "run/step-1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    accel.load("run/step-1", check="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    accel.load("run/step-1", strict="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.launch(train, net, epochs=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.launch(train, net, "three")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.setup(net)[0].generat(3)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]

@@ -19,7 +19,7 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import CheckpointError
-from ..process import Process, current, ended, reason_of
+from ..process import Process, ended, reason_of
 from ..process.transfer import PIECE, begun, finish, host_memory, is_remote
 from .reader import WorkerThreads
 from .shards import CopiedItem, WriteItem, batched
@@ -27,25 +27,6 @@ from .steps import explain
 
 _BLOCK: Final = 64 << 20  # a power of two, to which sizes of pinned memory are rounded
 _ALIGN: Final = 64
-_LOOK: Final = 4 << 20  # bytes between two looks at what a save costs
-_SHARE: Final = 0.03  # of a core that may be taken from the loop
-
-
-@final
-class Pending(Future[None]):
-    """Of a save in the background, which no longer gives way to others once somebody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.awaited = threading.Event()
-
-    def result(self, timeout: float | None = None) -> None:
-        self.awaited.set()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self.awaited.set()
-        return super().exception(timeout)
 
 
 @final
@@ -53,14 +34,13 @@ class Background:
     """The save that is under way, and the memory that its copy is in, which the next one uses again."""
 
     def __init__(self) -> None:
-        self._future: Pending | None = None
+        self._future: Future[None] | None = None
         self._blocks: list[torch.Tensor] = []
         self._over = False  # what is registered with atexit before the first save runs after this one's part
 
-    def start(self, finish: Callable[[Pace], None], resources: contextlib.ExitStack) -> Future[None]:
+    def start(self, finish: Callable[[], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
-        future = Pending()
-        pace = Pace(future.awaited, current().timeout.total_seconds() / 4)
+        future: Future[None] = Future()
         future.set_running_or_notify_cancel()  # a save that has begun cannot be cancelled
         taken = threading.Lock()  # by the thread, or by what keeps it from beginning
 
@@ -69,7 +49,7 @@ class Background:
                 return
             try:
                 with resources:
-                    finish(pace)
+                    finish()
             except CheckpointError as error:
                 future.set_exception(error)
             except BaseException as error:
@@ -96,7 +76,6 @@ class Background:
     def wait(self) -> None:
         """Wait for the save that is under way; its failure is the next save's to raise."""
         if (future := self._future) is not None:
-            future.awaited.set()
             wait([future])  # not for the thread, which may be in a callback that calls this
 
     def settle(self) -> None:
@@ -133,42 +112,6 @@ class Background:
             sys.stderr.flush()
             logging.shutdown()
             os._exit(1)  # the only way to another exit status from here
-
-
-@final
-class Pace:
-    """Slows this thread down where it takes cores from another one, the one that made this: hears how many more bytes are done.
-
-    What is taken is at most what this thread has computed, and what either has waited for a core, as Linux tells: so cores
-    that nobody needs are used, and so are those of a thread that waits for this one. Other systems do not tell. Once the save is
-    ``awaited`` nothing is left to others: what waits for it would wait longer. Nor is it once ``seconds`` have passed, since
-    ranks give up others whose part does not come.
-    """
-
-    def __init__(self, awaited: threading.Event, seconds: float) -> None:
-        self._awaited, self._end = awaited, time.monotonic() + seconds
-        self._trains = threading.get_native_id()
-        self._bytes = 0
-        self._before: tuple[float, float, float] | None = None
-
-    def __call__(self, nbytes: int) -> None:
-        """Sleep until what was taken since the last look is no more than a share of the time."""
-        self._bytes += nbytes
-        if self._before is not None and self._bytes < _LOOK:
-            return
-        now = time.monotonic(), time.thread_time(), self._waited()
-        if self._before is not None:
-            wall, cpu, waited = (b - a for a, b in zip(self._before, now, strict=True))
-            self._awaited.wait(max(min(min(cpu, waited) / _SHARE - wall, self._end - now[0]), 0.0))
-        self._bytes, self._before = 0, (time.monotonic(), *now[1:])
-
-    def _waited(self) -> float:
-        """Seconds that both threads were ready, and had no core."""
-        total = 0
-        for number in (self._trains, threading.get_native_id()):
-            with contextlib.suppress(OSError, IndexError), open(f"/proc/self/task/{number}/schedstat", "rb") as file:
-                total += int(file.read().split()[1])
-        return total / 1e9
 
 
 #: To this address, from that one, so many bytes.

@@ -1,4 +1,4 @@
-"""Loading: find what each rank needs, compare its checksums, agree, and fill it in place."""
+"""Loading: find what each rank needs, agree, and fill it in place while its checksums are compared."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import functools
 import logging
 import operator
 import os
-import socket
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal, final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, final
 from urllib.parse import unquote
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from .. import shard
 from ..data import LoaderHandle
 from ..deferred import weights_of
-from ..errors import CheckpointError, is_url
+from ..errors import CheckpointError
 from ..process import current
 from ..process.control import locked
 from ..shard import Manifest, Shard
@@ -44,7 +43,6 @@ from .safetensors import BY_NAME
 from .state import OF_VALUES, State
 from .steps import check_arguments, exchange, explain, log_end, on_every_rank
 from .values import Decoder, Json
-from .verify import chunks_due
 from .weights import Checkpoint, choose, is_weights_alone, open_checkpoint
 
 logger = logging.getLogger("accel")
@@ -56,7 +54,6 @@ def load(
     state: dict[Any, Any] | None = None,
     *,
     strict: bool = True,
-    check: Literal["first", "stream"] = "first",
     convert: bool = False,
 ) -> dict[Any, Any]:
     """Fill ``state`` in place from the checkpoint in ``dir``, whatever world size and backend saved it. Collective.
@@ -71,51 +68,41 @@ def load(
             returned.
         strict: raise where the checkpoint lacks something that ``state`` has, or a module lacks something that the
             checkpoint has of it; else what does not fit is skipped, with a warning that lists it.
-        check: "first" compares all checksums before anything is changed; "stream" while it fills, in one pass, so that
-            after an error the state may be partly filled.
         convert: convert tensors that were saved with another dtype; else they are differences.
 
     Returns:
         ``state``.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank.
+        CheckpointError: the checkpoint is missing, damaged or of another format, or does not fit; on every rank. Checksums
+            are compared while tensors are filled. If ``state`` may be partly filled, the error says so.
+
+    Note:
+        To make sure that a checkpoint is intact before anything is changed, call ``accel.verify(dir)`` first.
     """
     current()
     with folder.reporting_replacement(dir):
-        checkpoint = _open(dir, state, strict, check, convert)
-        return _load(state, strict, convert, check, checkpoint)
+        checkpoint = _open(dir, state, strict, convert)
+        return _load(state, strict, convert, checkpoint)
 
 
 _PARTLY: Final = "the state may be partly filled: load a whole checkpoint before going on"
 
 
-def _load(state: Any, strict: bool, convert: bool, check: str, checkpoint: Checkpoint) -> dict[Any, Any]:
-    process, begin = current(), time.monotonic()
-    rank = process.place.rank
+def _load(state: Any, strict: bool, convert: bool, checkpoint: Checkpoint) -> dict[Any, Any]:
+    rank, begin = current().place.rank, time.monotonic()
     with contextlib.ExitStack() as undo:
 
-        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int, int]]:
-            loading = Loading(checkpoint, state, undo, rank, stream=check == "stream", convert=convert)
-            size = 0 if is_url(checkpoint.directory) else sum(one.tensor.nbytes for one in loading.needs())
-            if checkpoint.headers is None:
-                loading.files_of += str(folder.key_of(checkpoint.directory))  # ranks may each have a copy of their own
-            return loading, (loading.differences, *loading.objects(), size, sum(1 << at for at in loading.unneeded))
+        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int]]:
+            loading = Loading(checkpoint, state, undo, rank, convert=convert)
+            return loading, (loading.differences, *loading.objects(), sum(1 << at for at in loading.unneeded))
 
         loading, told = exchange("accel.load", prepare)
         nowhere = functools.reduce(operator.and_, [places for *_, places in told])
         unneeded = [name for at, name in loading.unneeded.items() if nowhere >> at & 1]
         report(checkpoint.directory, [differences for differences, *_ in told], unneeded, strict, rank)
         check_objects([objects for _, objects, *_ in told])
-        check_engines("accel.load", [engines for _, _, engines, *_ in told])
-        # Together they read much more of disks than there is: what ranks of a host read of one file, one of them compares.
-        shared = sum(size for *_, size, _ in told) > 1.5 * checkpoint.record.nbytes
-        if checkpoint.headers is None and (check != "stream" or shared):
-            due = chunks_due(loading.reader, checkpoint.record, loading.needs(), process.place, loading.files_of)
-            if check == "stream":
-                loading.due = due
-            else:
-                on_every_rank("accel.load (the checksums)", lambda: loading.reader.verify_all(due))
+        check_engines("accel.load", [engines for _, _, engines, _ in told])
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
         result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
@@ -124,19 +111,17 @@ def _load(state: Any, strict: bool, convert: bool, check: str, checkpoint: Check
     return result if state is None else state
 
 
-def _open(dir: str | os.PathLike[str], state: Any, strict: bool, check: str, convert: bool) -> Checkpoint:
+def _open(dir: str | os.PathLike[str], state: Any, strict: bool, convert: bool) -> Checkpoint:
     """The checkpoint in ``dir``, which is the same on all ranks. Collective."""
 
     def look() -> tuple[Checkpoint, tuple[dict[str, object], str]]:
-        if check not in ("first", "stream"):
-            raise CheckpointError(f"check={check!r}: expected 'first' or 'stream'")
         background.wait()
         checkpoint = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(OF_VALUES) for name in checkpoint.record.tensors)
         if reads and checkpoint.headers is None and current().place.rank == 0:
             folder.check_sizes(checkpoint.directory, checkpoint.record)
-        return checkpoint, ({"strict": strict, "check": check, "convert": convert}, checkpoint.digits)
+        return checkpoint, ({"strict": strict, "convert": convert}, checkpoint.digits)
 
     checkpoint, told = exchange("accel.load (the record)", look)
     check_arguments("accel.load", [asked for asked, _ in told])
@@ -152,8 +137,8 @@ def _open(dir: str | os.PathLike[str], state: Any, strict: bool, check: str, con
 class Loading:
     """One rank's part of a load: what is to be filled, and from where; ``state`` is None where only plain values are asked for.
 
-    ``undo`` takes what brings back how optimizers were, once they have state to be filled. ``stream``: compare checksums while
-    filling; ``convert``: tensors of another dtype are none of the differences; ``planned``: nothing will be filled yet.
+    ``undo`` takes what brings back how optimizers were, once they have state to be filled. ``convert``: tensors of another dtype
+    are none of the differences; ``planned``: nothing will be filled yet.
     """
 
     def __init__(
@@ -163,18 +148,16 @@ class Loading:
         undo: contextlib.ExitStack,
         rank: int,
         *,
-        stream: bool,
         convert: bool,
         planned: bool = False,
     ) -> None:
         self.found = checkpoint.record
         self.rank = rank
         self.path = checkpoint.path
-        self.reader = Reader(checkpoint.directory, self.found, stream=stream, headers=checkpoint.headers)
+        self.reader = Reader(checkpoint.directory, self.found, headers=checkpoint.headers)
         self._of_values: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
         self._wanted: list[Shard] = []
-        self._tied: list[tuple[str, str]] = []
         #: What the checkpoint has of the objects here, and this rank needs nothing of, by its place among all tensors: so that
         #: very many ranks, each with a part of a model, tell each other a bit for each, and no names.
         self.unneeded: dict[int, str] = {}
@@ -182,17 +165,13 @@ class Loading:
         self._match = Match(State({} if state is None else state), self._decoder)
         self.differences = self._match.differences
         self._apply: Apply | None = None
-        #: The chunks that this rank compares while it fills; None: all that it reads.
-        self.due: dict[int, set[int]] | None = None
-        #: One text for the ranks that read the same files by the same host.
-        self.files_of = socket.gethostname()
         if state is None:
             self._match.plain.append(self.found.values)
         else:
             self._apply = self._match.visit(state, self.found.values)
         for one, node in self._match.objects:
             self._find_slots(one, node, undo, convert, planned)
-        self._find_shared()
+        self._wanted = _without_repeats(self._wanted)
 
     def _fetch(self, name: str) -> torch.Tensor:
         if name not in self._of_values:
@@ -210,7 +189,7 @@ class Loading:
             tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
         stored_as = {}
         if isinstance(one, ModuleObject):
-            stored_as = self._untie(one, own, tensors)
+            stored_as = _untie(one, tensors)
             self._compare_extra(one, node["extra"])
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
         undo.callback(one.undo())
@@ -237,43 +216,11 @@ class Loading:
             for name in tensors.keys() - touched:
                 self.unneeded[self._places[f"{own}{stored_as.get(name, name)}"]] = f"{one.path}, {name}"
 
-    def _untie(self, one: ModuleObject, own: str, tensors: dict[str, Stored]) -> dict[str, str]:
-        """Let a tied tensor have its first name in ``tensors`` alone; returns under which it was stored."""
-        stored_as = {}
-        for first, others in one.tied().items():
-            for name in others:
-                if name not in tensors:
-                    continue
-                if first not in tensors:
-                    tensors[first], stored_as[first] = tensors[name], name
-                else:
-                    self._tied.append((f"{own}{stored_as.get(first, first)}", f"{own}{name}"))
-                del tensors[name]
-        return stored_as
-
-    def _find_shared(self) -> None:
-        """Objects may share a tensor, which can have but one value: a tied weight of two models, or one tensor under two keys."""
-        names: dict[tuple[Any, ...], str] = {}
-        for one in self._wanted:
-            tensor = one.tensor
-            if tensor.numel() and not tensor.is_meta:
-                key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), one.start, one.box
-                if (name := names.setdefault(key, one.name)) != one.name:
-                    self._tied.append((name, one.name))
-
     def _compare_extra(self, one: ModuleObject, saved: Iterable[str]) -> None:
         """What is no tensor in a module is to be there on both sides, too."""
         mine = shard.extra_modules(one.module).keys()
         self.differences.missing.extend(f"{one.path}, {name}" for name in sorted(mine - set(saved)))
         self.differences.untouched.update(f"{one.path}, {name}" for name in set(saved) - mine)
-
-    def _check_tied(self) -> None:
-        for one, other in self._tied:
-            a, b = self.found.tensors[one], self.found.tensors[other]
-            if (a.dtype, a.shape) != (b.dtype, b.shape) or (self.rank == 0 and not self.reader.same(one, other)):
-                raise CheckpointError(
-                    f"{self.path}: {one} and {other} differ, and in the state they are one tensor; it is not this state's"
-                )
 
     def objects(self) -> tuple[str, dict[str, str]]:
         """What is filled: a digest of names and kinds, and by path the models with an engine."""
@@ -297,8 +244,9 @@ class Loading:
         return [name for name in names if name.startswith(OF_VALUES) and name in self.found.tensors]
 
     def decode(self) -> None:
-        """Make sure that all values can be decoded, before anything is changed."""
-        self._check_tied()
+        """Make sure that all values can be decoded and all headers fit, before anything is changed."""
+        for need in self._wanted:
+            self.reader.check_headers(need)
         self._of_values |= self.reader.read(self._in_values)
         values = self._match.decode()
         if self._apply is None:
@@ -332,7 +280,7 @@ class Loading:
                 if isinstance(one, StatefulObject):
                     one.fill(node, self._decoder)
             with torch.no_grad():
-                self.reader.fill(self._wanted, self.due)
+                self.reader.fill(self._wanted)
                 # Autograd must see that what it may have saved for a backward has changed.
                 torch.autograd.graph.increment_version([one.tensor for one in self._wanted])
                 for one, node in objects:
@@ -373,6 +321,29 @@ class Loading:
             engine.refresh()
 
 
+def _without_repeats(wanted: Sequence[Shard]) -> list[Shard]:
+    """Keep the first of several names of one tensor, such as a weight that two models share."""
+    found: dict[tuple[Any, ...], Shard] = {}
+    for one in wanted:
+        tensor = one.tensor
+        address = id(tensor) if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
+        found.setdefault((address, tensor.dtype, tensor.shape, tensor.stride(), one.start, one.box), one)
+    return list(found.values())
+
+
+def _untie(one: ModuleObject, tensors: dict[str, Stored]) -> dict[str, str]:
+    """Keep only the first name of each tied tensor in ``tensors``. Return the names under which these were stored."""
+    stored_as = {}
+    for first, others in one.tied().items():
+        for name in others:
+            if name not in tensors:
+                continue
+            if first not in tensors:
+                tensors[first], stored_as[first] = tensors[name], name
+            del tensors[name]
+    return stored_as
+
+
 def _order(one: StateObject) -> bool:
     """Loaders come first: they refuse a state that is not theirs, and nothing is changed by then."""
     return not (isinstance(one, StatefulObject) and isinstance(one.value_object, LoaderHandle))
@@ -397,7 +368,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     state = _state_for(directory, source.name, module)
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)
-        loading = Loading(whole, state, undo, 0, stream=False, convert=True, planned=True)
+        loading = Loading(whole, state, undo, 0, convert=True, planned=True)
         if source.strict:
             report(directory, [loading.differences], loading.unneeded.values(), True, 0, _WAY_OUT)
         else:

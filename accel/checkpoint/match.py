@@ -286,22 +286,13 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
 
 def _unconverted(dtype: torch.dtype, here: torch.Tensor, convert: bool, planned: bool) -> str:
     """Why values of a dtype are not converted to that of a tensor."""
-    if not _holds(here.dtype, dtype):
+    if not torch.can_cast(dtype, here.dtype):
         return ", which cannot hold its values"
     if not convert:
         return " (convert=True converts)"
     if planned and here.is_meta and here.is_floating_point() and not dtype.is_floating_point:
         return ", a weight: these are of a quantised format, which its own library reads"
     return ""
-
-
-def _holds(here: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether values of a saved dtype can be converted, as far as the dtypes tell: integers would wrap around."""
-    if not torch.can_cast(saved, here):
-        return False
-    if here.is_floating_point or here.is_complex or torch.bool in (here, saved):
-        return True
-    return torch.iinfo(here).min <= torch.iinfo(saved).min and torch.iinfo(saved).max <= torch.iinfo(here).max
 
 
 def check_engines(what: str, told: Sequence[Mapping[str, str]]) -> None:

@@ -36,8 +36,6 @@ class StateObject:
     """One object of a state: the names of its tensors begin with ``name``, and ``path`` is where it is in the state."""
 
     kind: ClassVar[str]
-    #: What a saved node must have, with its type.
-    fields: ClassVar[Mapping[str, type]] = {}
     #: Its node is made of all ranks' ``value``, which have parts of what is under ``divided``; else rank 0's is taken.
     merged = False
     divided: ClassVar[str] = ""
@@ -62,13 +60,6 @@ class StateObject:
         """The rest of its node, of all ranks' ``value``, where ``merged``."""
         parts = [value[self.divided] for value in reversed(values)]
         return {**values[0], self.divided: {name: item for part in parts for name, item in part.items()}}
-
-    @classmethod
-    def check(cls, node: Mapping[str, Json]) -> None:
-        """Refuse a node that accel did not write: a ValueError says what is wrong."""
-        for key, kind in cls.fields.items():
-            if key not in node or not isinstance(node[key], kind):
-                raise ValueError(f"{key!r} of a {cls.kind} is {str(node.get(key))[:60]}")
 
     def problem(self, node: Mapping[str, Json]) -> str:
         """Why this object cannot take a saved node; empty if it can. Local, changes nothing."""
@@ -118,7 +109,6 @@ class StatefulObject(StateObject):
     """Anything with ``state_dict`` and ``load_state_dict``: schedulers, scalers, samplers, loader handles."""
 
     kind = "stateful"
-    fields: ClassVar[Mapping[str, type]] = {"state": object}
 
     def __init__(self, name: str, path: str, value: Any) -> None:
         super().__init__(name, path)
@@ -160,7 +150,6 @@ class RankObject(StateObject):
     """What each rank has its own state of: the random generators, and loaders that each rank reads by itself."""
 
     kind = "ranks"
-    fields: ClassVar[Mapping[str, type]] = {"name": str}
 
     def __init__(self, name: str, path: str, value: RngState | LoaderHandle) -> None:
         super().__init__(name, path)
@@ -186,7 +175,6 @@ class ModuleObject(StateObject):
 
     kind = "module"
     divided = "extra"
-    fields: ClassVar[Mapping[str, type]] = {"extra": dict}
 
     def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
         super().__init__(name, path)
@@ -263,7 +251,6 @@ class OptimizerObject(StateObject):
     kind = "optimizer"
     merged = True
     divided = "state"
-    fields: ClassVar[Mapping[str, type]] = {"class": str, "named": bool, "groups": list, "state": dict, "frozen": list}
 
     def __init__(
         self, name: str, path: str, optimizer: Optimizer, engine: Engine | None, names: Mapping[int, str] | None
@@ -318,43 +305,17 @@ class OptimizerObject(StateObject):
         mine = [name for group in self._holdings.values(self.optimizer)["groups"] for name in group["params"]]
         return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
 
-    @classmethod
-    def check(cls, node: Mapping[str, Json]) -> None:
-        super().check(node)
-        names: set[Any] = set()
-        for group in node["groups"]:
-            params = _options(group).get("params")
-            if not isinstance(params, list):
-                raise ValueError("a parameter group is not as accel writes it")
-            names.update(params)
-        # Those frozen need not be in a group: accel 0.1.0 wrote the names of all that the model had frozen.
-        if not all(isinstance(name, str) for name in (*names, *node["frozen"])):
-            raise ValueError("the name of a parameter is no text")
-        if not names.issuperset(node["state"]):
-            raise ValueError("an optimizer has state of parameters that are in no group")
-        scale = node.get("scale")
-        if scale is not None and [type(n) for n in scale] != [float, int]:
-            raise ValueError(f"the loss scale is {scale!r}")
-        if not all(isinstance(one, dict) for one in node["state"].values()):
-            raise ValueError("an optimizer's state is not as accel writes it")
-
     def problem(self, node: Mapping[str, Json]) -> str:
         mine = [group["params"] for group in self._holdings.values(self.optimizer)["groups"]]
         saved = [_options(group)["params"] for group in node["groups"]]
         kind = type(self.optimizer).__name__
-        if node["class"] and node["class"] != kind:
+        if node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
         if [len(g) for g in mine] != [len(g) for g in saved]:
             return (
                 f"the checkpoint has parameter groups of {[len(g) for g in saved]} parameters, and this optimizer has "
                 f"{[len(g) for g in mine]}"
             )
-        if not node["class"]:
-            # From another library's checkpoint, which does not say whose state it is; the groups' options tell, but for those
-            # that the class gives to the state of its older versions.
-            known = {k for g in node["groups"] for k in _options(g)} | _renewed(self.optimizer, node["groups"])
-            if lacking := sorted({k for g in self._holdings.values(self.optimizer)["groups"] for k in g} - known):
-                return f"the checkpoint's groups have no {', '.join(lacking)}, so that they are not those of a {kind}"
         if node["named"] and self._named:
             for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
                 if ours != theirs:
@@ -394,8 +355,6 @@ class OptimizerObject(StateObject):
         self._finish(saved)
         if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:
             self.engine.loss_scale.restore(*node["scale"])
-        if not node["class"]:
-            return  # another library's, which does not say what was frozen
         frozen = set(node["frozen"])
         for theirs, name in renamed.items():
             parameter = self._parameters[name]
@@ -427,14 +386,6 @@ class OptimizerObject(StateObject):
                     del self.optimizer.state[entry.parameter][key]
 
         return act
-
-
-def _renewed(optimizer: Optimizer, groups: Sequence[Json]) -> set[str]:
-    """The options that the optimizer's class gives to parameter groups that were saved without them."""
-    made: list[dict[str, Any]] = [{**_options(group), "params": []} for group in groups]
-    with contextlib.suppress(Exception):  # a class that wants more than a state dict has
-        type(optimizer).__new__(type(optimizer)).__setstate__({"state": {}, "param_groups": made, "defaults": {}})
-    return {key for group in made for key in group}
 
 
 def _options(group: Json) -> dict[str, Json]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -21,7 +20,7 @@ from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Grid, Shard, divided, in_box, shape_of
 from .layout import entry_of
 from .record import NAME, Record, Stored
-from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, chunks_of, is_lazy, memory, parse_header
+from .safetensors import BY_NAME, CHUNK, ITEM_BYTES, Entry, Header, is_lazy, memory, parse_header
 from .shards import batched, checksum_of, checksums_of
 from .steps import parsing
 from .storage import File, storage_of
@@ -93,7 +92,6 @@ class _Piece:
     tensor: torch.Tensor  # what they are elements of
     first: int  # the first of these elements
     dtype: torch.dtype  # in the file
-    name: str
 
 
 #: Elements of a tensor's line, the first and how many; how what is wanted lies among them (None: it is all), where it belongs.
@@ -126,7 +124,6 @@ class _Staging:
     def put(self, pieces: Sequence[_Piece], values: Sequence[torch.Tensor]) -> None:
         """Copy what was read to where it belongs."""
         for piece, value in zip(pieces, values, strict=True):
-            _refuse_overflow(piece.name, value, piece.tensor.dtype)
             _put(piece.tensor, piece.first, value)
         self._copies[self._turn] = begun({piece.tensor.device for piece in pieces if is_remote(piece.tensor)})
 
@@ -146,34 +143,6 @@ def _read_in_steps(opened: File, offset: int, step: int, steps: Iterable[list[me
     for number, views in enumerate(steps):
         opened.fill([(offset + number * step, views)])
         yield from views
-
-
-def _refuse_overflow(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
-    """Refuse (CheckpointError) numbers that would be others, or not finite, in a dtype that they are converted to."""
-    saved = values.dtype
-    if saved is dtype or saved is torch.bool or not values.numel() or not (dtype.is_floating_point or dtype.is_complex):
-        return
-    if saved.is_complex:
-        values = torch.view_as_real(values.resolve_conj())
-        saved = values.dtype
-    most = torch.finfo(dtype).max
-    unending = dtype.is_complex or _has_infinity(dtype)
-    if (torch.finfo(saved) if saved.is_floating_point else torch.iinfo(saved)).max <= most and unending:
-        return
-    numbers = values if saved in (torch.float32, torch.float64) else values.double()
-    if not bool((torch.stack(torch.aminmax(numbers)).abs() <= most).all()):  # or not a number, or infinite there too
-        known = numbers[numbers.isfinite() if unending else ~numbers.isnan()]
-        largest = float(known[known.abs().argmax()]) if known.numel() else 0.0
-        if abs(largest) > most:
-            raise CheckpointError(
-                f"{name} has the value {largest:g}, and {dtype} ends at {most:g}: convert to a dtype that holds it, such as "
-                "torch.bfloat16, or leave the dtype as it is"
-            )
-
-
-@functools.cache
-def _has_infinity(dtype: torch.dtype) -> bool:
-    return bool(torch.tensor(float("inf"), device="cpu").to(dtype).double().isinf())
 
 
 def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
@@ -199,20 +168,16 @@ def _put(tensor: torch.Tensor, first: int, values: torch.Tensor) -> None:
 class Reader:
     """The files of one checkpoint, with what its record says of them.
 
-    ``stream``: compare the checksums of all chunks that are read, as is always done over a network: what was compared once may
-    come otherwise when it is read again. ``headers`` are the files', where another library wrote them, without checksums.
+    Compares the checksum of each chunk that it reads. ``headers`` are those of files that another library wrote, which have no
+    checksums.
     """
 
-    def __init__(
-        self, directory: str, record: Record, *, stream: bool, headers: Sequence[Header] | None = None
-    ) -> None:
+    def __init__(self, directory: str, record: Record, *, headers: Sequence[Header] | None = None) -> None:
         self._directory = directory
         self._record = record
-        self._stream = (stream or is_url(directory)) and headers is None
+        self._has_checksums = headers is None
         self._headers = dict(enumerate(headers or ()))
         self._threads = WorkerThreads()
-        #: By file the chunks of which this rank is to compare the checksums, where others compare the rest; None: all.
-        self._due: Mapping[int, set[int]] | None = None
         self._staging = _Staging()
 
     def _path(self, file: int) -> str:
@@ -264,23 +229,15 @@ class Reader:
                 lying = torch.empty(shape_of(block), dtype=torch.uint8, device="meta")[in_box(own, block)]
                 yield from _halved(lying, place[in_box(block, own)], most, grid.first(block))
 
-    def chunks(self, wanted: Shard) -> Iterator[tuple[int, int, int]]:
-        """The chunks that a part of a tensor is read from: (file, first chunk, chunk after the last)."""
-        size = ITEM_BYTES[self._record.tensors[wanted.name].dtype]
+    def check_headers(self, wanted: Shard) -> None:
+        """Raise unless the files that hold a part of a tensor are there, with the headers that the record describes."""
         for first, span, *_ in self._strips(wanted):
-            for file, offset, _, count in self.locate(wanted.name, first, first + span):
-                begin = offset - self.header(file).size
-                yield file, begin // CHUNK, chunks_of(begin + count * size)
+            for _ in self.locate(wanted.name, first, first + span):
+                pass
 
     def verify(self, file: int, chunks: Sequence[int]) -> None:
         """Compare the checksums of chunks of a file; raises for the first that is damaged, with a tensor that is in it."""
         self._read_chunks(file, {chunk: [] for chunk in chunks})
-
-    def verify_all(self, chunks: Mapping[int, Iterable[int]]) -> None:
-        """The same, of several files."""
-        for file in sorted(chunks):
-            if numbers := sorted(chunks[file]):
-                self.verify(file, numbers)
 
     def _read_chunks(self, file: int, chunks: Mapping[int, list[_Piece]]) -> None:
         """Read what is wanted of chunks; one of which nothing is wanted is compared with its checksum."""
@@ -310,11 +267,8 @@ class Reader:
         for piece in sorted(wanted, key=attrgetter("offset")):
             (twice if piece.offset < at else once).append(piece)
             at = max(at, piece.offset + piece.nbytes)
-        due = None if self._due is None else self._due.get(file, set())
-        if not wanted or (self._stream and (due is None or chunk in due)):
+        if self._has_checksums:
             self._compare_chunk(opened, file, chunk, once)
-            if due is not None:
-                due.discard(chunk)
         else:
             ranges: list[tuple[int, list[memoryview]]] = []
             at = -1
@@ -359,14 +313,10 @@ class Reader:
                 f"{', ...' if len(inside) > 3 else ''}; {_ADVICE}"
             )
 
-    def fill(self, wanted: Iterable[Shard], due: Mapping[int, set[int]] | None = None) -> None:
-        """Read parts of tensors into memory of any device, layout and dtype; each chunk once, but of what lies in other boxes.
-
-        Where checksums are compared on the way, these are of the chunks that are ``due``, by file; other ranks compare the rest.
-        """
-        self._due = due
+    def fill(self, wanted: Iterable[Shard]) -> None:
+        """Read parts of tensors into memory of any device, layout and dtype; each chunk once, but of what lies in other boxes."""
         files: dict[int, dict[int, list[_Piece]]] = {}
-        rooms: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        rooms: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         size = 0
         for one in wanted:
             stored, own = self._record.tensors[one.name], one.tensor
@@ -378,26 +328,23 @@ class Reader:
                         self._take(files, rooms)
                         files, rooms, size = {}, [], 0
                     room = torch.empty(span, dtype=BY_NAME[stored.dtype], device=own.device)
-                    rooms.append((one.name, room, strip, into))
+                    rooms.append((room, strip, into))
                     size += (into := room).nbytes
                 self._plan(one.name, first, into, files)
             if one.tensor is not own:
-                rooms.append((one.name, one.tensor, one.tensor, own))
+                rooms.append((one.tensor, one.tensor, own))
         self._take(files, rooms)
         self._staging.finish()
-        self._due = None
-        self.verify_all(due or {})  # what was not read after all: others rely on it
 
     def _take(
         self,
         files: dict[int, dict[int, list[_Piece]]],
-        rooms: Iterable[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]],
+        rooms: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     ) -> None:
         """Read what was planned, and copy what is wanted of the rooms that it went into."""
         for file in sorted(files):
             self._read_chunks(file, files[file])
-        for name, room, strip, into in rooms:
-            _refuse_overflow(name, room, into.dtype)
+        for room, strip, into in rooms:
             into.copy_(room.as_strided(strip.shape, strip.stride()))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -419,25 +366,12 @@ class Reader:
         blank = Shard(
             name, self._record.tensors[name].shape, start, torch.empty(count, dtype=torch.uint8, device="meta")
         )
-        for _ in self.chunks(blank):
-            pass  # all of it is in the files: so much memory may be taken
+        self.check_headers(blank)  # all of it is in the files: so much memory may be taken
         return replace(blank, tensor=torch.empty(count, dtype=dtype, device="cpu"))
 
     def _filled(self, wanted: Sequence[Shard]) -> Iterator[torch.Tensor]:
         self.fill(wanted)
         return (one.tensor for one in wanted)
-
-    def same(self, one: str, other: str) -> bool:
-        """Whether two tensors of one shape and dtype have the same bytes; in little memory."""
-        stored = self._record.tensors[one]
-        step, dtype = max(1, _STAGE // ITEM_BYTES[stored.dtype]), BY_NAME[stored.dtype]
-        room = [torch.empty(min(step, stored.numel), dtype=dtype, device="cpu") for _ in range(2)]
-        for at in range(0, stored.numel, step):
-            a, b = (one[: stored.numel - at] for one in room)
-            self.fill([Shard(name, stored.shape, at, into) for name, into in ((one, a), (other, b))])
-            if memory(a) != memory(b):
-                return False
-        return True
 
     def _plan(self, name: str, start: int, tensor: torch.Tensor, files: dict[int, dict[int, list[_Piece]]]) -> None:
         """Find the file and the chunk of each element of a tensor's line, from ``start`` on."""
@@ -451,7 +385,7 @@ class Reader:
                 # At least one: other libraries' files, which have no checksums, may have elements over the end of a chunk.
                 n = min(max(1, (base + (number + 1) * CHUNK - offset) // item), count)
                 place = None if view is None else view[at * item : (at + n) * item]
-                chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype, name))
+                chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype))
                 offset, at, count = offset + n * item, at + n, count - n
 
 

@@ -14,7 +14,6 @@ import logging
 import os
 import random
 import re
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -205,25 +204,6 @@ class Remote:
 
     def claim(self, directory: str) -> Claim:
         return Turn(self, directory)
-
-    def workplace(self, directory: str) -> str:
-        return tempfile.gettempdir()
-
-    def fetched(self, path: str, folder: str) -> str:
-        here, there = os.path.join(folder, "source"), self._fs._strip_protocol(path)
-        whole = self.is_directory(path)
-        found = self.ask("find", path) if whole else [there]
-        files = [name for name in found if not name.endswith("/")]  # some stores mark a directory so
-        parts = [os.path.normpath(name.removeprefix(there).strip("/")) for name in files]
-        if outside := [name for name in parts if name.split("/")[0] == ".."]:
-            raise CheckpointError(
-                f"{path} has the file {outside[0]!r}, which would come to lie outside of a copy of it"
-            )
-        targets = [os.path.normpath(os.path.join(here, part)) for part in parts]
-        for directory in {here if whole else folder, *map(os.path.dirname, targets)}:
-            os.makedirs(directory, exist_ok=True)
-        self._again(lambda: self._fs.get(files, targets), path)  # of lists, names are not taken for patterns
-        return here
 
     @contextlib.contextmanager
     def open(self, path: str, size: int | None) -> Iterator[File]:

@@ -20,14 +20,14 @@ from ..errors import CheckpointError
 from ..process import Process, current
 from ..process.control import locked
 from . import folder, record, shards
-from .background import Pace, Words, background
+from .background import Words, background
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
 from .match import check_engines, check_progress
 from .objects import LocalRange, RankObject, StateObject, engines_of, progress_of
 from .record import Record, Stored, encode
 from .shards import Item, Written
 from .state import State, local_ranges, value_range
-from .steps import Progress, check_arguments, exchange, explain, log_end, on_every_rank
+from .steps import check_arguments, exchange, explain, log_end, on_every_rank
 from .storage import Claim, storage_of
 from .values import Encoder, Json
 
@@ -164,20 +164,6 @@ def _finish(writer: Writer) -> None:
         writer.discard()  # on all ranks; after another error some may think that all is written
         raise
     on_every_rank("accel.save (the record)", functools.partial(writer.commit, written))
-
-
-def save_alone(state: Mapping[str, Any], directory: str) -> None:
-    """``save`` by this process alone, whatever others there are."""
-    contents = contents_of(state, None, 1)
-    with contextlib.ExitStack() as resources:
-        claim = folder.begin(directory, resources)
-        writer = Writer(directory, claim, contents, [contents.message([contents.summary(0)], 0)], 0, None, False)
-        try:
-            written = writer.write()
-        except BaseException:
-            writer.discard()
-            raise
-        writer.commit([written])
 
 
 # -- What is saved: what each rank has, and what all of them together will write. Writes nothing -----------------------
@@ -357,9 +343,9 @@ class Writer:
         self._items: Sequence[Item] = background.snapshot(items) if copy else items
         self._name = folder.shard_name(self.save, rank)
 
-    def write(self, progress: Progress = lambda nbytes: None) -> Written | None:
-        """Write this rank's file, durably; ``progress`` hears how many more bytes are written. None: it has nothing to write."""
-        written = shards.write(self.directory, self._name, self._items, progress) if self._items else None
+    def write(self) -> Written | None:
+        """Write this rank's file, durably. None: it has nothing to write."""
+        written = shards.write(self.directory, self._name, self._items) if self._items else None
         self._storage.sync(self.directory)
         return written
 
@@ -424,12 +410,12 @@ class Writer:
 
     # -- in the background: without collectives ---------------------------------------------------------------------
 
-    def finish_alone(self, words: Words, pace: Pace) -> None:
+    def finish_alone(self, words: Words) -> None:
         """Write, and commit once all ranks have written; all know how it ended, and raise any rank's failure. In a thread."""
         failure: Exception | None = None
         written: Written | None = None
         try:
-            written = self.write(pace)
+            written = self.write()
             if self._rank == 0:
                 self.commit([written, *(_heard(words.read(rank)) for rank in range(1, self._world))])
         except Exception as error:

@@ -14,7 +14,6 @@ import xxhash
 from ..process.packing import row_of
 from ..process.transfer import PIECE, on_host
 from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
-from .steps import Progress
 from .storage import Write, storage_of
 
 _WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
@@ -124,19 +123,15 @@ def _header(items: Sequence[Item], checksums: str) -> bytes:
     return build_header([item.entry for item in items], {"accel": "1", "xxh3": checksums})
 
 
-def write(directory: str, name: str, items: Sequence[Item], progress: Progress = lambda nbytes: None) -> Written:
-    """Write a new file of ``items``, durably; after an error it is not there. ``progress`` hears how many more bytes are."""
+def write(directory: str, name: str, items: Sequence[Item]) -> Written:
+    """Write a new file of ``items``, durably; after an error it is not there."""
     items = _arranged(items)
     size = sum(item.entry.nbytes for item in items)
     blank = "0" * (DIGITS * chunks_of(size))  # the checksums are known last, and as long
     header = _header(items, blank)
 
     def content(write: Write) -> bytes:
-        def told(part: memoryview) -> None:
-            write(part)
-            progress(len(part))
-
-        return header.replace(blank.encode(), _stream(items, told).encode(), 1)
+        return header.replace(blank.encode(), _stream(items, write).encode(), 1)
 
     path, whole = os.path.join(directory, name), len(header) + size
     header = storage_of(directory).create(path, whole, len(header), content)

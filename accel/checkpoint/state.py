@@ -132,7 +132,7 @@ class State:
 
     def object_of(self, value: Any, name: str, path: str) -> StateObject:
         """What a checkpoint does with an object."""
-        if isinstance(value, StateObject):  # of another library's checkpoint
+        if isinstance(value, StateObject):
             value.name, value.path = name, path
             return value
         try:

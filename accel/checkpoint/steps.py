@@ -10,7 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pickle import PickleError
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from ..errors import AccelError, CheckpointError
 from ..process import rank, running, world_size
@@ -97,16 +97,6 @@ def explain(error: BaseException) -> str:
 _ADVICE: Final = {
     errno.ENOSPC: "free space on that file system, or choose a directory on another one",
     errno.EDQUOT: "this user's quota there is used up: remove files, or choose a directory on another file system",
-    errno.EFBIG: "files there cannot be so large (ulimit -f, or the file system's own limit): choose another directory",
-    errno.EROFS: "that file system cannot be written to: choose a directory on another one",
-    errno.EEXIST: "that is no directory: choose another name",
-    errno.ENOTDIR: "a part of this path is a file: choose another directory",
-    errno.EACCES: "this user may not do that: change the permissions, or choose another directory",
-    errno.EPERM: "this user may not do that: change the permissions, or choose another directory",
-    errno.EIO: "the disk or its server failed, of which the system's log tells more: choose another file system",
-    errno.ESTALE: "the server of that file system has lost the file: mount it again, or choose another one",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EMFILE: "this process has too many open files: raise ulimit -n",
 }
 
 
@@ -143,10 +133,6 @@ def parsing(what: str) -> Iterator[None]:
         yield
     except MALFORMED as error:
         raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from error
-
-
-#: Hears how many more bytes are done.
-Progress = Callable[[int], Any]
 
 
 def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:

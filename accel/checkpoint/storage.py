@@ -120,7 +120,6 @@ class Local:
                    follows them. ``content`` hands that over and returns the header, and the same if it is called again.
                    ``size`` is to be reserved, 0 where it is not known. Returns the header
     ``exists``     whether there surely is a file, directory or link
-    ``fetched``    the same file or directory on this machine; in ``folder`` where it was not
     ``identity``   is another one if a file is written again, or another is put in its place
     ``link``       makes ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process
     ``make``       a directory and what is above it, durable once it is synced: that takes as long as a disk does
@@ -129,7 +128,6 @@ class Local:
     ``remove``     a file, if it is there; ``remove_directory`` an empty one
     ``rename``     gives a file another name, in place of one that has it: each is there whole at any moment
     ``sync``       makes the names in a directory durable, and its own where it was made
-    ``workplace``  a directory of this machine for what is to come into ``directory`` later
     """
 
     names = staticmethod(os.listdir)
@@ -175,14 +173,6 @@ class Local:
 
     def claim(self, directory: str) -> Claim:
         return Lock(directory)
-
-    def workplace(self, directory: str) -> str:
-        parent = os.path.dirname(directory)
-        self.make(parent)
-        return parent
-
-    def fetched(self, path: str, folder: str) -> str:
-        return path
 
     @contextlib.contextmanager
     def open(self, path: str, size: int | None) -> Iterator[File]:

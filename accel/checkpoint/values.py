@@ -233,9 +233,8 @@ _CONTAINERS: Final = frozenset({set, frozenset, collections.deque, *_MAPPINGS, *
 class Decoder:
     """Turns JSON of ``Encoder`` into values; ``source`` is the file, for errors.
 
-    ``fetch`` gives a stored tensor by its name. One on the meta device is only compared with what the JSON says of it, so that
-    what is decoded is worth nothing, and costs no memory of that size. ``objects``: the ids of the nodes that are objects of the
-    state, or hold some; they are not decoded as a whole.
+    ``fetch`` gives a stored tensor by its name. ``objects``: the ids of the nodes that are objects of the state, or hold some;
+    they are not decoded as a whole.
     """
 
     def __init__(self, source: str, fetch: Callable[[str], torch.Tensor], objects: Container[int] = ()) -> None:
@@ -308,8 +307,6 @@ class Decoder:
         if math.prod(shape) * kind.itemsize != (len(content) if stored is None else stored.nbytes):
             raise ValueError("an array whose shape does not fit its bytes")
         if stored is not None:
-            if stored.is_meta:
-                return object() if scalar else []  # as hashable as it would be
             content = to_bytes(stored)
         if scalar and kind.kind in "SU":  # an array would take zeros off the end
             order = "be" if data["dtype"][0] == ">" else "le"

@@ -44,7 +44,6 @@ from .state import State, below, component
 from .steps import beside_others, log_end, on_running_ranks, parsing
 from .storage import File, Write, read_whole, storage_of
 from .values import TAG, Decoder, Json, place
-from .verify import check_record
 
 #: What a library calls its files: ``<stem>.safetensors``; or parts, ``<stem>-00001-of-00002.safetensors``, and their index.
 STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
@@ -81,7 +80,9 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
     """A checkpoint, or weights for the one model of ``state``; raises where there is neither, or it is damaged."""
     if not is_weights_alone(directory):
         whole, digits = record.read(directory)
-        return Checkpoint(directory, whole, digits, check_record(whole, os.path.join(directory, record.NAME)))
+        path = os.path.join(directory, record.NAME)
+        with parsing(f"{path} does not keep to the format of accel's checkpoints"):
+            return Checkpoint(directory, whole, digits, objects_in(whole.values))
     models = [] if state is None else _models(state)
     if state is not None and len(models) != 1:
         found = ", ".join(path for _, path in models) or "none"
@@ -293,7 +294,7 @@ def _plan(directory: str, name: str | None, max_shard_size: int | str, dtype: st
         raise CheckpointError(
             f"{directory}: the model {own[:-1]!r} has no tensors in it (they were filtered when it was saved)"
         )
-    return Export(Reader(directory, found, stream=True), own, _divide(entries, limit))
+    return Export(Reader(directory, found), own, _divide(entries, limit))
 
 
 def _divide(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:

@@ -25,7 +25,7 @@ def main(args):
     state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "loss": 0.0}
     last = accel.latest(args.root)
     if last is not None:
-        accel.load(last, state, check="stream")  # checks while it fills: each byte is read once
+        accel.load(last, state)
         accel.print(f"resumed from {last}: loss {state['loss']:.4f}")
     pending = None
     for epoch in range(state["epoch"], state["epoch"] + 3):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import accel
 
 from . import movers, placed
-from .movers import ACCEL, STREAM, Movers
+from .movers import ACCEL, Movers
 from .ranks import run
 from .section import Data, Panel, Section, Verdict, answer, brief, failures, table
 from .timing import Row, Times, over_ranks, summarise
@@ -181,7 +181,7 @@ def _judge(data: Data) -> Iterator[Verdict]:
 
 def _judge_layout(layout: str, told: Data) -> Iterator[Verdict]:
     """What the rounds of one layout alone decide; times `placed.judge` decides."""
-    for group, name in (("save", ACCEL), ("load", STREAM), ("load", ACCEL)):
+    for group, name in (("save", ACCEL), ("load", ACCEL)):
         extra = told[group]["extra"].get(name)
         if extra is not None:
             what = f"extra memory of a {group} ({name}), {layout}"

@@ -119,8 +119,6 @@ class Movers:
             found = {
                 RAW_LOAD: self.raw_load,
                 HASHED_LOAD: lambda: self.raw_load(hashed=True),
-                CHECKED_LOAD: self.checked_load,
-                STREAM: self.accel_stream,
                 ACCEL: self.accel_load,
             }
             found |= {"safetensors": self.st_load, "torch.load(mmap)": self.torch_load}
@@ -163,13 +161,6 @@ class Movers:
             yield buffer[:count]
         os.close(fd)
 
-    def checked_load(self) -> None:
-        """One pass over the bytes, of which this rank hashes its share, and then all that it needs."""
-        state = xxhash.xxh3_64()
-        for piece in self._pieces(self.rank, STEP):
-            state.update(piece)
-        self.raw_load()
-
     def raw_read(self, hashed: bool = False) -> None:
         state = xxhash.xxh3_64()
         for piece in self._pieces(self.rank, STEP if hashed else PIECE):
@@ -191,9 +182,6 @@ class Movers:
 
     def accel_load(self) -> None:
         accel.load(self.directory / "accel", self.state)
-
-    def accel_stream(self) -> None:
-        accel.load(self.directory / "accel", self.state, check="stream")
 
     def accel_stall(self) -> Any:
         return accel.save(self.state, self.directory / "background", wait=False)
@@ -281,9 +269,7 @@ class Movers:
 
 
 ACCEL = "accel"
-STREAM = 'accel, `check="stream"`'
 RAW_SAVE, RAW_LOAD, READ = "raw write and fsync", "raw pread", "raw pread of a share"
 HASHED_SAVE, HASHED_LOAD = "raw write and fsync, with xxh3", "raw pread, with xxh3"
 HASHED_READ = "raw pread of a share, with xxh3"
-CHECKED_LOAD = "a pass of raw pread and xxh3, then raw pread"
 MEMCPY, REUSED = "memcpy into reused buffers", "DCP, its copy reused"

@@ -62,8 +62,8 @@ def accelerated(backend: str, blocks: int, folder: Path) -> Job:
     mark("setup")
     state = {"model": model, "optimizer": optimizer}
     if last:
-        # A new process has nothing to lose; what is deferred has its weights.
-        accel.load(last, {"optimizer": optimizer} if deferred else state, check="stream")
+        # What is deferred has its weights.
+        accel.load(last, {"optimizer": optimizer} if deferred else state)
     mark("load")
     return model, optimizer, loader, lambda: accel.save(state, folder / "saved")
 

@@ -84,7 +84,7 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     content, record_s = _timed(lambda: record.encode(new))
     (read, _), parse_s = _timed(lambda: record.parse(content, record.NAME))
     opened = _count_opened(directory)
-    _, load_s = _timed(lambda: Reader(directory, read, stream=True).fill(wanted))
+    _, load_s = _timed(lambda: Reader(directory, read).fill(wanted))
     assert all(bool((s.tensor == 1).all()) for s in wanted)
     return Scale(
         list_s,

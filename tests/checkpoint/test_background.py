@@ -7,16 +7,15 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import xxhash
 
 import accel
-from accel.checkpoint import background, layout, record, shards, storage
+from accel.checkpoint import layout, record, shards, storage
 from accel.errors import CheckpointError
 from tests.distributed import outcomes, refusals, run, wait_for
 from tests.faults import Fault, full_disk
@@ -78,37 +77,6 @@ def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: py
     assert second is not None
     second.result(30)
     assert accel.load(directory)["n"] == 2.0
-
-
-@pytest.mark.parametrize("needed", [True, False])
-@pytest.mark.parametrize("awaited", [True, False])
-def test_it_takes_a_share_of_cores_that_are_needed_and_all_of_others(
-    needed: bool, awaited: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background.Pace, "_waited", lambda self: time.monotonic() if needed else 0.0)
-    pending = background.Pending()
-    pace = background.Pace(pending.awaited, 60)
-    if awaited:
-        with pytest.raises(TimeoutError):
-            pending.result(0)
-    pace(1)
-    slept: list[float] = []
-    plain = pending.awaited.wait
-
-    def wait(seconds: float) -> bool:
-        slept.extend([seconds] if seconds and not pending.awaited.is_set() else [])
-        return plain(seconds)
-
-    monkeypatch.setattr(pending.awaited, "wait", wait)
-    begin = time.monotonic(), time.thread_time()
-    for _ in range(5):
-        xxhash.xxh3_64_digest(bytes(8 << 20))
-        pace(8 << 20)
-    wall, cpu = time.monotonic() - begin[0], time.thread_time() - begin[1]
-    if needed and not awaited:
-        assert cpu < 0.06 * wall
-    else:
-        assert not slept
 
 
 def listed(directory: str) -> list[bool]:
@@ -226,7 +194,7 @@ def test_a_save_that_is_interrupted_keeps_its_copy(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while the thread begins, or while the next save waits for it: a save after that uses the same memory."""
-    go, write, begin, exception = threading.Event(), shards.write, threading.Thread.start, background.Pending.exception
+    go, write, begin, exception = threading.Event(), shards.write, threading.Thread.start, Future.exception
     writers: list[threading.Thread] = []
 
     def held_back(*args: Any) -> Any:
@@ -241,7 +209,7 @@ def test_a_save_that_is_interrupted_keeps_its_copy(
                 raise KeyboardInterrupt
 
     def interrupted_wait(future: Any, timeout: float | None = None) -> Any:
-        monkeypatch.setattr(background.Pending, "exception", exception)
+        monkeypatch.setattr(Future, "exception", exception)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shards, "write", held_back)
@@ -249,7 +217,7 @@ def test_a_save_that_is_interrupted_keeps_its_copy(
 
     def two_saves() -> None:
         accel.save(large(1.0), tmp_path / "first", wait=False)
-        monkeypatch.setattr(background.Pending, "exception", interrupted_wait)
+        monkeypatch.setattr(Future, "exception", interrupted_wait)
         accel.save(large(2.0), tmp_path / "never", wait=False)
 
     with pytest.raises(KeyboardInterrupt):

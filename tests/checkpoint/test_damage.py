@@ -1,26 +1,28 @@
-"""Damaged, crafted and foreign checkpoints are refused by name, and nothing is changed."""
+"""Damaged checkpoints and other directories are refused by name; nothing is changed, unless the error says so."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
-from collections import deque
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import accel
 from accel.checkpoint.safetensors import CHUNK
 from accel.errors import CheckpointError
-from tests.checkpoint.crafting import header_of, rewrite, shard_of, write_header
+from tests.checkpoint.crafting import body_of, header_of, rewrite, shard_of, write_header, write_record
 from tests.distributed import refusals, run
 
 
@@ -53,19 +55,22 @@ def copy(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "c"))
 
 
-def refused(directory: Path, message: str, check: str = "first") -> str:
+PARTLY = "the state may be partly filled"
+
+
+def refused(directory: Path, message: str) -> str:
+    """Load a checkpoint that must be refused; nothing is changed, unless the error says so."""
     state = make_state(0.0)
     before = flat(state)
     with pytest.raises(CheckpointError, match=message) as caught:
-        accel.load(directory, state, check=check)  # type: ignore[arg-type]
-    if check == "first":
+        accel.load(directory, state)
+    if PARTLY not in str(caught.value):
         assert flat(state) == before
         assert not state["opt"].state
     return str(caught.value)
 
 
-@pytest.mark.parametrize("check", ["first", "stream"])
-def test_every_flipped_byte_is_found(good: Path, tmp_path: Path, check: str) -> None:
+def test_every_flipped_byte_is_found(good: Path, tmp_path: Path) -> None:
     """In the record and in the shard, wherever it is."""
     for file in (good / "accel.json", shard_of(good)):
         size = file.stat().st_size
@@ -74,7 +79,7 @@ def test_every_flipped_byte_is_found(good: Path, tmp_path: Path, check: str) -> 
             content = bytearray((copy / file.name).read_bytes())
             content[at] ^= 1 << at % 8
             (copy / file.name).write_bytes(content)
-            assert file.name in refused(copy, "accel.json|safetensors", check)
+            assert file.name in refused(copy, "accel.json|safetensors")
             with pytest.raises(CheckpointError):
                 accel.verify(copy)
             shutil.rmtree(copy)
@@ -85,10 +90,7 @@ def test_the_tensor_is_named(copy: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 128
     path.write_bytes(content)
-    assert re.search(r"damaged between bytes \d+ and \d+, in .*net/weight", refused(copy, "damaged"))
-    state = make_state(0.0)
-    with pytest.raises(CheckpointError, match="the state may be partly filled"):
-        accel.load(copy, state, check="stream")
+    assert re.search(rf"damaged between bytes \d+ and \d+, in .*net/weight.*{PARTLY}", refused(copy, "damaged"))
 
 
 @pytest.mark.parametrize("how", ["cut", "longer", "missing", "link", "folder", "pipe", "unreadable"])
@@ -122,132 +124,92 @@ def tensor(body: dict[str, Any]) -> dict[str, Any]:
 
 
 CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "traversal": lambda b: b["files"][0].update(name="../c/" + b["files"][0]["name"]),
-    "absolute": lambda b: b["files"][0].update(name="/etc/passwd.safetensors"),
-    "hidden": lambda b: b["files"][0].update(name=".x.safetensors"),
-    "no string": lambda b: b["files"][0].update(name=["a"]),
-    "twice": lambda b: b["files"].append(b["files"][0]),
-    "huge shape": lambda b: tensor(b).update(shape=[2**61, 2**61]),
-    "huge part": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 10**12, 1]]),
-    "many parts": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 1, 10**12]]),
-    "one file for many tensors": lambda b: b["tensors"].update(
-        {f"t{i}": b["tensors"]["net/weight"] for i in range(99)}
-    ),
-    "no time": lambda b: b.update(time=1e300),
-    "negative": lambda b: tensor(b).update(shape=[-1, -280]),
-    "overlap": lambda b: tensor(b).update(parts=[[0, 0, 280, 1], [0, 0, 280, 1]]),
-    "hole": lambda b: tensor(b).update(parts=[[0, 10, 270, 1]]),
-    "other range": lambda b: tensor(b).update(parts=[[0, 0, 100, 1], [0, 100, 180, 1]]),
-    "other file": lambda b: tensor(b).update(parts=[[7, 0, 280, 1]]),
-    "other dtype": lambda b: tensor(b).update(dtype="I32"),
-    "no dtype": lambda b: tensor(b).update(dtype="eval"),
-    "bool": lambda b: tensor(b).update(shape=[True, 280]),
-    "float": lambda b: tensor(b).update(shape=[7.0, 40]),
-    "many dimensions": lambda b: tensor(b).update(shape=[1] * 10**6),
-    "duplicate key": lambda b: json.dumps(b)[:-1] + ', "values": {}}',
-    "nan": lambda b: json.dumps(b).replace('"n": 1.0', '"n": NaN'),
-    "deep": lambda b: json.dumps(b).replace('"n": 1.0', '"n": ' + "[" * 10**5 + "]" * 10**5),
-    "huge number": lambda b: json.dumps(b).replace('"n": 1.0', '"n": ' + "9" * 5000),
+    "another directory": lambda b: b["files"][0].update(name="../c/" + b["files"][0]["name"]),
+    "a large shape": lambda b: tensor(b).update(shape=[10**12], parts=[[0, 0, 10**12, 1]]),
+    "an overlap": lambda b: tensor(b).update(parts=[[0, 0, 280, 1], [0, 0, 280, 1]]),
+    "a hole": lambda b: tensor(b).update(parts=[[0, 10, 270, 1]]),
+    "another file": lambda b: tensor(b).update(parts=[[7, 0, 280, 1]]),
+    "another dtype": lambda b: tensor(b).update(dtype="I32"),
     "no values": lambda b: b.pop("values"),
-    "values are a list": lambda b: b.update(values=[1]),
     "a list": lambda b: "[1]",
     "newer": lambda b: b.update(version=3),
-    "unknown tag": lambda b: b["values"].update(n={"!": "os.system", "items": ["true"]}),
-    "kept tensor that is not there": lambda b: b["values"].update(n={"!": "tensor", "name": "~9"}),
-    "module for a value": lambda b: b["values"].update(n=b["values"]["net"]),
-    "value for a module": lambda b: b["values"].update(net=1),
-    "groups": lambda b: b["values"]["opt"].update(groups=[{"params": ["weight"]}]),
+    "an unknown tag": lambda b: b["values"].update(n={"!": "os.system", "items": ["true"]}),
+    "a value for a module": lambda b: b["values"].update(net=1),
     "no groups": lambda b: b["values"]["opt"].pop("groups"),
-    "groups are numbers": lambda b: b["values"]["opt"].update(groups=[1]),
-    "other optimizer": lambda b: b["values"]["opt"].update({"class": "Adam"}),
-    "other parameters": lambda b: b["values"]["opt"]["groups"][0].update(params=["bias", "weight"]),
-    "state of nobody": lambda b: b["values"]["opt"]["state"].update(nobody={}),
-    "state is a list": lambda b: b["values"]["opt"].update(state=[]),
 }
-
-
-#: Changes to what the load below does not ask for, which no byte of the files betrays.
-NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "bytes that are none": lambda b: b["values"].update(other={"!": "bytes", "data": "*"}),
-    "a set of lists": lambda b: b["values"]["s"].update(other={"!": "set", "items": [[1], [2]]}),
-    "a key twice": lambda b: b["values"].update(other={"!": "dict", "items": [[1, 2], [1, 3]]}),
-    "an infinite number": lambda b: json.dumps(b).replace('"n": 1.0', '"n": 1e999'),
-    "a tensor without a name": lambda b: b["values"].update(x={"!": "tensor", "name": 5}),
-    "one tensor for two values": lambda b: b["values"].update(y=b["values"]["kept"]),
-    "a value that is a model's tensor": lambda b: b["values"]["kept"].update(items=[{"!": "tensor", "name": "~9"}]),
-    "an array of another size": lambda b: array(b).update(shape=[7]),
-    "an object in a set": lambda b: b["values"].update(other={"!": "set", "items": [{"!": "module", "extra": {}}]}),
-    "a module without its values": lambda b: b["values"]["net"].pop("extra"),
-    "values of a rank": lambda b: b.update(ranks=[{}]),
-    "a rank too many": lambda b: b["ranks"].append({"rng": {}}),
-    "no rank": lambda b: b.update(world_size=0, ranks=[]),
-    "state of a rank": lambda b: b["ranks"][0].update(rng={"!": "int", "value": "x"}),
-    "objects nested too deeply": lambda b: b["values"].update(other=nested(b["values"]["net"], 200)),
-}
-
-
-def array(body: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = body["values"]["kept"]["items"][0][0]
-    assert found["!"] == "ndarray"
-    return found
-
-
-def nested(inner: Any, levels: int) -> Any:
-    for _ in range(levels):
-        inner = [inner]
-    return inner
-
-
-@pytest.mark.parametrize("how", NONSENSE)
-def test_a_record_of_nonsense_is_refused_by_load_and_verify(how: str, tmp_path: Path) -> None:
-    state = {**make_state(1.0), "kept": deque([numpy.ones(500)]), "rng": accel.rng_state()}
-    accel.save(state, tmp_path / "c")
-    accel.verify(tmp_path / "c")
-    rewrite(tmp_path / "c", NONSENSE[how])
-    for read in (accel.load, accel.verify, lambda path: accel.load(path, {"n": 0})):
-        with pytest.raises(CheckpointError, match=r"accel\.json"):
-            read(tmp_path / "c")
 
 
 @pytest.mark.parametrize("how", CRAFTED)
-def test_crafted_records(how: str, copy: Path) -> None:
+def test_records_that_no_save_writes(how: str, copy: Path) -> None:
     rewrite(copy, CRAFTED[how])
-    message = refused(copy, ".")
-    assert "accel.json" in message or "safetensors" in message or "does not fit" in message, message
-    if how == "newer":
-        assert "update accel" in message
+    assert ("update accel" in refused(copy, ".")) == (how == "newer")
 
 
-def test_a_record_that_is_put_right_loads(copy: Path) -> None:
-    """So that the tests above are refused for what they change."""
-    rewrite(copy, lambda body: None)
-    state = make_state(0.0)
-    accel.load(copy, state)
-    assert flat(state) == flat(make_state(1.0))
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.sampled_from([None, True, -1, 0, 2**62, 1e308, "", "..", "~0", "float32"]) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["!", "items", "name", "state", "params", "shape"]), inner, max_size=3)
+        | st.builds(
+            lambda tag, rest: {**rest, "!": tag},
+            st.sampled_from(
+                ["dict", "tuple", "set", "bytes", "tensor", "ndarray", "module", "optimizer", "ranks", "x"]
+            ),
+            st.dictionaries(st.sampled_from(["items", "data", "dtype", "name", "state"]), inner, max_size=3),
+        )
+    ),
+    max_leaves=5,
+)
 
 
-def shard_header(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a shard's header, and the record's checksum of it."""
-    header = header_of(directory)
-    change(header)
-    write_header(directory, json.dumps(header, separators=(",", ":")).encode())
+def places(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Give every (container, key) in a JSON value."""
+    items = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
+    for key, item in items:
+        yield node, key
+        yield from places(item)
+
+
+@given(data=st.data())
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+def test_any_record_ends_in_values_or_a_checkpoint_error(good: Path, data: st.DataObject) -> None:
+    """A record with wrong content and the right checksum. What is changed by then, the error says."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(shutil.copytree(good, Path(folder) / "c"))
+        body = body_of(directory)
+        for _ in range(data.draw(st.integers(1, 2))):
+            container, key = data.draw(st.sampled_from(list(places(body))))
+            if data.draw(st.booleans()):
+                del container[key]
+            else:
+                container[key] = data.draw(JSON)
+        write_record(directory, json.dumps(body))
+        state = make_state(0.0)
+        before = flat(state)
+        for read in (accel.latest, accel.verify, accel.load):
+            with contextlib.suppress(CheckpointError):
+                read(directory)
+        said = ""
+        try:
+            accel.load(directory, state)
+        except CheckpointError as error:
+            said = str(error)
+        assert not said or PARTLY in said or flat(state) == before
 
 
 HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "swapped": lambda h: h["net/weight"].update(data_offsets=h["opt/weight/momentum_buffer"]["data_offsets"]),
-    "other shape": lambda h: h["net/weight"].update(shape=[40, 7]),
-    "other dtype": lambda h: h["net/weight"].update(dtype="I32"),
-    "outside": lambda h: h["x"].update(data_offsets=[9, 9**9]),
     "missing": lambda h: h.pop("x"),
-    "no checksums": lambda h: h["__metadata__"].update(xxh3=""),
     "no metadata": lambda h: h.pop("__metadata__"),
     "a number": lambda h: h.update(x=1),
 }
 
 
 @pytest.mark.parametrize("how", HEADERS)
-def test_crafted_headers(how: str, copy: Path) -> None:
-    shard_header(copy, HEADERS[how])
+def test_headers_that_no_save_writes(how: str, copy: Path) -> None:
+    header = header_of(copy)
+    HEADERS[how](header)
+    write_header(copy, json.dumps(header, separators=(",", ":")).encode())
     assert shard_of(copy).name in refused(copy, "safetensors")
 
 
@@ -267,15 +229,8 @@ def test_what_is_no_checkpoint(names: list[str], tmp_path: Path) -> None:
 
 def load_damaged(directory: str) -> Any:
     state = make_state(0.0)
-    before = flat(state)
     model, optimizer, _ = accel.setup(state["net"], state["opt"], backend="ddp")
-    try:
-        accel.load(directory, {**state, "net": model, "opt": optimizer})
-    except CheckpointError:
-        after = flat(state)
-        assert after == before
-        assert not state["opt"].state
-        raise
+    accel.load(directory, {**state, "net": model, "opt": optimizer})
 
 
 def save_there(directory: str) -> None:
@@ -283,9 +238,8 @@ def save_there(directory: str) -> None:
 
 
 def load_flipped(directory: str, places: list[tuple[str, int]]) -> int:
-    """Load with one changed byte after another; how many were refused, by name and with nothing changed."""
+    """Load with one changed byte after another; how many were refused by name, with nothing changed or a word about it."""
     state = make_state(0.0)
-    before = flat(state)
     refusals_seen = 0
     for name, at in places:
         path = Path(directory, name)
@@ -294,9 +248,10 @@ def load_flipped(directory: str, places: list[tuple[str, int]]) -> int:
         if accel.is_main():
             path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
         accel.barrier()
-        with pytest.raises(CheckpointError, match=re.escape(name)):
+        before = repr(flat(state))  # damage that was read may be NaN, which equals nothing
+        with pytest.raises(CheckpointError, match=re.escape(name)) as caught:
             accel.load(directory, state)
-        refusals_seen += flat(state) == before
+        refusals_seen += PARTLY in str(caught.value) or repr(flat(state)) == before
         accel.barrier()
         if accel.is_main():
             path.write_bytes(content)
@@ -330,7 +285,7 @@ def test_damage_is_an_error_on_all_ranks(copy: Path) -> None:
     content[-1] ^= 1
     path.write_bytes(content)
     messages = refusals(2, load_damaged, str(copy), error="CheckpointError")
-    assert all(path.name in message for message in messages)
+    assert all(path.name in message and PARTLY in message for message in messages)
 
 
 class Other(nn.Linear):
@@ -396,8 +351,7 @@ class Remembering(nn.Linear):
         self.seen = state["seen"]
 
 
-@pytest.mark.parametrize("check", ["first", "stream"])
-def test_a_tensor_in_extra_state_is_compared_too(tmp_path: Path, check: str) -> None:
+def test_a_tensor_in_extra_state_is_compared_too(tmp_path: Path) -> None:
     accel.save({"model": Remembering(2, 2)}, tmp_path / "c")
     (path,) = (tmp_path / "c").glob("*.safetensors")
     content = bytearray(path.read_bytes())
@@ -406,5 +360,5 @@ def test_a_tensor_in_extra_state_is_compared_too(tmp_path: Path, check: str) -> 
     model = Remembering(2, 2)
     before = model.weight.detach().clone()
     with pytest.raises(CheckpointError, match="is damaged"):
-        accel.load(tmp_path / "c", {"model": model}, check=check)  # type: ignore[arg-type]
+        accel.load(tmp_path / "c", {"model": model})
     assert torch.equal(model.weight, before)

@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None
         accel.load(tmp_path, {"a": model, "b": nn.Linear(1, 1)})
 
 
-def test_tied_names_may_be_there_once_by_any_name_or_equal(tmp_path: Path) -> None:
+def test_tied_names_may_be_there_once_by_any_name(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tied()
     state = {n: t.clone() for n, t in model.state_dict().items()}
@@ -199,8 +199,7 @@ def test_tied_names_may_be_there_once_by_any_name_or_equal(tmp_path: Path) -> No
     assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)
     state["head.weight"][0, 0] += 1
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"embed.weight and model/head.weight differ"):
-        accel.load(tmp_path, {"model": Tied()})
+    assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)  # the first name counts
 
 
 def rewrite(change: Callable[[dict[str, Any]], Any], more: bytes = b"") -> Callable[[Path], None]:
@@ -334,12 +333,8 @@ def test_names_of_two_libraries(tmp_path: Path) -> None:
     assert [n for n in os.listdir(out) if not n.startswith(".")] == ["diffusion_pytorch_model.safetensors"]
     shutil.copytree(out, tmp_path / "pipeline" / "vae")
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
-    for call in (
-        lambda path: accel.load(path, {"model": Tied()}),
-        lambda path: accel.import_checkpoint(path, tmp_path / "i"),
-    ):
-        with pytest.raises(CheckpointError, match=r"no weights itself, but in its directories unet, vae, .*name one"):
-            call(tmp_path / "pipeline")
+    with pytest.raises(CheckpointError, match=r"no weights itself, but in its directories unet, vae, .*name one"):
+        accel.load(tmp_path / "pipeline", {"model": Tied()})
     shutil.copy(out / "diffusion_pytorch_model.safetensors", out / "model.safetensors")
     with pytest.raises(
         CheckpointError, match=r"has model.safetensors and diffusion_pytorch_model.safetensors, .* remove"

@@ -139,14 +139,13 @@ def large_state(value: float) -> dict[str, Any]:
     return {f"t{i}": torch.full((3_000_000 + i,), value + i) for i in range(4)}
 
 
-@pytest.mark.parametrize("check", ["first", "stream"])
-def test_many_chunks(check: str, tmp_path: Path) -> None:
+def test_many_chunks(tmp_path: Path) -> None:
     """Tensors that begin and end within chunks, and span several."""
     accel.save(large_state(1.0), tmp_path / "c")
     state = large_state(0.0)
     state["t1"] = torch.zeros(2, 3_000_001)[1]
     state["t2"] = torch.zeros(3_000_002, 2)[:, 0]  # not contiguous
-    accel.load(tmp_path / "c", state, check=check)  # type: ignore[arg-type]
+    accel.load(tmp_path / "c", state)
     assert all(torch.equal(state[name], tensor) for name, tensor in large_state(1.0).items())
 
 

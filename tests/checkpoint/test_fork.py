@@ -20,7 +20,7 @@ from accel.checkpoint.background import background
 
 gate, stack = threading.Event(), contextlib.ExitStack()
 stack.callback(storage.Lock(sys.argv[1]).release)
-background.start(lambda pace: gate.wait() and None, stack)
+background.start(lambda: gate.wait() and None, stack)
 leaves = os.fork()
 if leaves == 0:
     sys.exit(7)  # runs what is registered for the exit

@@ -217,26 +217,6 @@ def test_they_are_refused_where_an_optimizer_is_divided(tmp_path: Path) -> None:
         )
 
 
-def test_state_of_an_older_torch_is_imported(tmp_path: Path) -> None:
-    """Its groups lack options that the class gives them, and its steps are plain numbers."""
-    nets = [build(2) for _ in range(3)]
-    saved, loaded, expected = (torch.optim.AdamW(net.parameters(), lr=0.1) for net in nets)
-    train(nets[0], saved)
-    state = saved.state_dict()
-    for group in state["param_groups"]:
-        del group["decoupled_weight_decay"]
-    for own in state["state"].values():
-        own["step"] = int(own["step"])
-    torch.save({"model": nets[0].state_dict(), "optimizer": state}, tmp_path / "old.pt")
-    accel.import_checkpoint(tmp_path / "old.pt", tmp_path / "new")
-    accel.load(tmp_path / "new", {"model": nets[1], "optimizer": loaded})
-    nets[2].load_state_dict(nets[0].state_dict())
-    expected.load_state_dict(state)
-    for net, optimizer in ((nets[1], loaded), (nets[2], expected)):
-        train(net, optimizer)
-    assert distance(nets[1], nets[2]) == 0.0
-
-
 def test_an_export_waits_for_the_save(tmp_path: Path) -> None:
     class Large(nn.Module):
         def __init__(self, value: float) -> None:

@@ -204,7 +204,6 @@ class Case:
     used: int
     backend: Any
     other: Any
-    stream: bool
     background: bool
     loose: bool
 
@@ -230,7 +229,6 @@ def cases(
         used=st.integers(0, 1),
         backend=st.sampled_from(backends),
         other=st.sampled_from(backends),
-        stream=st.booleans(),
         background=st.booleans(),
         loose=st.booleans(),
     )
@@ -410,7 +408,7 @@ def check_programs(case: Case, directory: str, one: Program, two: Program) -> st
     expected, frozen, own = of_rank_0(one.snapshot()), one.frozen(), two.frozen()
     accel.verify(directory)
     state = two.state()
-    accel.load(directory, state, strict=not case.loose, check="stream" if case.stream else "first")
+    accel.load(directory, state, strict=not case.loose)
     two.done = state["n"]
     agree_on(case, distance(expected, two.snapshot()))
     held = two.held()

@@ -32,13 +32,13 @@ def train_and_save(backend: Any, directory: str, wait: bool = True, precision: s
     return training.result()
 
 
-def resume(backend: Any, directories: list[str], check: str, precision: str = "auto") -> list[dict[str, Any]]:
+def resume(backend: Any, directories: list[str], precision: str = "auto") -> list[dict[str, Any]]:
     """What training goes on to from each of the checkpoints."""
     training = Run(backend, 2, precision)
     training.steps(2)  # a state that must be replaced, as is that of the checkpoint before
     results = []
     for directory in directories:
-        assert accel.load(directory, training.state, check=check) is training.state  # type: ignore[arg-type]
+        assert accel.load(directory, training.state) is training.state  # type: ignore[arg-type]
         training.batches = iter(())
         assert training.state["step"] == BEFORE
         training.steps(AFTER)
@@ -75,20 +75,18 @@ def test_any_to_any(after: int, other: Any) -> None:
         own = [place for place in PLACES if place[0] == after]
         places = [place for place in places if place[0] < 4] + wide[own.index((after, other)) % 3 :: 3]
     befores = [uninterrupted(*place) for place in places]
-    for rank, found in enumerate(
-        run(after, resume, other, [directory for directory, _ in befores], "first", timeout=240)
-    ):
+    for rank, found in enumerate(run(after, resume, other, [directory for directory, _ in befores], timeout=240)):
         for place, (_, expected), result in zip(places, befores, found, strict=True):
             assert not differences(expected, result, tolerance=1e-5), f"{place}, rank {rank}"
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_same_world_is_bit_equal(world: int, tmp_path: Path) -> None:
-    """On equally many ranks nothing at all differs; read in one pass, saved in the background."""
+    """On equally many ranks nothing at all differs; saved in the background."""
     directory = str(tmp_path / "checkpoint")
     backend = engines(world)[0]
     expected = run(world, train_and_save, backend, directory, False)
-    found = run(world, resume, backend, [directory], "stream")
+    found = run(world, resume, backend, [directory])
     for rank in range(world):
         assert not differences(expected[rank], found[rank][0])
 
@@ -105,9 +103,9 @@ def test_bf16_mixed_keeps_fp32(backend: Any, tmp_path: Path) -> None:
     directory = str(tmp_path / "checkpoint")
     expected = run(2, train_and_save, backend, directory, True, "bf16-mixed", timeout=240)[0]
     assert stored_dtypes(directory) == {"F32", "I64"}  # I64: a buffer
-    assert not differences(expected, run(2, resume, backend, [directory], "first", "bf16-mixed", timeout=240)[0][0])
+    assert not differences(expected, run(2, resume, backend, [directory], "bf16-mixed", timeout=240)[0][0])
     for world, other in ((1, "single"), (4, "ddp")):
-        found = run(world, resume, other, [directory], "first", "bf16-mixed", timeout=240)
+        found = run(world, resume, other, [directory], "bf16-mixed", timeout=240)
         assert not differences(expected, found[0][0], tolerance=2e-3), f"{other} on {world} ranks"
 
 

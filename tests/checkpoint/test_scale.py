@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import sys
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -22,9 +20,7 @@ from accel.checkpoint import steps
 from accel.checkpoint.layout import Inventory, Row, inventory, make_layout
 from accel.checkpoint.record import Record, Stored, encode, parse
 from accel.checkpoint.shards import Written
-from accel.errors import CheckpointError
 from tests.bench.scale import SAVE, simulate
-from tests.checkpoint.crafting import rewrite
 
 
 class Elements(TorchDispatchMode):
@@ -102,35 +98,6 @@ def test_reading_a_record_grows_with_its_size() -> None:
     contents = [record_of(inventories("sharded", world, 400), world) for world in (2, 2, 16, 512)]
     _, _, small, large = (work(lambda content=content: find(content)) for content in contents)  # type: ignore[misc]
     assert large / small < 1.2 * len(contents[3]) / len(contents[2]) < 4
-
-
-def crafted(directory: Path, change: Callable[[dict[str, Any]], Any]) -> int:
-    """What loading the values takes of a checkpoint whose record somebody changed; it may be refused."""
-    accel.save({"net": nn.Linear(2, 2), "kept": deque([torch.ones(10**5)]), "n": 1}, directory)
-    rewrite(directory, change)
-
-    def load() -> None:
-        with contextlib.suppress(CheckpointError):
-            accel.load(directory)
-
-    return work(load)
-
-
-def test_a_record_from_outside_costs_what_its_size_costs(tmp_path: Path) -> None:
-    """Not one tensor again for each value that names it, not a walk for each level, not memory in a size that it claims."""
-
-    def nested(body: dict[str, Any], depth: int) -> None:
-        inner: Any = [body["values"]["net"], *[0] * 3000]
-        for _ in range(depth):
-            inner = [inner]
-        body["values"]["n"] = inner
-
-    crafted(tmp_path / "0", lambda b: None)  # what is done the first time only
-    usual = crafted(tmp_path / "1", lambda b: None)
-    assert crafted(tmp_path / "2", lambda b: b["values"].update(n=[b["values"]["kept"]] * 300)) < usual + 10**5
-    assert crafted(tmp_path / "3", lambda b: b["files"][0].update(size=2**44)) < usual + 10**5
-    flat = crafted(tmp_path / "4", lambda b: nested(b, 1))
-    assert crafted(tmp_path / "5", lambda b: nested(b, 90)) < 1.3 * flat
 
 
 def test_a_record_has_one_part_for_evenly_divided_rows_and_a_load_opens_what_it_needs(tmp_path: Path) -> None:

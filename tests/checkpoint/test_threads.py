@@ -35,16 +35,14 @@ def make_state(number: float) -> dict[str, Any]:
     return {"large": large, **small, "turned": (torch.arange(300_000.0).view(500, 600) * number).t()}
 
 
-@pytest.mark.parametrize("check", ["first", "stream"])
-def test_every_value_comes_back(check: Any, tmp_path: Path) -> None:
+def test_every_value_comes_back(tmp_path: Path) -> None:
     saved, state = make_state(1.0), make_state(0.0)
     accel.save(saved, tmp_path)
-    accel.load(tmp_path, state, check=check)
+    accel.load(tmp_path, state)
     assert all(torch.equal(state[name], saved[name]) for name in saved)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wanted_twice_or_in_part(stream: bool, tmp_path: Path) -> None:
+def test_what_is_wanted_twice_or_in_part(tmp_path: Path) -> None:
     """Also over the end of a chunk, and with gaps in between."""
     saved = make_state(1.0)
     accel.save(saved, tmp_path)
@@ -57,11 +55,11 @@ def test_what_is_wanted_twice_or_in_part(stream: bool, tmp_path: Path) -> None:
         ("s30", 1),
     ]
     wanted = [Shard(name, tuple(saved[name].shape), start, torch.zeros(900)) for name, start in places]
-    reader.Reader(str(tmp_path), record.read(str(tmp_path))[0], stream=stream).fill(wanted)
+    reader.Reader(str(tmp_path), record.read(str(tmp_path))[0]).fill(wanted)
     assert all(torch.equal(one.tensor, saved[one.name][one.start : one.start + 900]) for one in wanted)
 
 
-def test_the_first_damage_is_named_and_nothing_is_filled(tmp_path: Path) -> None:
+def test_the_first_damage_is_named(tmp_path: Path) -> None:
     accel.save(make_state(1.0), tmp_path)
     path = shard_of(tmp_path)
     content = bytearray(path.read_bytes())
@@ -72,7 +70,6 @@ def test_the_first_damage_is_named_and_nothing_is_filled(tmp_path: Path) -> None
     state = make_state(0.0)
     with pytest.raises(CheckpointError, match=f"between bytes {data + 2 * CHUNK} and {data + 3 * CHUNK}, in large"):
         accel.load(tmp_path, state)
-    assert all(not tensor.any() for tensor in state.values())
 
 
 def test_threads_work_at_once_and_are_done_when_one_fails() -> None:

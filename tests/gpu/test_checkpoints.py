@@ -88,9 +88,8 @@ def state(value: float) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("check", ["first", "stream"])
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_comes_back_is_what_was_there(wait: bool, check: Any, tmp_path: Path) -> None:
+def test_what_comes_back_is_what_was_there(wait: bool, tmp_path: Path) -> None:
     """Also where all is written over at once; on a CPU no copy is still under way then."""
     saved = state(1.0)
     for _ in range(2):  # the second time in the memory of the first
@@ -102,7 +101,7 @@ def test_what_comes_back_is_what_was_there(wait: bool, check: Any, tmp_path: Pat
                 tensor.zero_()
             pending.result(60)
         found = state(0.0)
-        accel.load(tmp_path, found, check=check)
+        accel.load(tmp_path, found)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):  # without a word to the stream that the copies were on
             assert all(torch.equal(found[name], t) for name, t in expected.items())
@@ -116,7 +115,7 @@ def test_a_load_converts_and_takes_little_memory_of_the_device(tmp_path: Path) -
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    accel.load(tmp_path, found, check="stream", convert=True)
+    accel.load(tmp_path, found, convert=True)
     assert torch.cuda.max_memory_allocated() - before < 64 << 20
     assert all(torch.equal(found[name], t.double()) for name, t in state(1.0).items())
 

@@ -126,15 +126,6 @@ class Holdings(Raw):
         """
         return False
 
-    @classmethod
-    def read_foreign(cls, path: str, load: Any, new: Any) -> dict[str, Any] | None:
-        """The state in a checkpoint that this backend's own library wrote into a directory; None if there is none. Local.
-
-        ``load`` reads a pickled file, with objects of the classes that it is given names of as inert ones, and runs nothing;
-        ``new`` makes a tensor of a shape and dtype that need not fit into memory.
-        """
-        return None
-
     def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What lives on this rank: tensors, each with the field of ``MemoryUse`` that it counts for. Local."""
         parameters = self.engine.parameters

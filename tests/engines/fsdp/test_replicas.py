@@ -53,10 +53,10 @@ def test_checkpoints_go_anywhere_and_come_from_anywhere(tmp_path: Path) -> None:
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     expected = run(4, train_and_save, TWO, one, timeout=240)[0]
     for world, backend in ((4, TWO), (4, "fsdp"), (2, "ddp"), (2, accel.FSDP(replicas=2)), (3, "fsdp")):
-        for (found,) in run(world, resume, backend, [one], "first", timeout=240):
+        for (found,) in run(world, resume, backend, [one], timeout=240):
             assert not differences(expected, found, tolerance=1e-5), (world, backend)
     expected = run(2, train_and_save, "sharded", other, timeout=240)[0]
-    (found,) = run(4, resume, TWO, [other], "stream", timeout=240)[0]
+    (found,) = run(4, resume, TWO, [other], timeout=240)[0]
     assert not differences(expected, found, tolerance=1e-5)
 
 

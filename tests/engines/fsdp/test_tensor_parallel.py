@@ -78,11 +78,11 @@ def test_checkpoints_go_anywhere_and_come_from_anywhere(tmp_path: Path) -> None:
         (3, "fsdp"),
         (2, "deepspeed"),
     ):
-        for (found,) in run(world, resume, backend, [one], "first", timeout=240):
+        for (found,) in run(world, resume, backend, [one], timeout=240):
             assert not differences(expected, found, tolerance=1e-5), (world, backend)
     expected = run(2, train_and_save, "sharded", other, timeout=240)[0]
     for backend in (mixed, copies):
-        (found,) = run(4, resume, backend, [other], "stream", timeout=240)[0]
+        (found,) = run(4, resume, backend, [other], timeout=240)[0]
         assert not differences(expected, found, tolerance=1e-5)
 
 
