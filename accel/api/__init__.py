@@ -277,8 +277,8 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """This rank's part of a batch's sequences, for a model with ``sequence_parallel``; else the batch. Collective.
 
     Every tensor that has the sequence along ``dim`` is cut: all that are as long there as ``input_ids``, ``inputs_embeds`` or
-    else the first tensor. The others stay whole. For models of transformers it makes ``position_ids`` and ``shift_labels``
-    of the whole sequence where they are missing, and takes an ``attention_mask`` of tokens into attention itself.
+    else the first tensor. The others stay whole. For models of transformers it adds ``position_ids`` and ``shift_labels``
+    of the full sequence if they are missing, and removes an ``attention_mask`` without padding.
 
     Args:
         model: a handle, or its raw module.
@@ -286,11 +286,11 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
         dim: along which the sequence lies.
 
     Raises:
-        BackendError: the sequence does not divide, or no tensor has such a dimension.
+        BackendError: the sequence does not divide, no tensor has such a dimension, or ``attention_mask`` has padding.
         RankMismatchError: ranks of one sequence have different batches.
     """
     engine = registry.of_handle(model)
-    part: Batch = prepared(engine.module, batch)[0] if engine.sequence is None else engine.sequence.shard(batch, dim)
+    part: Batch = prepared(engine.module, batch) if engine.sequence is None else engine.sequence.shard(batch, dim)
     return part
 
 

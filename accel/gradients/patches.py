@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch.nn.utils import clip_grad, convert_parameters
-from torch.utils import checkpoint
 
 from ..errors import BackendError
 from ..precision import Accumulator, here
@@ -747,14 +746,9 @@ def muon_patch() -> Patch:
     return around(vars(module), "_zeropower_via_newtonschulz", orthogonalise)
 
 
-# -- Attention and the mean of a loss see whole sequences, of which each rank has a part --------------------------------
-# They are replaced by value, wherever the modules that define the model's classes have them: ``from torch.nn.functional
-# import scaled_dot_product_attention`` is a name of its own. Activation checkpointing calls a function again in backward,
-# where nobody else could tell that it is one of such a forward.
-
-_GENERATOR: Final = "_checkpoint_without_reentrant_generator"
-#: From torch 2.15 on that is a shell around another function, which checkpointing calls by itself.
-_CHECKPOINT: Final = f"{_GENERATOR}_impl" if hasattr(checkpoint, f"{_GENERATOR}_impl") else _GENERATOR
+# -- Attention and the mean of a loss see full sequences, of which each rank has a shard ---------------------------------
+# They are also replaced under the names in the modules that define the model's classes: ``from torch.nn.functional import
+# scaled_dot_product_attention`` makes a name of its own.
 
 
 @functools.cache
@@ -762,34 +756,17 @@ def _function_patch(place: str, name: str, act: Callable[..., Any]) -> Patch:
     return around(vars(sys.modules[place]), name, act)
 
 
-@functools.cache
-def _checkpoint_patches(bound: Callable[[Any], Any]) -> tuple[Patch, Patch]:
-    def generator(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(bound(function), *args, **kwargs)
-
-    def forward(original: Callable[..., Any], ctx: Any, function: Any, *args: Any) -> Any:
-        return original(ctx, bound(function), *args)
-
-    return (
-        around(vars(checkpoint), _CHECKPOINT, generator),
-        around(_Attributes(checkpoint.CheckpointFunction), "forward", forward),
-    )
-
-
 def sequence_patches(
-    module: torch.nn.Module,
-    attention: Callable[..., Any],
-    cross_entropy: Callable[..., Any],
-    bound: Callable[[Any], Any],
+    module: torch.nn.Module, attention: Callable[..., Any], cross_entropy: Callable[..., Any]
 ) -> list[Patch]:
-    """``attention`` and ``cross_entropy`` in the places of torch's; ``bound`` makes what checkpointing calls again."""
-    functional = torch.nn.functional.__name__
+    """Return patches that call ``attention`` and ``cross_entropy`` in the places of torch's functions."""
     places = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
-    found = []
+    places = {p for p in places if p in sys.modules and not p.startswith("torch.")}
+    patches = []
     for name, act in (("scaled_dot_product_attention", attention), ("cross_entropy", cross_entropy)):
-        now = getattr(torch.nn.functional, name)
-        values = {id(now), id(inspect.unwrap(now))}
-        for place in sorted({functional, *(p for p in places if not p.startswith("torch.") and p in sys.modules)}):
-            names = [own for own, value in vars(sys.modules[place]).items() if id(value) in values]
-            found += [_function_patch(place, own, act) for own in names]
-    return [*found, *_checkpoint_patches(bound)]
+        function = getattr(torch.nn.functional, name)
+        known = {id(function), id(inspect.unwrap(function))}
+        for place in sorted({torch.nn.functional.__name__, *places}):
+            keys = [key for key, value in vars(sys.modules[place]).items() if id(value) in known]
+            patches += [_function_patch(place, key, act) for key in keys]
+    return patches
