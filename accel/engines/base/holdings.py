@@ -25,7 +25,7 @@ from .absent import about
 from .drift import digest, digest_bytes
 from .gather import Item, gather
 from .memory import MemoryUse
-from .raw_objects import FLOAT8, REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
+from .raw_objects import REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
 from .step import take_added_groups
 
 if TYPE_CHECKING:
@@ -98,20 +98,13 @@ class Holdings(Raw):
     def kind(self, module: nn.Module) -> type[Any]:
         """The class that its author gave a module. Local."""
         # One that a library derives says that it is its metaclass's, where that is not the usual one.
-        theirs = self.packages + self._eight_bits
         kinds = {kind: (kind, *kind.__bases__) for kind in type(module).__mro__}
-        return next(kind for kind, near in kinds.items() if not any(is_of(one, theirs) for one in near))
+        return next(kind for kind, near in kinds.items() if not any(is_of(one, self.packages) for one in near))
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The names of attributes of a module or parameter that are there for the engine. Local."""
-        eight = self._eight_bits
-        theirs = self.packages + eight
-        found = {n for n, value in vars(owner).items() if is_of(value, theirs if n in REPLACED else eight)}
+        found = {n for n, value in vars(owner).items() if n in REPLACED and is_of(value, self.packages)}
         return found | about(owner)
-
-    @property
-    def _eight_bits(self) -> tuple[str, ...]:
-        return (FLOAT8,) if self.engine.precision.float8 else ()
 
     @property
     def mesh(self) -> DeviceMesh | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
+from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.patches import muon_patch
 from ...precision import Accumulator, here
 from ...process import Process, reason_of
@@ -401,13 +401,6 @@ class FSDPEngine(Engine):
             return ()
         uses = even_shards(shrunk(footprint, options.plan, sizes["tensor"]), sizes["shard"])
         return tuple(use for use in uses for _ in range(sizes["tensor"])) * sizes["replicate"]
-
-    def wrap(self) -> None:
-        """Refuse what the precision forbids; shards come with ``start``, since they need rank 0's weights."""
-        if self.precision.float8 and axes_of(self.options, self.process.place.world_size)["tensor"] > 1:
-            raise PrecisionError(
-                "precision 'fp8-mixed' with tensor parallelism would scale each part of a layer by itself: ask for 'bf16-mixed'"
-            )
 
     def attach(self, optimizer: Optimizer) -> None:
         if not self.distributed:
