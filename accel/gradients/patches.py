@@ -148,23 +148,6 @@ class _Filters:
         found[:] = [one for one in found if one is not entry]
 
 
-@final
-class _Attributes:
-    """Those of a class itself."""
-
-    def __init__(self, owner: type[Any]) -> None:
-        self._owner = owner
-
-    def get(self, name: str, default: Any) -> Any:
-        return vars(self._owner).get(name, default)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
-
-
 # -- Tells of the begin and the end of each backward; a lost rank there raises accel's error ---------------------------
 # What ``torch.autograd.backward`` and ``grad`` call, however a loop imported them, and the checkpointing that computes a part
 # again. It is replaced in both modules that have it: torch's tracer puts the one that it finds in the second into the first.
@@ -458,49 +441,6 @@ class _Clip:
 
 def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-# -- Hears of the uses of ``tensor.data``, by which a program changes weights without a trace --------------------------
-# What autograd's version counters would show, ``p.data.mul_(2)`` hides from them. ``torch.Tensor`` inherits the attribute from
-# a class in C++: one of its own, on the Python class, is found first, and leaves nothing behind when it is deleted.
-
-_DATA: Final[Any] = torch.Tensor.data
-
-
-def data_patch(
-    listener: Callable[[torch.Tensor, torch.Tensor | None], None], take: Callable[[torch.Tensor, torch.Tensor], bool]
-) -> Patch:
-    """The attribute in its place.
-
-    ``listener`` hears of each use: the tensor, and what reading gave, or None before it is set. ``take`` is given a tensor and
-    the value to set first, and says whether it has taken it.
-    """
-
-    def make(found: Any, needed: Callable[[], bool]) -> property:
-        original = _DATA if found is _ABSENT else found
-
-        def get(tensor: torch.Tensor) -> torch.Tensor:
-            alias: torch.Tensor = original.__get__(tensor)
-            if needed():
-                listener(tensor, alias)
-            return alias
-
-        def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-            heard = needed() and type(tensor) is not torch.Tensor  # as a gradient is, which is no parameter
-            # Conversions that change nothing (`model.to(device)`) put back what they have read.
-            same = heard and _plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr()
-            if heard and not same:
-                listener(tensor, None)
-            if not (heard and take(tensor, value)):
-                original.__set__(tensor, value)
-
-        return property(get, put, doc=original.__doc__)
-
-    return Patch(_Attributes(torch.Tensor), "data", make)
-
-
-def _plain(tensor: object) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 # -- One number read, a row cut from, or random numbers drawn for, a divided tensor; and one that meets a plain one -----

@@ -23,7 +23,7 @@ from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
 from ...process.control import raise_lost, require_equal
-from .drift import DriftGuard
+from .drift import DriftGuard, watch_loads
 from .gradients import Gradients
 from .holdings import Holdings
 from .memory import Footprint, MemoryUse, whole
@@ -40,7 +40,7 @@ class Options:
     """Base of the backends' options.
 
     Args:
-        drift_check: compare every so many steps what must be equal on all ranks (None: chosen by what it costs, 0: never).
+        drift_check: compare what must be equal on all ranks at steps 1, 10, 100 and then every so many (None: 1,000, 0: never).
     """
 
     drift_check: int | None = None
@@ -179,6 +179,7 @@ class Engine(ABC):
         self.sequence = SequenceParallel(self, size) if size > 1 else None
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
+        self._loads = watch_loads(self) if compared else None
         context.process.dependents.add(self)
 
     def _read_parameters(self) -> None:
@@ -286,6 +287,8 @@ class Engine(ABC):
                 self.detach(optimizer)
             self.gradients.close()
             self.drift.stop()
+            if self._loads is not None:
+                self._loads.remove()
             self.unwrap(optimizers)
 
     def _finish_gradients(self, problem: str) -> None:
@@ -324,6 +327,8 @@ class Engine(ABC):
                 return self.call(function, args, kwargs)
         if self._watching_mask and function is self.entry and torch.is_grad_enabled() and self.mask.changed():
             self.refresh()
+        if self.drift.inputs is not None:
+            self.drift.inputs.note(self, args, kwargs)
         inside_transform = torch._C._functorch.peek_interpreter_stack() is not None
         if inside_transform and function is self.entry and not self.holdings.partial(None):
             # A reducer can't look at the tensors of torch.func.grad. As a method it runs around the reducer.

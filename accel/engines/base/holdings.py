@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 class Holdings(Raw):
     """Engines that keep everything whole on every rank need no more than this. ``optimizer=None`` means the model itself."""
 
-    #: A step overwrites or spreads what one rank alone wrote to a weight, so that values tell nothing of it later.
-    undoes_writes: bool = False
-    #: The engine's ``parameters`` are each rank's part of a weight, and every rank does the same with them.
-    divides_weights: bool = False
     #: State lies in the host's memory by the engine's doing; whole it lies on the device, as in one process.
     offloads: bool = False
     #: Each rank has state of its own of every optimizer.
@@ -90,10 +86,6 @@ class Holdings(Raw):
     def replicated_parts(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
         """What this rank holds of the other weights, by its place: equal on ranks of one place before each step. Local."""
         return {}
-
-    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
-        return False
 
     def kind(self, module: nn.Module) -> type[Any]:
         """The class that its author gave a module. Local."""
@@ -280,8 +272,6 @@ class Holdings(Raw):
                 "load_state_dict(assign=True) would replace parameters that are divided, or averaged, over the ranks: leave "
                 "assign out"
             )
-        if type(self).filled is not Holdings.filled:  # a collective
-            self.engine.compare("load_state_dict")
         self.prepare(writing=True)
         module = self.module
         targets = {
@@ -305,7 +295,6 @@ class Holdings(Raw):
 
     @torch.no_grad()
     def _fill(self, name: str, tensor: torch.Tensor, given: torch.Tensor) -> None:
-        self.engine.drift.read(tensor, None)  # as of any write
         if hasattr(given, "full_tensor"):
             given = given.full_tensor()
         if (mine := self.part(name, tensor)) is not None:

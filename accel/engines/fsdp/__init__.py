@@ -67,7 +67,7 @@ class FSDPHoldings(Holdings):
 
     engine: FSDPEngine
     offloads = True
-    undoes_writes = divides_weights = materializes = True
+    materializes = True
     packages = ("accel.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 
     @property
@@ -158,9 +158,6 @@ class FSDPHoldings(Holdings):
 
     def _shards(self) -> set[int]:
         return {id(p.sharded_param) for p in self.engine.parts.sharded.params}
-
-    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        return self.engine.parts.sharded.set_data(parameter, value)
 
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
