@@ -40,7 +40,10 @@ _SAME_INPUTS: Final = (
     "%s is given the same inputs on all %d ranks, so every rank computes the same gradients. Pass the loader to accel.setup, or "
     "choose different data by accel.rank(). If you mean it, ignore this warning."
 )
-_GROUPS: Final = "Change groups on every rank, and step a scheduler with a value that all ranks share, as accel.all_reduce(loss, 'mean')."
+_GROUPS: Final = (
+    "Change groups on every rank, and step a scheduler with a value that all ranks share: "
+    "scheduler.step(accel.all_reduce(loss, 'mean'))."
+)
 _WEIGHTS: Final = (
     "Load state and change weights on every rank, never under accel.is_main(). If ranks have different kinds of devices, "
     "which round differently, use drift_check=0."
