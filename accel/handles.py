@@ -261,7 +261,7 @@ class OptimizerHandle(Optimizer):
         try:
             return self._accel_raw.step(*args, **kwargs)
         except BaseException:
-            engine.drift.break_off(self._accel_raw)
+            engine.drift.broken = engine.drift.steps
             engine.gradients.break_step()
             raise
 

@@ -27,46 +27,6 @@ from .registry import registry, resolve_module
 from .shard import parameters_of
 from .trees import map_leaves
 
-# -- learning rates ----------------------------------------------------------------------------------------------------
-# The linear rule: a step that sees k times the samples takes k times the learning rate (Goyal et al., arXiv 1706.02677).
-
-#: In each group: what its learning rate was multiplied by. There it travels with the learning rate, into a checkpoint too.
-_KEY: Final = "lr_scale"
-
-
-def are_scaled(optimizer: Optimizer) -> bool:
-    """Whether the learning rates were scaled."""
-    return all(_KEY in group for group in optimizer.param_groups)
-
-
-def check(optimizer: Optimizer, replicas: int, path: str) -> None:
-    """Refuse (OptimizerError) learning rates that cannot be scaled for so many replicas, naming the group."""
-    for number, group in enumerate(optimizer.param_groups):
-        problem = ""
-        if "lr" not in group:
-            problem = f"group {number} has no learning rate 'lr'"
-        elif "initial_lr" in group and group.get(_KEY) != replicas:
-            problem = (
-                f"a scheduler has taken the learning rate of group {number} already, and would set it back: build the "
-                "scheduler after accel.setup"
-            )
-        if problem:
-            raise OptimizerError(f"{path} ({type(optimizer).__name__}) with scale_lr=True: {problem}")
-
-
-def scale(optimizer: Optimizer, replicas: int, undo: contextlib.ExitStack) -> None:
-    """Multiply the learning rates by the number of replicas, once: after another setup they are as after the first."""
-    for group in optimizer.param_groups:
-        if group.get(_KEY) == replicas:
-            continue
-        before: dict[str, Any] = {key: group[key] for key in ("lr", _KEY) if key in group}
-        undo.callback(group.update, before)
-        if _KEY not in group:
-            undo.callback(group.pop, _KEY)
-        group["lr"] = group["lr"] * (replicas / group.get(_KEY, 1))
-        group[_KEY] = replicas
-
-
 Wanted = tuple[Any, Any, Any]
 #: In the place of an engine's serial: of loaders that were set up without a model.
 MODELLESS: Final = -1
@@ -78,7 +38,6 @@ class Plan:
 
     wanted: Wanted
     loader_options: LoaderOptions | None
-    scale_lr: bool = False
     #: There are dataloaders alone.
     modelless: bool = False
     module: nn.Module = field(default_factory=nn.Module)
@@ -102,7 +61,7 @@ class Plan:
 
 
 def known_handles(
-    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loaders: LoaderOptions | None, scale_lr: bool
+    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loaders: LoaderOptions | None
 ) -> Handles[Any, Any, Any] | None:
     """The handles of a repeated call, at the price of a few look-ups; None where there is anything to do or to refuse."""
     try:
@@ -114,17 +73,17 @@ def known_handles(
             _check_live(engine, wanted)
         return Handles(
             engine.handle,
-            map_leaves(lambda o, path: known_optimizer(o, engine, scale_lr), optimizers, "optimizers"),
+            map_leaves(lambda o, path: known_optimizer(o, engine), optimizers, "optimizers"),
             map_leaves(lambda d, path: known_loader(d, loaders, place_of(engine)), dataloaders, "dataloaders"),
         )
     except (AccelError, LookupError):
         return None
 
 
-def known_optimizer(optimizer: Any, engine: Engine, scale_lr: bool = False) -> OptimizerHandle:
-    """The handle of an optimizer of ``engine``; LookupError without one, or with other learning rates than are asked for."""
+def known_optimizer(optimizer: Any, engine: Engine) -> OptimizerHandle:
+    """The handle of an optimizer of ``engine``; LookupError without one."""
     handle = registry.optimizer_handle(optimizer)
-    if handle is None or engine_behind(handle) is not engine or (scale_lr and not are_scaled(handle)):
+    if handle is None or engine_behind(handle) is not engine:
         raise LookupError
     return handle
 
@@ -181,17 +140,15 @@ def _conflict(engine: Engine, asked: str, live: str) -> None:
 
 
 def make_plan(
-    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loader_options: LoaderOptions | None, scale_lr: bool
+    model: Any, optimizers: Any, dataloaders: Any, wanted: Wanted, loader_options: LoaderOptions | None
 ) -> Plan:
     """What this rank wants. An error is kept, so that all ranks learn of it."""
     if running() is None:
         use_devices(wanted[2])
     process = current()
-    plan = Plan(wanted, loader_options, scale_lr, optimizers=optimizers, dataloaders=dataloaders)
+    plan = Plan(wanted, loader_options, optimizers=optimizers, dataloaders=dataloaders)
     try:
         data.check_options(loader_options or LoaderOptions())
-        if type(scale_lr) is not bool:
-            raise OptimizerError(f"scale_lr={scale_lr!r}: expected True or False; the factor is the number of replicas")
         if model is None:
             _plan_modelless(plan)
         else:
@@ -215,10 +172,8 @@ def _plan_modelless(plan: Plan) -> None:
         raise OptimizerError("accel.setup(None, optimizers): optimizers need their model; give it in the place of None")
     if plan.dataloaders is None:
         raise AccelError("accel.setup(None) has nothing to set up: give it the model, or dataloaders=...")
-    if plan.wanted[:2] != ("auto", "auto") or plan.scale_lr:
-        raise AccelError(
-            "accel.setup(None, dataloaders=...): backend, precision and scale_lr are a model's; leave them out"
-        )
+    if plan.wanted[:2] != ("auto", "auto"):
+        raise AccelError("accel.setup(None, dataloaders=...): backend and precision are a model's; leave them out")
     use_devices(plan.wanted[2])
     plan.modelless = True
 
@@ -311,8 +266,6 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
         plan.precision.check_optimizer(optimizer, path)
     if current().place.world_size > 1:
         check_parameters(optimizer, names, plan.module, path)
-    if plan.scale_lr:
-        check(optimizer, place_for(plan.engine_type, plan.options, current()).world, path)
     if not any(optimizer is o for o in plan.new_optimizers):
         plan.new_optimizers.append(optimizer)
 
@@ -322,11 +275,6 @@ def _check_known(plan: Plan, handle: OptimizerHandle, path: str) -> None:
     if engine is not plan.engine or engine is None:
         owner = "a torn-down engine" if engine is None else f"the engine of a {engine.kind}"
         raise OptimizerError(f"{path} ({kind}) belongs to {owner}, not to this model")
-    if plan.scale_lr and not are_scaled(handle):
-        raise AlreadySetUpError(
-            f"{path} ({kind}) is already set up, with its learning rates as they were; asked for scale_lr=True: give that "
-            "to the first setup of the optimizer"
-        )
 
 
 def _plan_loader(plan: Plan, loader: Any, path: str, process: Process) -> None:

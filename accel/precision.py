@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from types import CoroutineType, GeneratorType
@@ -26,7 +25,7 @@ class Accumulator(Protocol):
     def grad(self) -> torch.Tensor | None: ...
 
 
-NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true", "16-true")
+NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
 def dtype_of(given: object) -> torch.dtype | None:
@@ -40,8 +39,7 @@ class Precision:
     """What a precision name means for parameters, inputs, the forward pass and outputs.
 
     ``32-true`` leaves the module as its author made it. ``*-mixed`` keeps fp32 parameters, runs the forward
-    pass under autocast and gives fp32 outputs; with ``fp8-mixed`` that is bfloat16, and the products of Linears whose sizes
-    are multiples of 16 are computed in 8 bits. ``bf16-true`` and ``16-true`` store and compute in bfloat16 or float16, and
+    pass under autocast and gives fp32 outputs. ``bf16-true`` and ``16-true`` store and compute in bfloat16 or float16, and
     give fp32 outputs.
     """
 
@@ -53,14 +51,11 @@ class Precision:
         self.plain = name == "32-true"
         self.scaled = name == "16-mixed"
         self.storage = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(name)
-        mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "fp8-mixed": torch.bfloat16}
+        mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
         self.compute = mixed.get(name)
-        self.float8 = name == "fp8-mixed"
 
     def check(self, module: nn.Module) -> None:
         """Refuse (PrecisionError) trainable half-precision parameters where fp32 ones are promised."""
-        if self.float8:
-            _check_float8(module, self.device)
         if self.compute is None:
             return
         wrong = [
@@ -298,52 +293,7 @@ def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
                 state[key] = map_tensors(move, value, others=True)
 
 
-# -- 8 bits ------------------------------------------------------------------------------------------------------------
-
-_MULTIPLE: Final = 16  # of both sizes of a Linear, or the kernels do not take it
-
-
-def _float8_linears(module: nn.Module) -> list[nn.Linear]:
-    """Those that compute in 8 bits; of torch's own class, since another one's forward is its own."""
-    found = (child for child in module.modules() if type(child) is nn.Linear)
-    return [one for one in found if not one.in_features % _MULTIPLE and not one.out_features % _MULTIPLE]
-
-
-def _check_float8(module: nn.Module, device: torch.device) -> None:
-    if importlib.util.find_spec("torchao") is None:
-        raise PrecisionError("precision 'fp8-mixed' needs torchao, which is not installed: pip install 'torchao>=0.15'")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise PrecisionError(f"precision 'fp8-mixed' needs a GPU of compute capability 8.9 or above; {device} has less")
-    if not _float8_linears(module):
-        raise PrecisionError(
-            f"precision 'fp8-mixed' is for Linears whose sizes are multiples of {_MULTIPLE}, and this {type(module).__name__} "
-            "has none: ask for 'bf16-mixed'"
-        )
-
-
-def convert_linears(module: nn.Module, device: torch.device) -> contextlib.ExitStack:
-    """Make Linears compute in 8 bits, by torchao's ``Float8Linear`` with scales of whole tensors, until it is closed.
-
-    They stay the objects that they are, with their hooks. Without a GPU the 8 bits are emulated.
-    """
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    config, undo = Float8LinearConfig(emulate=device.type != "cuda"), contextlib.ExitStack()
-    for child in _float8_linears(module):
-        made = vars(Float8Linear.from_float(child, config))
-        added = {name: value for name, value in made.items() if name not in vars(child)}
-        undo.callback(_become, child, nn.Linear, {}, list(added))
-        _become(child, Float8Linear, added, [])
-    return undo
-
-
-def _become(module: nn.Module, kind: type[nn.Module], added: dict[str, Any], removed: list[str]) -> None:
-    module.__class__ = kind
-    vars(module).update(added)
-    for name in removed:
-        vars(module).pop(name, None)
-
+# -- BatchNorm over ranks ----------------------------------------------------------------------------------------------
 
 #: (parent, name, the module that was there before)
 Replaced = list[tuple[nn.Module, str, nn.Module]]

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .engines import FOREIGN, Engine, Holdings, foreign_part
+from .engines import FOREIGN, Engine, foreign_part
 from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
@@ -34,7 +34,6 @@ from .gradients.patches import (
     changing,
     clip_patches,
     compile_patch,
-    data_patch,
     run_patches,
 )
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
@@ -73,7 +72,6 @@ class Registry:
         self._clipping = clip_patches(self)
         self._runs = run_patches(self._listeners, self._leaf)
         self._compiling = compile_patch(ModelHandle)
-        self._data = data_patch(self._data_used, self._data_set)
         self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
     def add(self, engine: Engine) -> None:
@@ -89,7 +87,6 @@ class Registry:
         reference = weakref.ref(engine)
         for module in engine.module.modules():
             self._owners[module] = reference
-        engine.drift.watch(engine)
         self._needed[engine] = self._patches(engine)
         for patch in self._needed[engine]:
             patch.need(engine)
@@ -109,8 +106,6 @@ class Registry:
         needed = [self._compiling, *(self._clipping if engine.gradients.watched else ())]
         if engine.gradients.watched and engine.distributed:
             needed += self._runs
-        if engine.drift.watching or (engine.distributed and type(engine.holdings).set_data is not Holdings.set_data):
-            needed.append(self._data)
         return needed + (engine.sequence.patches if engine.sequence is not None else [])
 
     def remove(self, engine: Engine) -> None:
@@ -341,13 +336,6 @@ class Registry:
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         owner = _owner(tensor, self.engines)
         return tensor if owner is None else owner.gradients.leaf(tensor)
-
-    def _data_used(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
-        for engine in self.engines:
-            engine.drift.read(tensor, alias)
-
-    def _data_set(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
-        return any(engine.holdings.set_data(tensor, value) for engine in self.engines if id(tensor) in engine.known)
 
     def _measuring(self) -> list[Engine]:
         """The engines whose gradients lie in parts, or on one rank each: norms of them add up over the ranks."""

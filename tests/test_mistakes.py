@@ -233,11 +233,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         f"{MODEL}a collections.OrderedDict{WHOLE}",
     ),
     "a model's name": (lambda: ANY.setup("gpt2"), accel.AccelError, f"{MODEL}a str"),
-    "a number of replicas": (
-        lambda: ANY.setup(net(), sgd(), scale_lr=4),
-        accel.OptimizerError,
-        "scale_lr=4: expected True or False; the factor is the number of replicas",
-    ),
     "clipping parameters": (
         lambda: ANY.clip_grad_norm_(net().parameters(), 1.0),
         accel.AccelError,
@@ -288,12 +283,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an option like none": (
         lambda: ANY.Single(xyz=1),
         accel.BackendError,
-        "Single(xyz=...): there is no such option; its options are drift_check, activation_checkpointing, activation_offload",
+        "Single(xyz=...): there is no such option; its options are drift_check, activation_checkpointing",
     ),
     "an option without its name": (
         lambda: ANY.Single(True),
         accel.BackendError,
-        "Single(True): options go by their names: drift_check, activation_checkpointing, activation_offload",
+        "Single(True): options go by their names: drift_check, activation_checkpointing",
     ),
     "an option outside, without its name": (
         lambda: accel.setup(net(), backend="ddp:4"),
@@ -544,7 +539,7 @@ def test_devices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("bf16", "unknown precision 'bf16'; known: 32-true, bf16-mixed, 16-mixed, fp8-mixed, bf16-true, 16-true"),
+        ("bf16", "unknown precision 'bf16'; known: 32-true, bf16-mixed, 16-mixed, bf16-true, 16-true"),
         (
             "16-mixed",
             "precision '16-mixed' trains fp32 parameters, but 2 of this Linear are not: weight (float16), bias (float16); call "
@@ -830,7 +825,7 @@ def refused_and_gone() -> None:
             accel.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
         return weakref.ref(model)
 
-    refusals: list[dict[str, Any]] = [{"scale_lr": 3}, {"backend": accel.DDP(activation_checkpointing=True)}]
+    refusals: list[dict[str, Any]] = [{"precision": "16"}, {"backend": accel.DDP(activation_checkpointing=True)}]
     gc.collect()
     gc.disable()
     try:

@@ -486,70 +486,55 @@ def test_lbfgs_state_changes_precision_too() -> None:
     assert {p.dtype for p in raw.parameters()} == {torch.float32}
 
 
-# -- 8 bits --------------------------------------------------------------------------------------------------------------
+# -- 8 bits by torchao ---------------------------------------------------------------------------------------------------
 
 
 def wide() -> nn.Sequential:
+    """Convert a model as docs/precision.md does; without a GPU the 8 bits are emulated."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Linear(16, 3))
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Linear(16, 3))
 
+    def fits(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and module.out_features % 16 == 0
 
-def parts_of(step: int, places: int) -> tuple[torch.Tensor, ...]:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).chunk(places)
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), module_filter_fn=fits)
+    return model
 
 
 def in_eight_bits(backend: Any) -> None:
-    """The weights of one process that converts the model by torchao itself, and takes the ranks' batches one by one."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+    """Train the weights of one process that takes the ranks' batches one by one."""
     raw, plain = wide(), wide()
     optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (raw, plain))
-    emulated = Float8LinearConfig(emulate=True)
-    convert_to_float8_training(plain, config=emulated, module_filter_fn=lambda m, _: m.out_features % 16 == 0)
-    unlike = wide()
-    heard: list[str] = []
-    raw[0].register_forward_hook(lambda module, *_: heard.append(type(module).__name__))
-    model, optimizer, _ = accel.setup(raw, optimizer, backend=backend, precision="fp8-mixed")
+    kinds = [type(child).__name__ for child in raw]
+    assert kinds == ["Float8Linear", "GELU", "Float8Linear", "Linear"]
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=backend, precision="bf16-mixed")
     place = accel.data_parallel_place(model)
     for step in range(3):
-        model(parts_of(step, place.world_size)[place.rank]).square().mean().backward()
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).chunk(place.world_size)
+        model(x[place.rank]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        for x in parts_of(step, place.world_size):
+        for part in x:
             with torch.autocast("cpu", torch.bfloat16):
-                y, other = plain(x), unlike(x)
+                y = plain(part)
             (y.float().square().mean() / place.world_size).backward()
-            assert not torch.equal(y, other)  # 8 bits are not 16
         reference.step()
         reference.zero_grad()
-    made = copy.deepcopy(model)
-    assert [type(child) for child in made] == [type(child) for child in wide()]
-    assert [vars(child).keys() for child in made] == [vars(child).keys() for child in wide()]
     accel.teardown(model)
-    assert heard[0] == "Float8Linear"
-    assert [type(child) for child in raw] == [nn.Linear, nn.GELU, nn.Linear, nn.Linear]
-    assert vars(raw[0]).keys() == vars(nn.Linear(1, 1)).keys()
+    assert [type(child).__name__ for child in raw] == kinds
     assert max(float((p - q).abs().max()) for p, q in zip(raw.parameters(), plain.parameters(), strict=True)) < 1e-6
 
 
 def in_eight_bits_by_all() -> None:
-    for backend in ("ddp", "fsdp", "sharded", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3)):
+    for backend in ("ddp", "fsdp"):
         in_eight_bits(backend)
 
 
-def test_eight_bits() -> None:
+def test_eight_bits_by_torchao() -> None:
     pytest.importorskip("torchao")
-    run(1, in_eight_bits, "single")
     run(2, in_eight_bits_by_all, timeout=240)
-
-
-def test_what_cannot_be_in_eight_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchao")
-    with pytest.raises(accel.PrecisionError, match="multiples of 16, and this Linear has none"):
-        accel.setup(nn.Linear(8, 8), precision="fp8-mixed")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
-    with pytest.raises(accel.PrecisionError, match="needs torchao, which is not installed: pip install 'torchao"):
-        accel.setup(nn.Linear(16, 16), precision="fp8-mixed")
 
 
 def test_an_eps_that_is_nothing_in_half_precision_is_refused() -> None:

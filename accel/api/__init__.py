@@ -35,7 +35,7 @@ from ..errors import (
 )
 from ..handles import Dataloaders, Handles, HiddenAttribute, Model, ModelHandle, Optimizers, engine_behind, raw
 from ..planning import Plan, known_handles, known_loader, known_optimizer, make_plan, options_of, place_for, place_of
-from ..precision import convert_linears, convert_module, convert_optimizer, here
+from ..precision import convert_module, convert_optimizer, here
 from ..process import Process, current, ended, running
 from ..process.control import Waiting, agree, locked, raise_together
 from ..registry import registry, resolve_module
@@ -60,7 +60,6 @@ def setup(
     precision: str = "auto",
     devices: Any = "auto",
     loader_options: LoaderOptions | None = None,
-    scale_lr: bool = False,
 ) -> Handles[Model, Optimizers, Dataloaders]:
     """Give ``model`` its one engine and return handles for the unchanged loop.
 
@@ -74,12 +73,10 @@ def setup(
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
         backend: a backend's name or options (``accel.DDP(...)``); "auto" is the live engine's, else ``ACCEL_BACKEND``,
             else "ddp" at world size > 1, "dp" in a notebook with several accelerators, "single" otherwise.
-        precision: "32-true", "bf16-mixed", "16-mixed", "fp8-mixed", "bf16-true" or "16-true"; "auto" is the live engine's, else
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true"; "auto" is the live engine's, else
             ``ACCEL_PRECISION``, else "32-true".
         devices: as in the page on environments and devices; "auto" is ``ACCEL_DEVICES``, else all accelerators, else the CPU.
         loader_options: how these dataloaders are distributed; None is ``LoaderOptions()``, or what a known loader has.
-        scale_lr: multiply the learning rates of these optimizers, which no scheduler has yet, by the number of replicas,
-            since a step sees as many more samples (Goyal et al., arXiv 1706.02677).
 
     Returns:
         ``Handles(model, optimizers, dataloaders)``, each in the form of its argument.
@@ -93,10 +90,10 @@ def setup(
     """
     process.refuse_fork()
     wanted = (backend, precision, devices)
-    handles = known_handles(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
+    handles = known_handles(model, optimizers, dataloaders, wanted, loader_options)
     if handles is not None:
         return handles
-    plan = make_plan(model, optimizers, dataloaders, wanted, loader_options, scale_lr)
+    plan = make_plan(model, optimizers, dataloaders, wanted, loader_options)
     if plan.error is None and plan.engine is None and weights_of(plan.module) is not None:
         from ..checkpoint.load import first_values  # with all that checkpoints need
 
@@ -263,8 +260,8 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """This rank's part of a batch's sequences, for a model with ``sequence_parallel``; else the batch. Collective.
 
     Every tensor that has the sequence along ``dim`` is cut: all that are as long there as ``input_ids``, ``inputs_embeds`` or
-    else the first tensor. The others stay whole. For models of transformers it makes ``position_ids`` and ``shift_labels``
-    of the whole sequence where they are missing, and takes an ``attention_mask`` of tokens into attention itself.
+    else the first tensor. The others stay whole. For models of transformers it adds ``position_ids`` and ``shift_labels``
+    of the full sequence if they are missing, and removes an ``attention_mask`` without padding.
 
     Args:
         model: a handle, or its raw module.
@@ -272,11 +269,11 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
         dim: along which the sequence lies.
 
     Raises:
-        BackendError: the sequence does not divide, or no tensor has such a dimension.
+        BackendError: the sequence does not divide, no tensor has such a dimension, or ``attention_mask`` has padding.
         RankMismatchError: ranks of one sequence have different batches.
     """
     engine = registry.of_handle(model)
-    part: Batch = prepared(engine.module, batch)[0] if engine.sequence is None else engine.sequence.shard(batch, dim)
+    part: Batch = prepared(engine.module, batch) if engine.sequence is None else engine.sequence.shard(batch, dim)
     return part
 
 
@@ -352,7 +349,6 @@ def describe(plan: Plan) -> dict[str, str]:
         "precision": plan.precision.name if plan.precision else "",
         "values from a directory": str(plan.fill is not None),
         "set up before": str(plan.engine is not None),
-        "scale_lr": str(plan.scale_lr),
         "number of new optimizers": str(len(plan.new_optimizers)),
         "number of new dataloaders": str(len(plan.new_loaders)),
     }
@@ -554,9 +550,8 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
         dtypes = convert_module(plan.module, process.device, plan.precision.storage, undo)
         if reads:  # at once in the dtypes that they are to have
             _give_memory(plan, process, undo)
-        changes = convert_linears(plan.module, process.device) if plan.precision.float8 else contextlib.ExitStack()
+        changes = checkpointed(plan.module, plan.options)
         undo.push(changes)
-        changes.enter_context(checkpointed(plan.module, plan.options))
         context = Context(process, plan.precision, registry.loss_scale, plan.options, plan.serial, reads)
         engine = plan.engine_type(plan.module, plan.entry, context)
         undo.callback(engine.teardown)
@@ -564,8 +559,6 @@ def _build(plan: Plan, process: Process, undo: contextlib.ExitStack) -> Engine:
         engine.wrap()
     for optimizer in plan.new_optimizers:
         convert_optimizer(optimizer, undo)
-        if plan.scale_lr:
-            planning.scale(optimizer, place_of(engine).world, undo)
         engine.attach(optimizer)
         if plan.engine is not None:
             undo.callback(engine.detach, optimizer)

@@ -304,7 +304,7 @@ class Loading:
         raws = {id(vars(one).get(one.kind)) for one, _ in self._match.objects}
         for engine in {one.engine for one, _ in self._match.objects if one.engine is not None}:
             if raws.issuperset(map(id, [engine.module, *engine.optimizers])):
-                engine.drift.forget()
+                engine.drift.restart()
                 engine.process.order.forget()
 
     def lacking_parameters(self, module: nn.Module) -> list[str]:

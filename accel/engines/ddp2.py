@@ -45,5 +45,5 @@ class DDP2Engine(DDPEngine):
         """Put the replicas between the reducer and the module."""
         devices = self.process.devices
         if len(devices) > 1:
-            self._core = Replicas(self.entry, devices, self.offloads)
+            self._core = Replicas(self.entry, devices)
         super().wrap()

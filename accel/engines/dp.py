@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..process.environments import available
-from .base.activations import Recomputed, offloaded
+from .base.activations import Recomputed
 from .base.engine import Engine, LayerOptions
 
 logger = logging.getLogger("accel")
@@ -27,9 +27,8 @@ class DP(LayerOptions):
 class Replicas(nn.DataParallel[nn.Module]):
     """Each device's replica computes under the caller's autocast: torch's threads know whether it is on, and not its dtype."""
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device], offloads: bool) -> None:
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__(module, list(devices), devices[0])
-        self._offloads = offloads
 
     def replicate(self, module: Any, device_ids: Any) -> list[Any]:
         """Blocks that are computed again use their own replica's weights."""
@@ -42,8 +41,6 @@ class Replicas(nn.DataParallel[nn.Module]):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         kind = self.src_device_obj.type
         modules: list[Any] = [_as_here(replica, kind) for replica in replicas]
-        if self._offloads:
-            modules = list(map(offloaded, replicas, modules))
         return super().parallel_apply(modules, inputs, kwargs)
 
 
@@ -78,7 +75,7 @@ class DPEngine(Engine):
         self._parallel: nn.Module = self.entry
         devices = self.process.devices
         if len(devices) > 1:
-            self._parallel = Replicas(self.entry, devices, self.offloads)
+            self._parallel = Replicas(self.entry, devices)
         else:
             _say_single(str(self.process.device))
 

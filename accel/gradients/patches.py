@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch.nn.utils import clip_grad
-from torch.utils import checkpoint
 
 from ..errors import BackendError
 from ..precision import Accumulator, here
@@ -146,23 +145,6 @@ class _Filters:
     def __delitem__(self, entry: Any) -> None:
         found: Any = warnings.filters
         found[:] = [one for one in found if one is not entry]
-
-
-@final
-class _Attributes:
-    """Those of a class itself."""
-
-    def __init__(self, owner: type[Any]) -> None:
-        self._owner = owner
-
-    def get(self, name: str, default: Any) -> Any:
-        return vars(self._owner).get(name, default)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
 
 
 # -- Tells of the begin and the end of each backward; a lost rank there raises accel's error ---------------------------
@@ -451,49 +433,6 @@ def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tenso
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-# -- Hears of the uses of ``tensor.data``, by which a program changes weights without a trace --------------------------
-# What autograd's version counters would show, ``p.data.mul_(2)`` hides from them. ``torch.Tensor`` inherits the attribute from
-# a class in C++: one of its own, on the Python class, is found first, and leaves nothing behind when it is deleted.
-
-_DATA: Final[Any] = torch.Tensor.data
-
-
-def data_patch(
-    listener: Callable[[torch.Tensor, torch.Tensor | None], None], take: Callable[[torch.Tensor, torch.Tensor], bool]
-) -> Patch:
-    """The attribute in its place.
-
-    ``listener`` hears of each use: the tensor, and what reading gave, or None before it is set. ``take`` is given a tensor and
-    the value to set first, and says whether it has taken it.
-    """
-
-    def make(found: Any, needed: Callable[[], bool]) -> property:
-        original = _DATA if found is _ABSENT else found
-
-        def get(tensor: torch.Tensor) -> torch.Tensor:
-            alias: torch.Tensor = original.__get__(tensor)
-            if needed():
-                listener(tensor, alias)
-            return alias
-
-        def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-            heard = needed() and type(tensor) is not torch.Tensor  # as a gradient is, which is no parameter
-            # Conversions that change nothing (`model.to(device)`) put back what they have read.
-            same = heard and _plain(value) and _plain(tensor) and value.data_ptr() == tensor.data_ptr()
-            if heard and not same:
-                listener(tensor, None)
-            if not (heard and take(tensor, value)):
-                original.__set__(tensor, value)
-
-        return property(get, put, doc=original.__doc__)
-
-    return Patch(_Attributes(torch.Tensor), "data", make)
-
-
-def _plain(tensor: object) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
 # -- DTensor operators ------------------------------------------------------------------------------------------------
 # Two kinds are silently wrong in torch: reading one number of a shard gives this rank's, and an index or slice along the
 # sharded dimension is a copy, so writes to it are lost. Averages of weights (EMA) read shards into full tensors.
@@ -625,14 +564,9 @@ def muon_patch() -> Patch:
     return around(vars(module), "_zeropower_via_newtonschulz", orthogonalise)
 
 
-# -- Attention and the mean of a loss see whole sequences, of which each rank has a part --------------------------------
-# They are replaced by value, wherever the modules that define the model's classes have them: ``from torch.nn.functional
-# import scaled_dot_product_attention`` is a name of its own. Activation checkpointing calls a function again in backward,
-# where nobody else could tell that it is one of such a forward.
-
-_GENERATOR: Final = "_checkpoint_without_reentrant_generator"
-#: From torch 2.15 on that is a shell around another function, which checkpointing calls by itself.
-_CHECKPOINT: Final = f"{_GENERATOR}_impl" if hasattr(checkpoint, f"{_GENERATOR}_impl") else _GENERATOR
+# -- Attention and the mean of a loss see full sequences, of which each rank has a shard ---------------------------------
+# They are also replaced under the names in the modules that define the model's classes: ``from torch.nn.functional import
+# scaled_dot_product_attention`` makes a name of its own.
 
 
 @functools.cache
@@ -640,34 +574,17 @@ def _function_patch(place: str, name: str, act: Callable[..., Any]) -> Patch:
     return around(vars(sys.modules[place]), name, act)
 
 
-@functools.cache
-def _checkpoint_patches(bound: Callable[[Any], Any]) -> tuple[Patch, Patch]:
-    def generator(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(bound(function), *args, **kwargs)
-
-    def forward(original: Callable[..., Any], ctx: Any, function: Any, *args: Any) -> Any:
-        return original(ctx, bound(function), *args)
-
-    return (
-        around(vars(checkpoint), _CHECKPOINT, generator),
-        around(_Attributes(checkpoint.CheckpointFunction), "forward", forward),
-    )
-
-
 def sequence_patches(
-    module: torch.nn.Module,
-    attention: Callable[..., Any],
-    cross_entropy: Callable[..., Any],
-    bound: Callable[[Any], Any],
+    module: torch.nn.Module, attention: Callable[..., Any], cross_entropy: Callable[..., Any]
 ) -> list[Patch]:
-    """``attention`` and ``cross_entropy`` in the places of torch's; ``bound`` makes what checkpointing calls again."""
-    functional = torch.nn.functional.__name__
+    """Return patches that call ``attention`` and ``cross_entropy`` in the places of torch's functions."""
     places = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
-    found = []
+    places = {p for p in places if p in sys.modules and not p.startswith("torch.")}
+    patches = []
     for name, act in (("scaled_dot_product_attention", attention), ("cross_entropy", cross_entropy)):
-        now = getattr(torch.nn.functional, name)
-        values = {id(now), id(inspect.unwrap(now))}
-        for place in sorted({functional, *(p for p in places if not p.startswith("torch.") and p in sys.modules)}):
-            names = [own for own, value in vars(sys.modules[place]).items() if id(value) in values]
-            found += [_function_patch(place, own, act) for own in names]
-    return [*found, *_checkpoint_patches(bound)]
+        function = getattr(torch.nn.functional, name)
+        known = {id(function), id(inspect.unwrap(function))}
+        for place in sorted({torch.nn.functional.__name__, *places}):
+            keys = [key for key, value in vars(sys.modules[place]).items() if id(value) in known]
+            patches += [_function_patch(place, key, act) for key in keys]
+    return patches

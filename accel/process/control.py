@@ -1,6 +1,6 @@
 """What the ranks tell each other: small values, on accel's own process group. Whatever all ranks do together is one of these.
 
-``agree(what, value)``          every rank's value; all ranks are at one place, named by ``what`` (``agree_later``: in two halves)
+``agree(what, value)``          every rank's value; all ranks are at one place, named by ``what``
 ``raise_together(what, ...)``   after ``agree`` on what went wrong: one rank's failure is everyone's
 ``require_equal(what, value)``  all ranks are here with one value, or every rank ends with an error
 ``announce(process, what)``     a collective without names is next; compared only where what came before does not tell it
@@ -26,7 +26,7 @@ from ..errors import AccelError, RankMismatchError, TimeoutError, described
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .hangs import missing_ranks
-from .packing import bytes_left, content_of, framed, gather_framed, to_bytes
+from .packing import gather_framed, to_bytes
 
 #: In the texts of gloo's and nccl's errors if another rank is gone. gloo's begin with the path of its source file.
 _LOST: Final = ("gloo/transport", "NCCL")
@@ -70,35 +70,6 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
         return [value]
     limit = timeout or process.timeout
     return _values(what, gather_framed(_content(what, value), lambda message: _gather(process, what, message, limit)))
-
-
-@locked
-def agree_later(what: str, value: object) -> Callable[[], list[Any]]:
-    """``agree`` on a short value in two halves, each for all ranks in one order: this one sends, what it returns waits.
-
-    That gives no values where a rank has ended, which the next who needs it will say; RankMismatchError where one is elsewhere.
-    """
-    process, (message, *rest) = current(), framed(_content(what, value))
-    assert not rest, "longer than one round"
-    process.rounds += 1
-    try:
-        work, theirs = process.begin_exchange(message)
-    except RuntimeError:
-        return list
-
-    def answers() -> list[Any]:
-        with Waiting(process, repr(what)):
-            try:
-                if not _done(work, process.timeout):
-                    return []
-            except RuntimeError:
-                return []
-        messages = list(map(to_bytes, theirs))
-        if any(map(bytes_left, messages)):
-            raise RankMismatchError(f"the ranks are at different points of the program: not all are in {what!r}")
-        return _values(what, list(map(content_of, messages)))
-
-    return answers
 
 
 def _content(what: str, value: object) -> bytes:

@@ -21,7 +21,6 @@ warnings.filterwarnings("ignore")
 from . import (  # noqa: E402
     checkpoints,
     costs,
-    drift,
     during,
     fsdp,
     loops,
@@ -44,7 +43,6 @@ SECTIONS = {
         loops.DDP,
         settings.SECTION,
         costs.SECTION,
-        drift.SECTION,
         fsdp.SECTION,
         sharded.SECTION,
         zero.SECTION,

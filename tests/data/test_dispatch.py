@@ -79,10 +79,7 @@ def test_a_loader_needs_no_model(world: int, tmp_path: Path) -> None:
     expected = [
         "AccelError: accel.setup(None) has nothing to set up: give it the model, or dataloaders=...",
         "OptimizerError: accel.setup(None, optimizers): optimizers need their model; give it in the place of None",
-        *[
-            "AccelError: accel.setup(None, dataloaders=...): backend, precision and scale_lr are a model's; leave them out"
-        ]
-        * 2,
+        *["AccelError: accel.setup(None, dataloaders=...): backend and precision are a model's; leave them out"] * 2,
     ]
     for found in run(world, _alone, str(tmp_path / f"{world}")):
         assert found[:4] == expected

@@ -1,13 +1,9 @@
-"""``activation_checkpointing`` and ``activation_offload`` on every engine that has them: the weights of a plain loop."""
+"""``activation_checkpointing`` on every engine that has it: the weights of a plain loop."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
 import pickle
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -95,43 +91,16 @@ BACKENDS: dict[str, list[tuple[Any, dict[str, Any], str]]] = {
 }
 
 
-@contextlib.contextmanager
-def everything_moved(least: int = 256) -> Iterator[list[tuple[Any, int]]]:
-    """Inside, activations on the CPU go to the host's memory too: in it, other memory. The storages, and their sizes."""
-    made: list[tuple[Any, int]] = []
-
-    class Noted(activations._Moved):  # type: ignore[misc]
-        __slots__ = ()
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append((weakref.ref(self), self.host.numel()))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activations, "_HOSTS", frozenset())
-        patch.setattr(activations, "_LEAST", least)
-        patch.setattr(activations, "_Moved", Noted)
-        yield made
-
-
 def same_weights(backends: list[tuple[Any, dict[str, Any], str]]) -> None:
-    again, both = {"activation_checkpointing": True}, {"activation_checkpointing": (Block,), "activation_offload": True}
-    with everything_moved() as made:
-        for kind, options, other in backends:
-            for precision in filter(None, ("32-true", other)):
-                plain, once = train(kind(**options), precision)
-                for more in (again, {"activation_offload": True}, both) if precision == "32-true" else (both,):
-                    made.clear()
-                    net, calls = train(kind(**options, **more), precision)
-                    what = f"{kind.__name__} {options} {more} {precision}"
-                    assert calls == once * (1 + ("activation_checkpointing" in more)), (what, calls, once)
-                    assert not distance(net, plain), what
-                    assert not distance(list(net.buffers()), list(plain.buffers())), what
-                    assert bool(made) == ("activation_offload" in more), what
-                    # No weight, also where it was gathered; under autocast there are copies of them.
-                    assert precision != "32-true" or all(size < net.blocks[0].up.weight.nbytes for _, size in made), (
-                        what
-                    )
+    for kind, options, other in backends:
+        for precision in filter(None, ("32-true", other)):
+            plain, once = train(kind(**options), precision)
+            for choice in (True, (Block,)) if precision == "32-true" else (True,):
+                net, calls = train(kind(**options, activation_checkpointing=choice), precision)
+                what = f"{kind.__name__} {options} {choice} {precision}"
+                assert calls == 2 * once, (what, calls, once)
+                assert not distance(net, plain), what
+                assert not distance(list(net.buffers()), list(plain.buffers())), what
 
 
 @pytest.mark.parametrize("package", BACKENDS)
@@ -189,67 +158,7 @@ def _written(net: Net) -> None:
         net.blocks[0].up.weight.mul_(2)
 
 
-# -- offload -----------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_to_be_moved_on_the_cpu_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    activations._say_useless.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="accel"):
-        for _ in range(2):
-            accel.teardown(accel.setup(Net(), backend=accel.Single(activation_offload=True)).model)
-    assert [r.message for r in caplog.records if "activation_offload" in r.message] == [
-        "activation_offload=True does nothing on cpu: activations lie in the host's memory already"
-    ]
-
-
-def test_storages_are_moved_once_and_parameters_never() -> None:
-    torch.manual_seed(0)
-    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-    head = nn.Linear(WIDTH, WIDTH)
-    x, module = rows(0, 4, 8, WIDTH), nn.ModuleList([attention, head])
-
-    def losses() -> torch.Tensor:
-        h = torch.tanh(x)
-        kept = h.square() + h * head(h) + attention(h, h, h, need_weights=False)[0]
-        return kept.sum()
-
-    def gradients(loss: torch.Tensor) -> list[Any]:
-        loss.backward(retain_graph=True)
-        loss.backward()
-        found = [p.grad for p in module.parameters()]
-        module.zero_grad()
-        return found
-
-    plain = gradients(losses())
-    with everything_moved() as made:
-        loss = activations.offloaded(module, losses)()
-        living = [moved() for moved, _ in made]
-        # What the backward needs first is on the device still.
-        assert sum(moved.here is not None for moved in living) == activations._NEAR < len(living) < 12
-        assert {size for _, size in made}.isdisjoint(p.nbytes for p in module.parameters())
-        del living
-        assert not distance(gradients(loss), plain)
-        del loss
-        assert not any(moved() for moved, _ in made)  # no cycle, also without the garbage collector
-
-
-@pytest.mark.parametrize("least", [1, 1 << 30], ids=["moved", "kept"])
-def test_what_was_written_to_since_is_an_error_as_in_torch(least: int) -> None:
-    net = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
-    with everything_moved(least):
-        for write in (lambda inner: inner.add_(1), lambda _: net[2].weight.mul_(2)):
-            inner = activations.offloaded(net, net[:2])(rows(0, 4, 8))
-            out = activations.offloaded(net, net[2])(inner)
-            with torch.no_grad():
-                write(inner)
-            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
-                out.sum().backward()
-        x = rows(0, 4, 8).requires_grad_()
-        found = []
-        for forward in (activations.offloaded(net, net), net):
-            (first,) = torch.autograd.grad(forward(x).pow(3).sum(), x, create_graph=True)
-            found += [first, *torch.autograd.grad(first.square().sum(), x)]
-        assert not distance(found[:2], found[2:])
+# -- caches -------------------------------------------------------------------------------------------------------------
 
 
 def with_caches() -> None:

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import pickle
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice, repeat
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import accel
 from accel.engines import ENGINES
 from accel.engines.base import drift as guard
 from accel.engines.base.drift import digest, sums
-from accel.process.control import agree, agree_later
+from accel.process.control import agree
 from tests.backends import need
-from tests.distributed import outcomes, refusals, run
-from tests.programs import by_hand, free_port, scripts
+from tests.distributed import outcomes, run
 
 EVERY = 3
 DRIFT_AT = 4
@@ -58,33 +52,15 @@ def step(model: Any, optimizer: Any, number: int) -> None:
 # -- drifts -----------------------------------------------------------------------------------------------------------
 
 
-def by_load(model: Any, optimizer: Any) -> None:
-    if accel.is_main():
-        model.load_state_dict(build(7).state_dict())
-
-
-def by_optimizer_state(model: Any, optimizer: Any) -> None:
-    state = accel.full_state_dict(optimizer)
-    if accel.is_main():
-        for entries in state["state"].values():
-            entries["exp_avg"].mul_(50)
-        optimizer.load_state_dict(state)
+def by_weight(model: Any, optimizer: Any) -> None:
+    if accel.rank() == 1:
+        model[2].weight.data.mul_(1.5)
 
 
 def by_scheduler(model: Any, optimizer: Any) -> None:
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for metric in (1.0, 2.0 * (1 - accel.rank())):
         scheduler.step(metric)
-
-
-def by_data(model: Any, optimizer: Any) -> None:
-    if accel.rank() == 1:
-        model[2].weight.data.mul_(1.5)
-
-
-def by_setting_data(model: Any, optimizer: Any) -> None:
-    if accel.rank() == 1:
-        model[2].weight.data = model[2].weight.detach() * 1.5
 
 
 def by_group(model: Any, optimizer: Any) -> None:
@@ -119,7 +95,7 @@ def found(backend: Any, drifts: list[Any], starts: range = range(DRIFT_AT, DRIFT
     need(backend[0], 2)
     ours, theirs = run(2, all_drifts, backend, drifts, starts)
     assert ours == theirs
-    assert all(0 < steps <= 2 * EVERY for results in ours for steps, _ in results), ours
+    assert all(0 < steps <= EVERY for results in ours for steps, _ in results), ours
     return [results[0][1] for results in ours]
 
 
@@ -128,19 +104,77 @@ def test_values_of_groups_that_differ_are_found_and_named(backend: Any) -> None:
     scheduler, group = found(backend, [by_scheduler, by_group])
     assert "lr of group 0 of AdamW: 0.0005 on ranks [0]; 0.001 on ranks [1]" in scheduler
     assert "weight_decay of group 0 of AdamW: 0.01 on ranks [0]; 0.25 on ranks [1]" in group
-    assert "by step 7, at step 4 they were equal" in group
+    assert "is not the same on all ranks at step 7" in group
 
 
-@pytest.mark.parametrize("backend", [("ddp", {}), *DIVIDING, ("deepspeed", {"stage": 2})], ids=str)
-def test_weights_that_one_rank_changes_are_found_and_named(backend: Any) -> None:
-    load, data, setting = found(backend, [by_load, by_data, by_setting_data])
-    assert "0.weight" in load
-    assert "4.bias" in load
-    assert "at step 4 they were equal" in load
-    for said in (data, setting):
-        assert "2.weight" in said
-        assert "2.bias" not in said
-        assert "0.weight" not in said
+def test_a_weight_that_one_rank_changes_is_found_and_named() -> None:
+    (weight,) = found(("ddp", {}), [by_weight])
+    assert "2.weight on ranks [1] is not what it is on rank 0" in weight
+    assert "0.weight" not in weight
+    assert "never under accel.is_main()" in weight
+
+
+def steps_of_checks() -> list[int]:
+    raw = build()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=20))
+    checked: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "_facts", lambda engine: checked.append(engine.drift.steps) or {})
+        for number in range(125):
+            step(model, optimizer, number)
+    return checked
+
+
+def test_the_first_checks_come_early() -> None:
+    assert run(2, steps_of_checks) == [[1, 10, 30, 50, 70, 90, 100, 120]] * 2
+
+
+# -- loads on one rank ------------------------------------------------------------------------------------------------
+
+
+def load_alone(backend: Any, what: str) -> None:
+    accel.init(timeout=4)
+    raw = build()
+    plain = torch.optim.AdamW(raw.parameters())
+    model, optimizer, _ = accel.setup(raw, plain, backend=options(backend, 0))
+    step(model, optimizer, 0)
+    state = accel.full_state_dict(optimizer)
+    for _ in range(2):  # on every rank
+        model.load_state_dict(build(3).state_dict())
+        optimizer.load_state_dict(state)
+    if accel.is_main():
+        loads = {"model": model, "raw model": raw, "optimizer": optimizer}
+        loads[what].load_state_dict(state if what == "optimizer" else build(7).state_dict())
+    for number in range(2):
+        step(model, optimizer, number)
+
+
+@pytest.mark.parametrize("what", ["model", "raw model", "optimizer"])
+@pytest.mark.parametrize("backend", [*WATCHED, PIPELINE], ids=str)
+def test_a_load_on_one_rank_ends_with_an_error_on_every_rank(backend: Any, what: str) -> None:
+    need(backend[0], 2)
+    results = outcomes(2, load_alone, backend, what, breaks=True)
+    assert all(result.error for result in results)
+    if what != "raw model" or backend[0] in ("ddp", "sharded"):  # which others refuse
+        assert any("load_state_dict" in result.message for result in results)
+
+
+def copies_are_loaded() -> None:
+    raw = build()
+    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1))
+    twin, thawed = copy.deepcopy(raw), pickle.loads(pickle.dumps(raw))
+    if accel.is_main():  # they are the program's own
+        twin.load_state_dict(build(1).state_dict())
+        thawed.load_state_dict(build(1).state_dict())
+    step(model, optimizer, 0)
+    accel.teardown(model)
+    assert not raw._load_state_dict_pre_hooks
+    if accel.is_main():
+        raw.load_state_dict(build(1).state_dict())
+
+
+def test_copies_are_loaded_on_one_rank() -> None:
+    run(2, copies_are_loaded)
 
 
 def step_by_hand(model: Any, number: int, micros: int = 1) -> None:
@@ -179,7 +213,7 @@ def test_a_drift_is_found_where_there_is_no_optimizer(backend: Any) -> None:
     need(backend[0], 2)
     ours, theirs = run(2, drift_by_hand, backend)
     assert ours == theirs
-    assert 0 <= ours[0] <= 2 * EVERY
+    assert 0 <= ours[0] <= EVERY
     assert "2.weight on ranks [1] is not what it is on rank 0" in ours[1]
 
 
@@ -206,154 +240,10 @@ def test_right_loops_without_an_optimizer_raise_nothing(backend: Any) -> None:
     run(2, by_hand_alike, backend)
 
 
-def drifting_with_digests_of_a_device() -> list[tuple[int, str]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "digest", sums)
-        return [drifting(("ddp", {}), by_data, every, DRIFT_AT) for every in (1, EVERY)]
-
-
-def test_digests_that_a_device_has_ready_later_are_judged_a_step_later() -> None:
-    ours, theirs = run(2, drifting_with_digests_of_a_device)
-    assert ours == theirs
-    assert [steps for steps, _ in ours] == [3, 5]
-    assert all("2.weight on ranks [1] is not what it is on rank 0" in said for _, said in ours)
-
-
-@pytest.mark.parametrize("backend", [("ddp", {}), ("sharded", {})], ids=str)
-def test_a_drift_is_found_wherever_in_the_round_it_falls(backend: Any) -> None:
-    found(backend, [by_data], range(1, 2 + EVERY))
-
-
-def after_a_look_at_a_batch() -> None:
-    raw, data = build(), list(torch.randn(12, 6))
-    optimizer = torch.optim.SGD(raw.parameters())
-    loaders: Any = [DataLoader(data, batch_size=2, shuffle=shuffle) for shuffle in (False, True)]  # type: ignore[arg-type]
-    model, optimizer, (plain, loader) = accel.setup(raw, optimizer, loaders, backend=accel.DDP(drift_check=1))
-    for handle in (plain, loader):
-        if accel.is_main():
-            next(iter(handle))
-        for x in handle:
-            model(x).square().mean().backward()
-            optimizer.step()
-        assert handle is plain
-
-
-def test_an_epoch_that_one_rank_begins_alone_is_found_where_it_is_of_another_order() -> None:
-    messages = refusals(2, after_a_look_at_a_batch, error="RankMismatchError")
-    assert all("the order of the loader's samples (loader" in message for message in messages)
-
-
-def in_epochs_of_their_own() -> None:
-    raw, data = build(), list(torch.randn(9, 6))
-    loader: Any = DataLoader(data, batch_size=2, shuffle=True)  # type: ignore[arg-type]
-    options = accel.LoaderOptions(even_batches=False)  # three batches of each epoch for rank 0, two for rank 1
-    optimizer = torch.optim.SGD(raw.parameters())
-    backend = accel.DDP(drift_check=1)
-    model, optimizer, uneven = accel.setup(raw, optimizer, loader, backend=backend, loader_options=options)
-    even: Any = accel.setup(None, dataloaders=copy.copy(loader)).dataloaders
-    with ThreadPoolExecutor(1) as ahead:  # which reads for the loop, and is an epoch further on rank 1
-        read = [ahead.submit(next, iter(even)).result() for _ in range(1 + accel.rank())]
-        for x in chain(read[:1], islice(chain.from_iterable(repeat(uneven)), 6)):
-            model(x).square().mean().backward()
-            optimizer.step()
-
-
-def test_epochs_that_ranks_begin_at_different_steps_are_not_compared() -> None:
-    run(2, in_epochs_of_their_own)
-
-
-@pytest.mark.parametrize("backend", WATCHED, ids=str)
-def test_optimizer_state_that_one_rank_loads_is_found(backend: Any) -> None:
-    found(backend, [by_optimizer_state])
-
-
-def edit_divided(backend: Any) -> tuple[str, list[float]]:
-    raw = build()
-    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend=options(backend, EVERY))
-    said = ""
-    try:
-        by_data(model, optimizer)
-    except accel.BackendError as error:
-        said = str(error)
-    for number in range(2 * EVERY):
-        step(model, optimizer, number)
-    return said, accel.full_state_dict(model)["2.weight"].flatten().tolist()
-
-
-def test_an_edit_of_a_weight_of_zero_3_is_refused_and_changes_nothing() -> None:
-    need("deepspeed", 2)
-    (no_error, ours), (refusal, theirs) = run(2, edit_divided, ZERO3)
-    assert no_error == ""
-    assert "2.weight is divided over 2 ranks" in refusal
-    assert ours == theirs
-
-
-def load_divided_alone(backend: Any) -> None:
-    accel.init(timeout=4)
-    raw = build()
-    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend=options(backend, EVERY))
-    step(model, optimizer, 0)
-    by_load(model, optimizer)
-    step(model, optimizer, 1)
-
-
-def test_loading_a_model_of_zero_3_on_one_rank_ends_with_an_error_on_every_rank() -> None:
-    need("deepspeed", 2)
-    results = outcomes(2, load_divided_alone, ZERO3, breaks=True)
-    assert "RankMismatchError" in results[0].error
-    assert "load_state_dict" in results[0].message
-    assert "rank 1" in results[0].message
-    assert "Exception" in results[1].error
-
-
-def from_the_start(drift: Any) -> tuple[int, str]:
-    return drifting(("ddp", {}), drift, None, 0)
-
-
-@pytest.mark.parametrize("drift", [by_load, by_group])
-def test_with_default_options_what_differs_from_the_start_is_found_by_the_second_step(drift: Any) -> None:
-    ours, theirs = run(2, from_the_start, drift)
-    assert ours == theirs
-    assert ours[0] == 2
-    assert "they have not been found equal before" in ours[1]
-
-
-class Stopped(torch.optim.SGD):
-    """Its step ends by an exception after so many parameters."""
-
-    after: int | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        parameters = self.param_groups[0]["params"]
-        if self.after is None:
-            return super().step(closure)
-        self.param_groups[0]["params"] = parameters[: self.after]
-        try:
-            super().step(closure)
-        finally:
-            self.param_groups[0]["params"] = parameters
-        raise KeyboardInterrupt
-
-
-def stopped(alike: bool) -> None:
-    model = build()
-    model, optimizer, _ = accel.setup(model, Stopped(model.parameters(), lr=0.1), backend="ddp")
-    for number in range(8):
-        optimizer.after = None if number != 2 else 3 if alike else 2 * accel.rank()
-        with contextlib.suppress(KeyboardInterrupt):
-            step(model, optimizer, number)
-
-
-def test_what_an_interrupted_step_left_different_is_found_by_the_next_steps() -> None:
-    run(2, stopped, True)
-    for message in refusals(2, stopped, False, error="RankMismatchError"):
-        assert "have drifted apart by step" in message
-
-
 def switched_off() -> list[float]:
     raw = build()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=0))
-    by_data(model, optimizer)
+    by_weight(model, optimizer)
     for number in range(40):
         step(model, optimizer, number)
     return raw[2].weight.flatten().tolist()
@@ -382,7 +272,7 @@ def test_ranks_with_other_options_are_refused() -> None:
 
 
 def three_ranks() -> tuple[int, str]:
-    return drifting(("ddp", {}), by_data, EVERY, DRIFT_AT)
+    return drifting(("ddp", {}), by_weight, EVERY, DRIFT_AT)
 
 
 def test_the_ranks_that_differ_are_named() -> None:
@@ -467,24 +357,6 @@ def edit_and_restore(model: Any, optimizer: Any) -> Iterator[None]:
         model.to(accel.device())
 
 
-def evaluate_average(model: Any, optimizer: Any) -> Iterator[None]:
-    """Other weights for a while, on one rank, where a forward needs no other."""
-    while True:
-        yield
-        if accel.is_main():
-            before = [p.data.clone() for p in model.parameters()]
-            for p in model.parameters():
-                p.data.zero_()
-            with torch.no_grad():
-                model.eval()(torch.zeros(1, 6))
-            for p, value in zip(model.parameters(), before, strict=True):
-                p.data.copy_(value)
-            model.train()
-            model.load_state_dict(build(9).state_dict())
-            model.load_state_dict(dict(zip(dict(model.named_parameters()), before, strict=True)))
-        accel.barrier()
-
-
 def accumulate(model: Any, optimizer: Any) -> Iterator[None]:
     while True:
         yield
@@ -531,7 +403,7 @@ def pass_through(backend: Any, programs: list[Any], precision: str) -> None:
         for number in range(6):
             next(between)
             step(model, optimizer, number)
-        accel.teardown(model)  # with a message on its way
+        accel.teardown(model)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -540,8 +412,6 @@ def test_usual_programs_raise_nothing(backend: Any) -> None:
     # Where each rank has a part only, weights outside of forwards are refused by name or another stage's.
     refused = (clamp, average_weights) if backend in (ZERO3, PIPELINE) else ()
     programs = [program for program in PROGRAMS if program not in refused]
-    if backend not in (("fsdp", {}), ZERO3, PIPELINE):
-        programs.append(evaluate_average)
     run(2, pass_through, backend, programs, "32-true")
 
 
@@ -594,7 +464,7 @@ def uneven() -> int:
                 step(model, optimizer, number)
         for number in range(3):
             step(model, optimizer, number)
-    by_data(model, optimizer)
+    by_weight(model, optimizer)
     for number in range(4):
         try:
             step(model, optimizer, number)
@@ -632,97 +502,6 @@ def closures() -> None:
 
 def test_closures_raise_nothing_and_their_steps_are_compared() -> None:
     run(2, closures)
-
-
-def dropped_at_other_moments() -> None:
-    """On rank 0 the first model dies with a message on its way, on rank 1 it lives on."""
-    kept = []
-    for number in range(3):
-        raw = build(number)
-        model, optimizer, _ = accel.setup(
-            raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1)
-        )
-        step(model, optimizer, 0)
-        step(model, optimizer, 1)
-        if accel.rank():
-            kept.append((model, optimizer))
-        del model, optimizer, raw
-        gc.collect()
-
-
-def test_an_engine_may_die_with_a_message_on_its_way() -> None:
-    run(2, dropped_at_other_moments)
-
-
-def late_with_its_message() -> int:
-    """Rank 0 sends its part of a comparison when the others have ended; how many ranks' answers it gets."""
-    raw = build()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1))
-    answers: list[Callable[[], list[Any]]] = []
-
-    def late(what: str, value: object) -> Callable[[], list[Any]]:
-        if accel.is_main():
-            time.sleep(0.5)
-        answers.append(agree_later(what, value))
-        return answers[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "agree_later", late)
-        step(model, optimizer, 0)
-    if not accel.is_main():
-        accel.teardown()
-        return 0
-    return len(answers[0]())
-
-
-def test_a_rank_that_ends_waits_for_a_message_on_its_way() -> None:
-    assert run(3, late_with_its_message)[0] == 3
-
-
-def copies() -> None:
-    original = torch.Tensor.data
-    raw = build()
-    model, optimizer, _ = accel.setup(
-        raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.Sharded(drift_check=1)
-    )
-    assert torch.Tensor.data is not original
-    twin = copy.deepcopy(raw)
-    thawed = pickle.loads(pickle.dumps(raw))
-    step(model, optimizer, 0)
-    if accel.is_main():  # copies are the program's own
-        twin.load_state_dict(build(1).state_dict())
-        thawed.load_state_dict(build(1).state_dict())
-        twin[0].weight.data.zero_()
-    step(model, optimizer, 1)
-    step(model, optimizer, 2)
-    accel.teardown(model)
-    assert torch.Tensor.data is original
-    raw.load_state_dict(build(1).state_dict())
-
-
-def test_copies_of_a_model_are_not_watched_and_teardown_leaves_nothing() -> None:
-    need("sharded", 2)
-    run(2, copies)
-
-
-_SCRIPT = """
-import time, torch, accel
-from torch import nn
-raw = nn.Linear(3, 3)
-model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1))
-for number in range(3):
-    model(torch.randn(2, 3)).sum().backward()
-    if number == 2 and accel.rank():
-        time.sleep(1)  # the other one has ended then
-    optimizer.step()
-"""
-
-
-def test_a_program_may_end_with_a_message_on_its_way() -> None:
-    port = free_port()
-    for done in scripts(_SCRIPT, by_hand(0, 2, port), by_hand(1, 2, port)):
-        assert "terminate" not in done.stderr
-        assert "Error" not in done.stderr
 
 
 # -- digests ----------------------------------------------------------------------------------------------------------

@@ -139,11 +139,11 @@ STEPS = {RUN, *CLIPPING, *EVERY}
         ("ddp", 1, EVERY),
         ("ddp", 2, STEPS),
         ("ddp2", 2, STEPS),
-        ("sharded", 2, {*STEPS, "data"}),
-        ("fsdp", 2, {*STEPS, "data", "filters", "handlers", "orthogonalise"}),
+        ("sharded", 2, STEPS),
+        ("fsdp", 2, {*STEPS, "filters", "handlers", "orthogonalise"}),
         ("pipeline", 2, STEPS),
-        (accel.DeepSpeed(stage=1), 2, {*STEPS, "data", "filters"}),
-        (accel.DeepSpeed(stage=3), 2, {*STEPS, "data", "filters"}),
+        (accel.DeepSpeed(stage=1), 2, {*STEPS, "filters"}),
+        (accel.DeepSpeed(stage=3), 2, {*STEPS, "filters"}),
     ],
     ids=lambda value: ",".join(sorted(value)) if isinstance(value, set) else str(value),  # the same in each worker
 )
@@ -152,32 +152,6 @@ def test_only_what_an_engine_needs_is_patched_while_it_lives(
 ) -> None:
     pytest.importorskip("deepspeed" if isinstance(backend, accel.DeepSpeed) else "torch")
     assert run(world, which_are_patched, backend, torn_down) == [(patched, set())] * world
-
-
-def data_patched_by_others() -> None:
-    """Another library puts its own ``Tensor.data`` there while accel's is; that stays, and what accel's did it does no more."""
-    below, heard = torch.Tensor.data, list[str]()
-    net = nn.Linear(3, 3)
-    model, _, _ = accel.setup(net, torch.optim.SGD(net.parameters(), 0.1), backend="fsdp")
-    found: Any = vars(torch.Tensor)["data"]
-    assert found.__doc__ == below.__doc__
-
-    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        heard.append("put")
-        found.__set__(tensor, value)
-
-    torch.Tensor.data = property(found.__get__, put)  # type: ignore[assignment]
-    theirs = vars(torch.Tensor)["data"]
-    with pytest.raises(BackendError, match="expected whole values"):  # through theirs
-        model.weight.data = torch.zeros(3, 4)
-    accel.teardown(model)
-    assert vars(torch.Tensor)["data"] is theirs
-    heard.clear()
-    net.weight.data = torch.ones(3, 3)
-    assert heard == ["put"]
-    assert bool((net.weight == 1).all())
-    del torch.Tensor.data
-    assert torch.Tensor.data is below
 
 
 def test_every_listener_hears_of_a_backward_while_others_go() -> None:
@@ -208,26 +182,6 @@ def test_every_listener_hears_of_a_backward_while_others_go() -> None:
         for patch in needed:
             patch.drop(living[0])
     assert heard == ["begin a", "begin b", "end a", "end b"]
-
-
-def test_data_that_is_put_back_is_no_write() -> None:
-    writes = list[torch.Tensor]()
-    patch = patches.data_patch(lambda tensor, alias: writes.append(tensor) if alias is None else None, lambda *_: False)
-    weight, other = nn.Parameter(torch.ones(2)), torch.zeros(2)
-    with patch:
-        weight.data = weight.data
-        assert not writes
-        weight.data = other
-        assert len(writes) == 1
-        kept = vars(torch.Tensor)["data"]
-    kept.__set__(weight, torch.ones(2))  # in somebody's own, after its end
-    assert len(writes) == 1
-    assert bool((weight == 1).all())
-
-
-def test_a_later_patch_of_data_stays() -> None:
-    close_all()
-    run(2, data_patched_by_others)
 
 
 def foreign_handler() -> list[Any]:

@@ -1,27 +1,21 @@
-"""What a forward keeps for its backward: less of it, computed again (checkpointing), or elsewhere, in the host's memory."""
+"""Activation checkpointing: chosen blocks keep only their inputs for backward, and compute again."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import logging
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import BackendError
 from ...gradients.patches import replaced
-
-logger = logging.getLogger("accel")
 
 # -- which modules -----------------------------------------------------------------------------------------------------
 
@@ -208,166 +202,3 @@ def swapped(values: Iterable[_Buffer]) -> Iterator[None]:
     finally:
         for module, name, buffer in own:
             module._buffers[name] = buffer
-
-
-# -- kept in the host's memory -----------------------------------------------------------------------------------------
-
-#: Kinds of devices whose memory is the host's.
-_HOSTS: Final = frozenset({"cpu"})
-_LEAST: Final = 16 << 10  # bytes of a tensor whose way to the host and back is worth it
-_PART: Final = 8  # a smaller part of a storage than one in so many stays with the rest
-_NEAR: Final = 4  # storages that are on their way to the host, or back, at once
-#: Sets ``tensor.data``; that of the class in C++, since the other one may be watched for what programs write.
-_put: Final[Any] = vars(torch._C.TensorBase)["data"].__set__
-
-
-@functools.cache
-def _say_useless(kind: str) -> None:
-    logger.warning("activation_offload=True does nothing on %s: activations lie in the host's memory already", kind)
-
-
-def offloads(options: Any, device: torch.device) -> bool:
-    """Whether an engine's activations are moved; BackendError where they should be, and the device has no streams for it."""
-    asked: bool = getattr(options, "activation_offload", False)
-    if asked and device.type not in ("cpu", "cuda"):
-        raise BackendError(f"activation_offload=True needs a CUDA device; this process uses {device}")
-    if asked and device.type in _HOSTS:
-        _say_useless(device.type)
-    return asked and device.type not in _HOSTS
-
-
-def offloaded(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, which calls this module: what it saves for backward goes to the host, and comes back when its time is near."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        saved = _Saved(module)
-        with saved_tensors_hooks(saved.pack, saved.unpack):
-            out = run(*args, **kwargs)
-        saved.end()
-        return out
-
-    return call
-
-
-@final
-class _Moved:
-    """A storage in the device's memory, in the host's, or in both. What is on its way to one of them is there after ``ready``."""
-
-    __slots__ = ("__weakref__", "before", "device", "here", "host", "known", "ready")
-
-    def __init__(self, storage: torch.UntypedStorage, device: torch.device, before: _Moved | None) -> None:
-        self.device, self.known = device, StorageWeakRef(storage)
-        #: The one that the forward saved before, which the backward needs next.
-        self.before = None if before is None else weakref.ref(before)
-        self.here: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        self.host = torch.empty(self.here.shape, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-        self.ready = _copy(self.host, self.here, device)
-
-    def leave(self) -> None:
-        """Let go of the device's memory, which whatever is launched from now on may use."""
-        if self.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.ready)
-        self.here = None
-
-    def come(self) -> torch.Tensor:
-        """Begin the way back, where it has not been begun."""
-        if self.here is None:
-            self.here = torch.empty(self.host.shape, dtype=torch.uint8, device=self.device)
-            self.ready = _copy(self.here, self.host, self.device)
-        return self.here
-
-    def get(self) -> torch.UntypedStorage:
-        """The storage on the device, for what is launched from now on; and those before it begin their way."""
-        here, near = self.come(), self
-        if self.ready is not None:
-            current = torch.cuda.current_stream(self.device)
-            current.wait_event(self.ready)
-            here.record_stream(current)
-        for _ in range(_NEAR):
-            found = None if near.before is None else near.before()
-            if found is None:
-                break
-            near = found
-            near.come()
-        return here.untyped_storage()
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.cuda.Event | None:
-    """Copy after all that was launched before, and beside what comes; the event of its end."""
-    if device.type != "cuda":
-        target.copy_(source)
-        return None
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        target.copy_(source, non_blocking=True)
-    if target.is_cuda:  # its memory is given to nobody before; a source is let go of only after the event
-        target.record_stream(stream)
-    event: torch.cuda.Event = stream.record_event()
-    return event
-
-
-#: What stands for a saved tensor, the number of writes to it, and its place where it was moved: offset, shape, strides.
-_Packed = tuple[torch.Tensor, int, tuple[_Moved, Any, Any, Any] | None]
-
-
-@final
-class _Saved:
-    """What one forward saves. A storage is moved once, however many tensors that are saved lie in it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        tables: Any = [t for m in module.modules() for t in (m._buffers, vars(m).get("_former_parameters", {}))]
-        self._own = {t.untyped_storage()._cdata for table in tables for t in table.values() if t is not None}
-        self._moved: weakref.WeakValueDictionary[tuple[int, int], _Moved] = weakref.WeakValueDictionary()
-        #: The last ones, which the backward needs first: they are here still.
-        self._near: deque[_Moved] = deque()
-
-    def pack(self, tensor: torch.Tensor) -> _Packed:
-        """A saved tensor as its place in a moved storage, or itself; with what tells whether it was written to since."""
-        version = tensor._version
-        if not self._worth(tensor):
-            # A leaf may be given other memory until backward; the graph of anything else would hold itself.
-            return tensor if tensor.is_leaf else tensor.detach(), version, None
-        storage = tensor.untyped_storage()
-        moved = self._moved.get((storage._cdata, version))
-        if moved is None:
-            moved = _Moved(storage, tensor.device, self._near[-1] if self._near else None)
-            self._moved[storage._cdata, version] = moved
-            self._near.append(moved)
-            if len(self._near) > _NEAR:
-                self._near.popleft().leave()
-        witness = tensor.detach()  # which counts the writes, and holds no memory
-        _put(witness, tensor.new_empty(0))
-        return witness, version, (moved, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    def unpack(self, packed: _Packed) -> torch.Tensor:
-        """The tensor; RuntimeError where it was written to."""
-        tensor, version, place = packed
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"{tensor.dtype} tensor is at version {tensor._version}; expected version {version} instead"
-            )
-        if place is None:
-            return tensor
-        moved, offset, shape, stride = place
-        return torch.empty(0, dtype=tensor.dtype, device=moved.device).set_(moved.get(), offset, shape, stride)
-
-    def end(self) -> None:
-        self._near.clear()
-        self._moved.clear()
-
-    def _worth(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.device.type in _HOSTS or tensor.layout is not torch.strided:
-            return False
-        if tensor.nbytes < _LEAST or isinstance(tensor._base, nn.Parameter):
-            return False
-        storage = tensor.untyped_storage()
-        return storage.nbytes() <= _PART * tensor.nbytes and storage._cdata not in self._own

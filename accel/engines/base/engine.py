@@ -23,8 +23,7 @@ from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
 from ...process.control import raise_lost, require_equal
-from .activations import offloaded, offloads
-from .drift import DriftGuard
+from .drift import DriftGuard, watch_loads
 from .gradients import Gradients
 from .holdings import Holdings
 from .memory import Footprint, MemoryUse, whole
@@ -41,7 +40,7 @@ class Options:
     """Base of the backends' options.
 
     Args:
-        drift_check: compare every so many steps what must be equal on all ranks (None: chosen by what it costs, 0: never).
+        drift_check: compare what must be equal on all ranks at steps 1, 10, 100 and then every so many (None: 1,000, 0: never).
     """
 
     drift_check: int | None = None
@@ -97,12 +96,9 @@ class LayerOptions(Options):
         activation_checkpointing: blocks keep only their inputs, and compute their activations again in backward: those that
             repeat in a ModuleList or Sequential and have submodules (with ``wrap``: those that it chooses), or modules of
             the classes in a tuple.
-        activation_offload: what a forward saves for backward goes to the host's memory, and comes back in time; nothing
-            where the model computes there.
     """
 
     activation_checkpointing: bool | tuple[type[nn.Module], ...] = False
-    activation_offload: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +166,8 @@ class Engine(ABC):
         #: The raw ones, in the order in which they were added.
         self.optimizers: list[Optimizer] = []
         self.dtypes: Dtypes = []
-        #: Takes away what stands in the module: 8 bits of Linears, forwards that are computed again.
+        #: Takes away the forwards that are computed again.
         self.undo = contextlib.ExitStack()
-        self.offloads = offloads(self.options, self.process.device)
         self.gradients = self.gradients_type(self)
         self._read_parameters()
         self.holdings = self.holdings_type(self)
@@ -184,6 +179,7 @@ class Engine(ABC):
         self.sequence = SequenceParallel(self, size) if size > 1 else None
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
+        self._loads = watch_loads(self) if compared else None
         context.process.dependents.add(self)
 
     def _read_parameters(self) -> None:
@@ -291,6 +287,8 @@ class Engine(ABC):
                 self.detach(optimizer)
             self.gradients.close()
             self.drift.stop()
+            if self._loads is not None:
+                self._loads.remove()
             self.unwrap(optimizers)
 
     def _finish_gradients(self, problem: str) -> None:
@@ -329,35 +327,20 @@ class Engine(ABC):
                 return self.call(function, args, kwargs)
         if self._watching_mask and function is self.entry and torch.is_grad_enabled() and self.mask.changed():
             self.refresh()
-        run = offloaded(self.module, self.run) if self.offloads else self.run
-        transform = torch._C._functorch.peek_interpreter_stack()
-        if transform is not None:
-            function = self._transformed(function, transform)
+        if self.drift.inputs is not None:
+            self.drift.inputs.note(self, args, kwargs)
+        inside_transform = torch._C._functorch.peek_interpreter_stack() is not None
+        if inside_transform and function is self.entry and not self.holdings.partial(None):
+            # A reducer can't look at the tensors of torch.func.grad. As a method it runs around the reducer.
+            function = self.entry.__call__
         try:
             if self.precision.plain:
-                return run(function, args, kwargs)
-            return self.precision.call(run, (function, args, kwargs), {})
+                return self.run(function, args, kwargs)
+            return self.precision.call(self.run, (function, args, kwargs), {})
         except RuntimeError as error:
             name = "a forward" if function is self.entry else f"the method {getattr(function, '__name__', function)}"
             raise_lost(f"{name} ({self.label})", error)
-            if transform is not None and self.holdings.partial(None):
-                raise self._not_in_transforms() from error
             raise
-
-    def _transformed(self, function: Callable[..., Any], transform: Any) -> Callable[..., Any]:
-        """What to call inside of a transform of torch.func, whose tensors have no memory that a reducer could look at."""
-        if not self.holdings.partial(None):
-            return self.entry.__call__ if function is self.entry else function  # as a method, around the reducer
-        if transform.key() != torch._C._functorch.TransformType.Vmap:
-            raise self._not_in_transforms()
-        return function
-
-    def _not_in_transforms(self) -> BackendError:
-        return BackendError(
-            f"a transform of torch.func (grad, vmap, jvp, ...) around a forward of {self.label}, whose weights backend "
-            f"{self.name!r} divides over the ranks: it would transform their communication too; use a backend that keeps "
-            "parameters whole"
-        )
 
     @final
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ from .absent import about
 from .drift import digest, digest_bytes
 from .gather import Item, gather
 from .memory import MemoryUse
-from .raw_objects import FLOAT8, REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
+from .raw_objects import REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
 from .step import take_added_groups
 
 if TYPE_CHECKING:
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 class Holdings(Raw):
     """Engines that keep everything whole on every rank need no more than this. ``optimizer=None`` means the model itself."""
 
-    #: A step overwrites or spreads what one rank alone wrote to a weight, so that values tell nothing of it later.
-    undoes_writes: bool = False
-    #: The engine's ``parameters`` are each rank's part of a weight, and every rank does the same with them.
-    divides_weights: bool = False
     #: State lies in the host's memory by the engine's doing; whole it lies on the device, as in one process.
     offloads: bool = False
     #: Each rank has state of its own of every optimizer.
@@ -91,27 +87,16 @@ class Holdings(Raw):
         """What this rank holds of the other weights, by its place: equal on ranks of one place before each step. Local."""
         return {}
 
-    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        """Take what the loop assigns to ``parameter.data``, where torch would put it in a wrong place; False if not. Local."""
-        return False
-
     def kind(self, module: nn.Module) -> type[Any]:
         """The class that its author gave a module. Local."""
         # One that a library derives says that it is its metaclass's, where that is not the usual one.
-        theirs = self.packages + self._eight_bits
         kinds = {kind: (kind, *kind.__bases__) for kind in type(module).__mro__}
-        return next(kind for kind, near in kinds.items() if not any(is_of(one, theirs) for one in near))
+        return next(kind for kind, near in kinds.items() if not any(is_of(one, self.packages) for one in near))
 
     def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
         """The names of attributes of a module or parameter that are there for the engine. Local."""
-        eight = self._eight_bits
-        theirs = self.packages + eight
-        found = {n for n, value in vars(owner).items() if is_of(value, theirs if n in REPLACED else eight)}
+        found = {n for n, value in vars(owner).items() if n in REPLACED and is_of(value, self.packages)}
         return found | about(owner)
-
-    @property
-    def _eight_bits(self) -> tuple[str, ...]:
-        return (FLOAT8,) if self.engine.precision.float8 else ()
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -278,8 +263,6 @@ class Holdings(Raw):
                 "load_state_dict(assign=True) would replace parameters that are divided, or averaged, over the ranks: leave "
                 "assign out"
             )
-        if type(self).filled is not Holdings.filled:  # a collective
-            self.engine.compare("load_state_dict")
         self.prepare(writing=True)
         module = self.module
         targets = {
@@ -303,7 +286,6 @@ class Holdings(Raw):
 
     @torch.no_grad()
     def _fill(self, name: str, tensor: torch.Tensor, given: torch.Tensor) -> None:
-        self.engine.drift.read(tensor, None)  # as of any write
         if hasattr(given, "full_tensor"):
             given = given.full_tensor()
         if (mine := self.part(name, tensor)) is not None:

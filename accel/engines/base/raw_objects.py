@@ -124,8 +124,6 @@ _COPIES: Final = ("__deepcopy__", "__getstate__")
 _STATE_DICT: Final = "state_dict"
 #: In whose place an engine may put another one, in a module's own attributes.
 REPLACED: Final = (*_COPIES, _STATE_DICT, "zero_grad", "forward", HiddenAttribute.KEY)
-#: What computes in 8 bits, in the place of a Linear.
-FLOAT8: Final = "torchao.float8."
 
 
 @final

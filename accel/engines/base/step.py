@@ -24,6 +24,7 @@ from ...precision import gradients_of, here
 from ...process import current
 from ...process.control import Waiting, agree, raise_lost
 from ...shard import parameters_of
+from .drift import compare_load
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -66,8 +67,8 @@ def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = Fals
     except RuntimeError as error:
         raise_lost(f"the reduction of gradients before a step ({engine.label})", error)
         raise
-    if engine.drift.judged:  # not before all ranks have come as far as this
-        engine.drift.begin()
+    if engine.drift.steps >= engine.drift.next:
+        engine.drift.check()
     if scaled:
         gradients.log.accept()
     if engine.process.ended:  # a device that waited for the other ranks has no sums
@@ -109,7 +110,7 @@ class Stepper:
             setattr(optimizer, _PROTOCOL, True)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
-            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_load_state_dict_pre_hook(self._loading),
         ]
         # The user's see final gradients, also those that were registered before.
         _put_first(optimizer._optimizer_step_pre_hooks, self._hooks[0])
@@ -171,10 +172,7 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
-        drift = engine.drift
-        drift.steps += 1
-        if drift.steps >= drift.due:
-            drift.judge()
+        engine.drift.steps += 1
         num_parameters = 0  # counted here: no call in a usual step
         for group in optimizer.param_groups:
             num_parameters += len(group["params"])
@@ -259,9 +257,9 @@ class Stepper:
             torch._foreach_mul_(list(map(here, grads)), scale.double().reciprocal().float().to(grads[0].device))
         return bool(found_inf.item())
 
-    def _loaded(self, optimizer: Optimizer) -> None:
-        if (engine := self._engine()) is not None:
-            engine.drift.loaded(optimizer)
+    def _loading(self, optimizer: Optimizer, _: object) -> None:
+        if (engine := self._engine()) is not None and engine.distributed and engine.synchronizes:
+            compare_load(engine, f"load_state_dict() of {type(optimizer).__name__}")
 
     def _finish_steps(self) -> None:
         if not self._finishes:

@@ -144,7 +144,7 @@ class PeriodicGradients(Gradients):
 class PeriodicHoldings(Holdings):
     """Weights are equal on all ranks between intervals; the state of optimizers is each rank's own."""
 
-    undoes_writes = own_state = True
+    own_state = True
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         """Where one state of an optimizer is asked for, it is rank 0's."""
@@ -156,6 +156,10 @@ class PeriodicHoldings(Holdings):
         under_way = engine.gradients.under_way(engine.optimizers) if engine.distributed else ()
         names = self.parameter_names if under_way else {}
         return {names[id(p)]: p for optimizer in under_way for p in parameters_of(optimizer)}
+
+    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Weights are compared between intervals only."""
+        return [] if self.apart() else super().replicas()
 
     def outer(self, optimizer: Optimizer) -> tuple[Optimizer, Mapping[int, str]] | None:
         """What steps the weights between intervals."""

@@ -414,7 +414,6 @@ class DeepSpeedEngine(Engine):
         super().__init__(module, entry, context)
         self.configuration = Configuration(self.options)
         self.stage = self.configuration.stage
-        self.holdings.undoes_writes = bool(self.stage)
         self.zero: Partitions | None = None
 
     @classmethod

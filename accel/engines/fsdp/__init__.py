@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
+from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.patches import muon_patch
 from ...precision import here
 from ...process import Process, reason_of
@@ -64,7 +64,7 @@ class FSDPHoldings(Holdings):
 
     engine: FSDPEngine
     offloads = True
-    undoes_writes = divides_weights = materializes = True
+    materializes = True
     packages = ("accel.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 
     @property
@@ -155,9 +155,6 @@ class FSDPHoldings(Holdings):
 
     def _shards(self) -> set[int]:
         return {id(p.sharded_param) for p in self.engine.parts.sharded.params}
-
-    def set_data(self, parameter: torch.Tensor, value: torch.Tensor) -> bool:
-        return self.engine.parts.sharded.set_data(parameter, value)
 
 
 #: Optimizers of torch that do not compute with shards, or not what they would with whole tensors.
@@ -388,13 +385,6 @@ class FSDPEngine(Engine):
             return ()
         uses = even_shards(shrunk(footprint, options.plan, sizes["tensor"]), sizes["shard"])
         return tuple(use for use in uses for _ in range(sizes["tensor"])) * sizes["replicate"]
-
-    def wrap(self) -> None:
-        """Refuse what the precision forbids; shards come with ``start``, since they need rank 0's weights."""
-        if self.precision.float8 and axes_of(self.options, self.process.place.world_size)["tensor"] > 1:
-            raise PrecisionError(
-                "precision 'fp8-mixed' with tensor parallelism would scale each part of a layer by itself: ask for 'bf16-mixed'"
-            )
 
     def attach(self, optimizer: Optimizer) -> None:
         if not self.distributed:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -222,7 +222,6 @@ class ShardedModule:
 
     def begin(self, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over."""
-        self._by_shard = {id(param.sharded_param): param for param in self.params}
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
             watch(self.process, group, names[id(group.modules[0])], label)
@@ -262,30 +261,6 @@ class ShardedModule:
             for param in self.params:  # it asks groups, of which an interrupt may have left some parameters gathered
                 if param.sharded_state is not ShardedState.SHARDED:
                     param.to_sharded()
-
-    def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
-        """``p.data = values`` of a shard, which DTensor would keep in its outer shell, where nothing uses them.
-
-        Collective for whole values, and else local.
-        """
-        param = self._by_shard.get(id(tensor))
-        if param is None or param.sharded_param is not tensor:
-            return False
-        if not isinstance(value, DTensor) and value.shape == tensor.shape and value.dtype is tensor.dtype:
-            require_same(f"p.data = ... of a parameter of shape {tuple(tensor.shape)}", [value])
-            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        if not isinstance(value, DTensor) or value._spec != tensor._spec or value.dtype is not tensor.dtype:
-            raise BackendError(
-                f"p.data = ... of a parameter of shape {tuple(tensor.shape)} that is divided over the ranks: expected whole "
-                "values of the same shape and dtype, or a DTensor that is divided alike, as p.data.clone() is, found a "
-                f"{type(value).__name__} of {tuple(value.shape)} and {value.dtype}; set whole weights by load_state_dict(full) "
-                "of the model's handle"
-            )
-        if param.sharded_state is not ShardedState.SHARDED:
-            raise BackendError("p.data = ... between a forward and its backward: set weights after the backward")
-        tensor._local_tensor = value._local_tensor.detach()
-        param.reset_sharded_param()
-        return True
 
     def let_go(self) -> None:
         """Drop the process groups. Local."""

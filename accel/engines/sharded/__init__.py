@@ -111,8 +111,6 @@ def spread_before_accumulation(parameter: nn.Parameter, world: int) -> Removable
 class ShardedHoldings(Holdings):
     """Of an optimizer that can be split, the state of the parameters that this rank owns."""
 
-    undoes_writes = True
-
     def partial(self, optimizer: Optimizer | None) -> bool:
         return optimizer is not None and bool(self.engine.splits(optimizer))
 

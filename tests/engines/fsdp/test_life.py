@@ -36,7 +36,7 @@ REFUSED = {
     "regularised_by_parameters": "mixed torch.Tensor and DTensor",
     "gradients_assigned": "mixed torch.Tensor and DTensor",
     "gradient_penalty": "create_graph",
-    "transformed": "transform of torch.func",
+    "transformed": "transform, the function provided attempted to call in-place operation",
     "gradients_with_graphs": "create_graph",
     "functional_call": "functional_call",
     "lbfgs": "LBFGS",

@@ -255,9 +255,6 @@ def edited() -> None:
         model.load_state_dict(weights)
         handle.load_state_dict(state)
         if how == "replace":
-            for p in model.parameters():
-                if p.dim():
-                    p.data = p.data.clone()
             for entry in raw.state.values():
                 for key, value in entry.items():
                     entry[key] = value.clone()
