@@ -233,17 +233,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.AccelError,
         "accel.largest_batch() missing 1 required positional argument: 'start'; its arguments are fn, start",
     ),
-    "outer options that are none": (
-        lambda: accel.DDP(sync_every=2, outer=0.7),  # type: ignore[arg-type]
-        accel.BackendError,
-        "DDP(outer=0.7): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True)",
-    ),
-    "an outer option that there is not": (
-        lambda: accel.DDP(sync_every=2, outer={"lrr": 1}),
-        accel.BackendError,
-        "DDP(outer={'lrr': 1}): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True), "
-        "which has no 'lrr'",
-    ),
     "one argument too many": (
         lambda: ANY.verify("here", "there"),
         accel.AccelError,
@@ -545,10 +534,6 @@ def test_options_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fsdp:param_dtype=bfloat16, replicas=2", accel.FSDP(param_dtype=torch.bfloat16, replicas=2)),
         ("fsdp:reduce_dtype=torch.float32", accel.FSDP(reduce_dtype=torch.float32)),
         ("pipeline:balance=[1,1],chunks=2", accel.Pipeline(balance=[1, 1], chunks=2)),
-        (
-            "ddp:sync_every=2,outer={'lr':0.7,'momentum':0.9,'nesterov':True}",
-            accel.DDP(sync_every=2, outer={"lr": 0.7, "momentum": 0.9, "nesterov": True}),
-        ),
         ("deepspeed:3,offload_optimizer=true", accel.DeepSpeed(stage=3, offload_optimizer=True)),
     ],
 )

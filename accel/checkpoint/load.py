@@ -375,7 +375,7 @@ class Loading:
             own = one.name
             tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
         else:
-            own = f"{one.prefix(node)}/"
+            own = f"{one.name}/"
             tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
         stored_as = {}
         if isinstance(one, ModuleObject):

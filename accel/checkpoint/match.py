@@ -86,8 +86,6 @@ class Match:
             self.differences.unfit.append(f"{one.path}: {problem}")
         else:
             self.objects.append((one, node))
-            if one.outer is not None and "outer" in node:
-                self._visit_object(one.outer, node["outer"])
 
     def _visit_container(self, value: Any, children: Mapping[Any, Json], name: str, path: str) -> Apply:
         applies: dict[Any, Apply] = {}

@@ -31,7 +31,6 @@ class LocalRange:
     shard: Shard  # under its name in the checkpoint
     equal: bool  # the ranks that have it have the same values; else this is compared, and the lowest rank's are saved
     kind: str = ""  # of the rank's file that it goes into, one of ``KINDS``
-    mean: bool = False  # the shard is a copy, of which the mean over the ranks is saved
 
 
 #: The files of a rank, by the ends of their names. One that holds just what an earlier file holds is linked, so that what may
@@ -51,8 +50,6 @@ class StateObject:
     divided: ClassVar[str] = ""
     #: The engine that must hear that its slots were filled.
     engine: Engine | None = None
-    #: Another object that belongs to it, with a node in its node.
-    outer: StateObject | None = None
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
@@ -63,10 +60,6 @@ class StateObject:
     def ranges(self) -> Iterator[LocalRange]:
         """The ranges that lie on this rank. Local."""
         return iter(())
-
-    def prefix(self, node: Mapping[str, Json] | None = None) -> str:
-        """What the names of this rank's tensors begin with; in a checkpoint where its node is given."""
-        return self.name
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         """The rest of its node, as this rank knows it. Local."""
@@ -106,7 +99,7 @@ class StateObject:
 
     def local_range(self, own: Shard, equal: bool, kind: str = "") -> LocalRange:
         """Of one of its shards, which gets the name that it has in the checkpoint."""
-        return LocalRange(Shard(f"{self.prefix()}/{own.name}", own.shape, own.start, own.tensor, own.box), equal, kind)
+        return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor, own.box), equal, kind)
 
 
 def called(path: str, method: Callable[..., T], *args: Any) -> T:
@@ -236,12 +229,8 @@ class ModuleObject(StateObject):
             equal.update(s.name for s in shards)  # each buffer lies on one rank
         frozen = {n for n, p in parameters.items() if not p.requires_grad}
         still = "-still" if engine is not None or len(frozen) < len(parameters) else "-apart"
-        apart = () if engine is None else {p.data_ptr() for p in engine.holdings.apart().values()}
         for s in shards:
-            if s.tensor.data_ptr() in apart:
-                yield replace(self.local_range(replace(s, tensor=s.tensor.clone()), True), mean=True)
-            else:
-                yield self.local_range(s, s.name in equal, still if s.name in frozen else "")
+            yield self.local_range(s, s.name in equal, still if s.name in frozen else "")
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         names = {id(part): name for name, part in shard.extra_modules(self._holdings.module).items()}
@@ -309,16 +298,6 @@ class OptimizerObject(StateObject):
         #: The tensors that a checkpoint has of the state, and which keys there were here before.
         self._given: set[str] = set()
         self._had: dict[str, set[Any]] = {}
-        #: Every rank has state of its own; rank 0's is what others see.
-        self._own = engine is not None and engine.distributed and engine.holdings.own_state
-        self._rank = engine.process.place.rank if engine is not None and self._own else 0
-        if engine is not None and (found := engine.holdings.outer(optimizer)) is not None:
-            self.outer = OptimizerObject(f"{name}%outer", f"{path} (outer)", found[0], None, found[1])
-            self.node["outer"] = self.outer.node
-
-    def prefix(self, node: Mapping[str, Json] | None = None) -> str:
-        rank = self._rank if node is None else self._rank % max(1, len(node.get("ranks", "")))
-        return f"{self.name}%{rank}" if rank else self.name
 
     def ranges(self) -> Iterator[LocalRange]:
         frozen = self._frozen()
@@ -331,9 +310,7 @@ class OptimizerObject(StateObject):
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine
-        encoder = Encoder(None) if self._own else encoder  # the tensors of one rank's values are unknown to the others
         state = {n: encoder.encode(s, place(f"{self.path}.state", n)) for n, s in values["state"].items()}
-        ranks = {"ranks": {str(self._rank): state}} if self._own else {}
         return {
             "class": type(self.optimizer).__name__,
             "named": self._named,
@@ -343,19 +320,7 @@ class OptimizerObject(StateObject):
             "state": state,
             "frozen": sorted(self._frozen()),
             "scale": [*engine.loss_scale.state()] if engine is not None and engine.precision.scaled else None,
-            **ranks,
         }
-
-    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        if "ranks" not in values[0]:
-            return super().merge(values)
-        return {**values[0], "ranks": {rank: state for value in values for rank, state in value["ranks"].items()}}
-
-    def _state(self, node: Mapping[str, Json]) -> dict[str, Json]:
-        """The state that this rank takes."""
-        ranks = node.get("ranks", {})
-        found: dict[str, Json] = ranks[str(self._rank % len(ranks))] if ranks else node["state"]
-        return found
 
     def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
         """Saved names to those of this optimizer: by name where both have some, else by position."""
@@ -375,18 +340,12 @@ class OptimizerObject(StateObject):
         # Those frozen need not be in a group: accel 0.1.0 wrote the names of all that the model had frozen.
         if not all(isinstance(name, str) for name in (*names, *node["frozen"])):
             raise ValueError("the name of a parameter is no text")
-        ranks = node.get("ranks", {})
-        if ranks.keys() != {str(i) for i in range(len(ranks))}:
-            raise ValueError(f"an optimizer has state of the ranks {', '.join(ranks)}")
-        states = [node["state"], *ranks.values()]
-        if "outer" in node:
-            cls.check(node["outer"])
-        if not all(names.issuperset(state) for state in states):
+        if not names.issuperset(node["state"]):
             raise ValueError("an optimizer has state of parameters that are in no group")
         scale = node.get("scale")
         if scale is not None and [type(n) for n in scale] != [float, int]:
             raise ValueError(f"the loss scale is {scale!r}")
-        if not all(isinstance(one, dict) for state in states for one in state.values()):
+        if not all(isinstance(one, dict) for one in node["state"].values()):
             raise ValueError("an optimizer's state is not as accel writes it")
 
     def problem(self, node: Mapping[str, Json]) -> str:
@@ -427,14 +386,12 @@ class OptimizerObject(StateObject):
 
     @classmethod
     def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
-        ranks = [state for states in node.get("ranks", {}).values() for state in states.values()]
-        outer = cls.encoded(node["outer"]) if "outer" in node else []
-        return [*node["groups"], *node["state"].values(), *ranks, *outer]
+        return [*node["groups"], *node["state"].values()]
 
     def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
         renamed = self._renamed(node)
         groups = [decoder.decode(group) for group in node["groups"]]
-        saved = {renamed[name]: decoder.decode(own) for name, own in self._state(node).items()}
+        saved = {renamed[name]: decoder.decode(own) for name, own in node["state"].items()}
         left = {renamed[name] for name in self.left}
         before = self._holdings.values(self.optimizer)["state"] if left else {}
         saved = {name: own for name, own in saved.items() if name not in left}

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, fi
 import torch
 
 from ..errors import CheckpointError, is_url
-from ..gradients.totals import average_ranks_
 from ..process import Process, current
-from ..process.control import Waiting, locked
+from ..process.control import locked
 from . import folder, record, shards
 from .background import Pace, Words, background
 from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
@@ -112,7 +111,6 @@ def save(
 
     contents, told = exchange("accel.save", prepare)
     _check_equal(told)
-    contents.average()
     disks = find_disks(contents.directory, folder.present) if placement == "host" or in_memory else None
     with contextlib.ExitStack() as resources:
         writer = _begin(disks, contents, [summary for *_, summary in told], resources, keep, not wait)
@@ -293,15 +291,9 @@ class Contents:
         if in_memory:
             self.directory, self.snapshot_of = str(memory_place(directory, make=True)), directory
 
-    def average(self) -> None:
-        """Make what is saved as the ranks' mean: of copies, where they train apart. Collective."""
-        process = current()
-        with Waiting(process, "accel.save"):
-            average_ranks_([one.shard.tensor for part in self.ranges for one in part if one.mean], process)
-
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
-        compared = [one.shard.name for ranges in self.ranges for one in ranges if one.mean or not one.equal]
+        compared = [one.shard.name for ranges in self.ranges for one in ranges if not one.equal]
         structure = [[(one.name, one.kind) for one in self.objects], sorted(compared)]
         digests = [one.digests() for one in self.inventories]
         return Summary(

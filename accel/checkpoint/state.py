@@ -184,7 +184,7 @@ class State:
                 raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
             if is_object(value):
                 one = self.object_of(value, name, path)
-                objects.extend([one] if one.outer is None else [one, one.outer])
+                objects.append(one)
                 _take_name(paths, name, path)
                 return one.node
             if not self.holds_object(value):

@@ -121,7 +121,7 @@ class DriftGuard:
         start = time.thread_time()
         self.judged = False
         engine = self._engine()
-        if self._todo is None and self.steps >= self._next and engine is not None and not engine.holdings.apart():
+        if self._todo is None and self.steps >= self._next and engine is not None:
             self._take()
         self.due = self._next if self._todo is None else self.steps + 1
         self._cost += time.thread_time() - start

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
 from ...gradients.log import remove_hooks
-from ...gradients.totals import average_ranks_
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_, writable
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
@@ -43,8 +42,6 @@ class Holdings(Raw):
     divides_weights: bool = False
     #: State lies in the host's memory by the engine's doing; whole it lies on the device, as in one process.
     offloads: bool = False
-    #: Each rank has state of its own of every optimizer.
-    own_state: bool = False
     #: The engine's ``start`` gives values to parameters on the meta device by itself.
     materializes: bool = False
     #: What of these is a class or a hook of a module, or in the place of one of its methods, is there for the engine.
@@ -74,14 +71,6 @@ class Holdings(Raw):
         for name, parameter in self.engine.named.items():
             if parameter.grad is not None:
                 yield name, "grad", parameter.grad
-
-    def apart(self) -> Mapping[str, torch.Tensor]:
-        """The weights of which each rank has its own values just now; a whole state has their means. Local."""
-        return {}
-
-    def outer(self, optimizer: Optimizer) -> tuple[Optimizer, Mapping[int, str]] | None:
-        """A second optimizer of the same weights, which all ranks have alike, with the names of its parameters. Local."""
-        return None
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """The weights that every rank holds whole, and equal before each step. Local."""
@@ -196,7 +185,7 @@ class Holdings(Raw):
     def _whole_dict(
         self, what: str, optimizer: Optimizer | None, advice: str = "", keep: bool = True
     ) -> dict[str, Any]:
-        if not self.partial(optimizer) and (optimizer is not None or not self.apart()):
+        if not self.partial(optimizer):
             return (optimizer or self.module).state_dict()
         # The ranks compare it: after an interruption they may have parts of different steps.
         whose = "the model" if optimizer is None else type(optimizer).__name__
@@ -208,7 +197,7 @@ class Holdings(Raw):
     def copy(self, memo: dict[int, Any], pickled: object = None) -> nn.Module:
         """The user's module, as its author made it, whole; see ``copied``. Collective where ``state_dict`` of the model is."""
         whole, extra = dict[int, torch.Tensor](), dict[str, Any]()
-        if self.partial(None) or self.apart():
+        if self.partial(None):
             what = f"a {'copy' if pickled is None else 'pickle'} of the model"
             what += ", which every rank makes: write whole = copy.deepcopy(model) above an `if` of one rank, and pickle that"
             with Waiting(self.engine.process, what):
@@ -222,11 +211,6 @@ class Holdings(Raw):
     ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
         """For the places of the model's, by the identity of these; and the modules' extra state. Collective."""
         others: dict[int, torch.Tensor] = {}
-        if apart := self.apart():
-            self.engine.compare(what, list(apart))
-            others = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in apart.values()}
-            average_ranks_(others.values(), self.engine.process)
-            return others, {}
         self.prepare(writing=False)
         tensors = (dict(self.module.named_buffers()) if copied else {}) | _first_names(self.module)
         extra = self.values(None) if type(self).has is not Holdings.has else {}
@@ -274,7 +258,7 @@ class Holdings(Raw):
 
         It is the raw object's own, with its hooks, checks and messages; it meets what notes the values that this rank needs.
         """
-        if not self.partial(optimizer) and not (optimizer is None and self.apart()):
+        if not self.partial(optimizer):
             return (self.module if optimizer is None else optimizer).load_state_dict(*args, **kwargs)
         if optimizer is None:
             return self._load_model(args, kwargs)
@@ -284,8 +268,7 @@ class Holdings(Raw):
     def _load_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("assign") or args[2:3] == (True,):
             raise BackendError(
-                "load_state_dict(assign=True) would replace parameters that are divided, or averaged, over the ranks: leave "
-                "assign out"
+                "load_state_dict(assign=True) would replace parameters that are divided over the ranks: leave assign out"
             )
         if type(self).filled is not Holdings.filled:  # a collective
             self.engine.compare("load_state_dict")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
@@ -25,7 +25,6 @@ from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse, ParameterSize, whole
 from .kept import KeptGradients
-from .periodic import PeriodicGradients, PeriodicHoldings
 from .reduction import Reduction
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
@@ -49,8 +48,6 @@ class DDP(SequenceOptions):
         sync_batchnorm: BatchNorm over the batches of all ranks (accelerators only).
         comm_hook: compress gradients on the wire: "fp16", "bf16" or "powersgd" (Vogels et al., arXiv 1905.13727).
         powersgd_rank: rank of PowerSGD's approximation.
-        sync_every: each rank steps with its own gradients, and weights are averaged after so many steps of their optimizer.
-        outer: options of a ``torch.optim.SGD`` that steps by the difference of the weights before and their average (DiLoCo).
     """
 
     find_unused_parameters: bool = False
@@ -62,8 +59,6 @@ class DDP(SequenceOptions):
     sync_batchnorm: bool = False
     comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
     powersgd_rank: int = 1
-    sync_every: int | None = None
-    outer: Mapping[str, Any] | None = None
 
     def check_values(self) -> None:
         name, size = type(self).__name__, self.bucket_cap_mb
@@ -73,28 +68,6 @@ class DDP(SequenceOptions):
             raise BackendError(
                 f"{name}(powersgd_rank={self.powersgd_rank}) is without effect: comm_hook='powersgd' uses it"
             )
-        if self.sync_every is not None or self.outer is not None:
-            self._check_periodic(name)
-
-    def _check_periodic(self, name: str) -> None:
-        if type(self.sync_every) is not int or self.sync_every < 1:
-            raise BackendError(f"{name}(sync_every={self.sync_every!r}): expected a number of steps, also with outer")
-        usual = type(self)()
-        for option in ("static_graph", "sync_batchnorm", "comm_hook", "sequence_parallel"):
-            if getattr(self, option) != getattr(usual, option):
-                raise BackendError(
-                    f"{name}(sync_every={self.sync_every}): gradients are not reduced; leave {option} out"
-                )
-        outer: Any = {} if self.outer is None else self.outer
-        what = f"{name}(outer={outer!r}): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True)"
-        if not isinstance(outer, Mapping):
-            raise BackendError(what)
-        if unknown := outer.keys() - (inspect.signature(torch.optim.SGD).parameters.keys() - {"params"}):
-            raise BackendError(f"{what}, which has no {', '.join(map(repr, sorted(unknown, key=str)))}")
-        try:
-            torch.optim.SGD([torch.zeros((), device="cpu")], **outer)
-        except (TypeError, ValueError) as error:
-            raise BackendError(f"{what}: {error}") from error
 
 
 @final
@@ -334,17 +307,12 @@ class DDPEngine(Engine):
     name = "ddp"
     options_type = DDP
     options: DDP
-    gradients_type: Any = DDPGradients
-    holdings_type: Any = DDPHoldings
+    gradients_type = DDPGradients
+    holdings_type = DDPHoldings
     gradients: DDPGradients
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        if context.options.sync_every is not None:
-            self.gradients_type, self.holdings_type = PeriodicGradients, PeriodicHoldings
         super().__init__(module, entry, context)
-        made: Any = self.gradients
-        #: With ``sync_every``, in the place of all that has to do with a reducer.
-        self.periodic: PeriodicGradients | None = made if context.options.sync_every is not None else None
         #: What a forward calls where there is no reducer, and what the reducer is built around.
         self._core = entry
         self._batchnorms: Replaced = []
@@ -364,15 +332,10 @@ class DDPEngine(Engine):
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Everything on every rank; the gradients once more in buckets, unless they are views of them."""
         buckets = 0
-        if world_size > 1 and options.sync_every is None:
+        if world_size > 1:
             buckets = _predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
             buckets += 0 if options.gradient_as_bucket_view else sum(p.nbytes for p in footprint.trainable)
-        uses = whole(footprint, world_size, buckets)
-        if options.outer is None:
-            return uses
-        stepped = [footprint.parameters[i] for indices in footprint.optimizers for i in indices]
-        outer = sum(p.nbytes * (1 + (p.trainable and bool(options.outer.get("momentum")))) for p in stepped)
-        return tuple(replace(use, optimizer_state=use.optimizer_state + outer) for use in uses)
+        return whole(footprint, world_size, buckets)
 
     def wrap(self) -> None:
         """Build the reducer, unless there is one process."""
@@ -382,25 +345,14 @@ class DDPEngine(Engine):
             self._batchnorms = convert_batchnorms(self.module, self.process.group)
         self.rebuild()
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Refuse one whose weights another one averages."""
-        if self.periodic:
-            self.periodic.check(optimizer)
-        super().attach(optimizer)
-
     def rebuild(self) -> None:
         """A new reducer for the parameters that are trainable now."""
-        if self.distributed and not self.periodic:
+        if self.distributed:
             self.gradients.build(self._core)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let go of the reducer and of its buckets, or make one model of the ranks' own."""
+        """Let go of the reducer and of its buckets."""
         restore_batchnorms(self._batchnorms)
-        if self.periodic:
-            self.periodic.end(optimizers)
-            for optimizer in () if self.ended or not self.distributed else optimizers:
-                self.holdings.give_back("the end of sync_every", optimizer, self.named)
-            return
         if self.gradients.ddp is not None and self.options.gradient_as_bucket_view:
             for parameter in self.parameters:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
@@ -409,14 +361,13 @@ class DDPEngine(Engine):
     def abandon(self, reason: str) -> None:
         """Free the reducer too: peers that wait in it wake only when nothing here holds the group any more."""
         super().abandon(reason)
-        if not self.periodic:
-            self.gradients.let_go()
+        self.gradients.let_go()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward through the reducer, which is armed for the next backward."""
         if function is not self.entry:
             return function(*args, **kwargs)
-        if not self.distributed or self.periodic:
+        if not self.distributed:
             return self._core(*args, **kwargs)
         grad, gradients = torch.is_grad_enabled(), self.gradients
         sync, reduction, buffers = not gradients.accumulating, gradients.reduction, gradients.buffers
@@ -479,10 +430,6 @@ class DDPEngine(Engine):
     def join(self) -> Iterator[None]:
         """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
         gradients = self.gradients
-        if self.periodic:
-            raise BackendError(
-                "accel.join with sync_every: ranks that ran out of inputs would miss in the next average"
-            )
         if gradients.ddp is None:
             yield
             return
