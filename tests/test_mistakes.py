@@ -317,9 +317,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "backend 'fsdp:replicas=2,replicas=1': replicas is there twice",
     ),
     "options as in a call": (
-        lambda: accel.setup(net(), backend="ddp(static_graph=True)"),
+        lambda: accel.setup(net(), backend="ddp(bucket_cap_mb=5)"),
         accel.BackendError,
-        "backend 'ddp(static_graph=True)': options in a text follow a colon, as name:option=value,option=value",
+        "backend 'ddp(bucket_cap_mb=5)': options in a text follow a colon, as name:option=value,option=value",
     ),
     "a process group": (
         lambda: accel.setup(net(), backend="nccl"),
@@ -593,7 +593,7 @@ def differing() -> dict[str, str]:
     attempt("state")
     attempt("batch", batch=2 + second)
     attempt("backend", backend=accel.FSDP() if second else "ddp")
-    attempt("option", backend=accel.DDP(static_graph=second))
+    attempt("option", backend=accel.DDP(find_unused_parameters=second))
     os.environ["ACCEL_BACKEND"] = "single"
     try:
         attempt("outside")
@@ -632,7 +632,7 @@ def test_what_differs_is_told_by_its_name_on_every_rank() -> None:
             "state": f"{differs}count of the state of weight in optimizer 0 is 1 on rank 0; 2 on rank 1",
             "batch": f"{differs}batch size of dataloader 0 is 2 on rank 0; 3 on rank 1",
             "backend": f"{differs}backend is ddp on rank 0; fsdp on rank 1",
-            "option": f"{differs}static_graph of accel.DDP is False on rank 0; True on rank 1",
+            "option": f"{differs}find_unused_parameters of accel.DDP is False on rank 0; True on rank 1",
             "outside": "BackendError: ACCEL_BACKEND='single': backend 'single' with an optimizer at world size 2: each process "
             "would train a model of its own; choose a backend that trains one model on all ranks",
             "forked": f"this process was forked from rank {rank} (as a DataLoader's workers are), whose connections to other "
