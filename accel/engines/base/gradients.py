@@ -207,9 +207,6 @@ class Gradients:
         """What torch's own step is called with in the place of ``optimizer``. Local."""
         return optimizer
 
-    def before_closure(self, optimizer: Optimizer) -> None:
-        """Hear that the closure in a step of ``optimizer`` is about to run, with weights that the step may have moved."""
-
     def after_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` has stepped."""
 
@@ -219,10 +216,6 @@ class Gradients:
     def steps_part(self, optimizer: Optimizer) -> bool:
         """Whether each rank steps other parameters, or other parts of them. Local."""
         return False
-
-    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``optimizer`` writes weights as in a step; afterwards every rank sees them. Collective where ``steps_part``."""
-        return contextlib.nullcontext()
 
     # -- the same for all -----------------------------------------------------------------------------------------
 

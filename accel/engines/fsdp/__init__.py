@@ -331,11 +331,6 @@ class FSDPGradients(Gradients):
         if optimizer in self.local_steps:
             self.local_steps[optimizer].end()
 
-    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """What was gathered before is old then."""
-        self.engine.parts.sharded.reshard()
-        return super().outside_step(optimizer)
-
 
 #: Of a method, and the engine: its weights meet parts.
 _MIXED: Final = (

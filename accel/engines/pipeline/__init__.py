@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, final
 
@@ -24,7 +24,7 @@ from ..base.gradients import Gradients, refuse_overlaps
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.raw_objects import refuse_call
-from ..base.step import only, refuse_steps
+from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass, crc, meet
 from .stages import (
     Named,
@@ -220,10 +220,6 @@ class PipelineGradients(Gradients):
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         return self.engine.holdings.divided
-
-    def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        away = {id(p) for _, p in self.engine.holdings.away}
-        return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
