@@ -168,18 +168,13 @@ class Holdings(Raw):
 
     @final
     def state_dict(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What ``state_dict()`` of a divided model or optimizer gives: ``full_state_dict``, in copies. Collective.
-
-        One process would give the weights themselves: torch refuses writes to these, which would be lost.
-        """
+        """What ``state_dict()`` of a divided model or optimizer gives: ``full_state_dict``, in copies. Collective."""
         kind = "model" if optimizer is None else "optimizer"
         # The errors of the others say where this rank is.
         advice = f", which every rank calls: write state = {kind}.state_dict() above an `if` of one rank"
         state = self._whole_dict(f"{kind}.state_dict()", optimizer, advice)
         if optimizer is not None:
-            return map_tensors(_read_only, state, others=True)
-        for name, value in state.items():
-            state[name] = map_tensors(_read_only, value, others=True)
+            return state
         return _under(state, *args, **kwargs) if args or kwargs else state
 
     def _whole_dict(
@@ -468,15 +463,6 @@ def _digest(tensors: Sequence[torch.Tensor]) -> int | None:
     if any(type(t) is not torch.Tensor or t.layout is not torch.strided or t.device.type != "cpu" for t in tensors):
         return None
     return digest_bytes(repr([digest(t) for t in tensors]).encode())
-
-
-def _read_only(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a tensor that torch refuses to write to outside of ``inference_mode``, and whose copies it does not."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return tensor
-    with torch.inference_mode():
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _under(state: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ...process.startup import unseen_group
 from ...shard import StateEntry, parameters_of
 from ..base import memory
 from ..base.engine import Engine, SequenceOptions
-from ..base.gradients import Gradients, refuse_overlaps, refuse_scripts
+from ..base.gradients import Gradients, refuse_scripts
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.private import require
@@ -342,7 +342,6 @@ class ShardedEngine(Engine):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         if process.place.world_size > 1:
             refuse_scripts(module, cls.name)
-            refuse_overlaps(module, cls.name, one_owner=True)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
