@@ -459,7 +459,7 @@ def with_views(backend: str, second: str) -> float:
 DIVIDING = ["fsdp", "deepspeed:1", "deepspeed:3", "pipeline"]
 
 
-@pytest.mark.parametrize(("backend", "second"), itertools.product(DIVIDING, ["same", "transposed"]))
+@pytest.mark.parametrize(("backend", "second"), [*itertools.product(DIVIDING, ["same", "transposed"])])
 def test_parameters_with_the_same_memory_are_not_parted(backend: str, second: str) -> None:
     need(backend.split(":")[0])
     for message in refusals(2, with_views, backend, second, error="BackendError"):
