@@ -104,7 +104,7 @@ def switch_backends() -> None:
     plain = adamw(reference)
     accel.teardown()
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    for backend in ("ddp", accel.DDP(gradient_as_bucket_view=False), "ddp"):
+    for backend in ("ddp", accel.DDP(gradient_as_bucket_view=True), "ddp"):
         model, handle, _ = accel.setup(raw, optimizer, backend=backend)
         model.eval()
         for m, o in ((model, handle), (reference.eval(), plain)):

@@ -193,13 +193,6 @@ def transformed(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     (F.mse_loss(torch.vmap(s.model)(x), y) + gradient.square().mean()).backward()
 
 
-def gradients_with_graphs(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.mse_loss(s.model(-x), y).backward()
-    F.mse_loss(s.model(x), y).backward(create_graph=True)
-    parameters = list(s.model.parameters())
-    torch.autograd.grad([p.grad for p in parameters], parameters, [torch.ones_like(p) for p in parameters])
-
-
 def functional_call(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     scaled = {name: 1.1 * p for name, p in s.model.named_parameters()}
     F.mse_loss(torch.func.functional_call(s.model, scaled, (x,)), y).backward()
@@ -386,7 +379,6 @@ PATTERNS: dict[str, Pattern] = {
             regularised_by_parameters,
             gradient_penalty,
             transformed,
-            gradients_with_graphs,
             functional_call,
             gradients_assigned,
             raw_clip_by_norm,
@@ -419,13 +411,10 @@ PATTERNS: dict[str, Pattern] = {
 BACKENDS = {
     "default": accel.DDP(),
     "unused": accel.DDP(find_unused_parameters=True),
-    "copied": accel.DDP(gradient_as_bucket_view=False),
-    "static": accel.DDP(static_graph=True),
+    "views": accel.DDP(gradient_as_bucket_view=True),
     "sharded": accel.Sharded(),
 }
 
-# With a static graph a step is one forward and one backward, always the same.
-STATIC = {"plain", "zeroed_gradients", "regularised_by_parameters", "tuple", "dict", "checkpointing"}
 # torch's reducer takes the shared end of a reentrant segment for a second gradient, and says so.
 NOT_WITH_UNUSED = {"checkpointing_reentrant", "two_heads", "accumulated_two_heads"}
 
@@ -453,7 +442,7 @@ def compare(name: str, backend: Any) -> float:
 def compare_all(option: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in PATTERNS:
-        if name in STATIC if option == "static" else option != "unused" or name not in NOT_WITH_UNUSED:
+        if option != "unused" or name not in NOT_WITH_UNUSED:
             found[name] = compare(name, BACKENDS[option])
     return found
 
@@ -464,16 +453,3 @@ def test_patterns(option: str, world: int) -> None:
         # LBFGS's line search amplifies rounding.
         wrong = {k: v for k, v in found.items() if not v <= (1e-4 if k == "lbfgs" else 1e-5)}
         assert not wrong
-
-
-def double_backward_with_a_static_graph() -> None:
-    for name in ("gradient_penalty", "gradients_with_graphs"):
-        net, optimizer = start()
-        model, handle, _ = accel.setup(net, optimizer, backend=accel.DDP(static_graph=True))
-        setting = Setting(model, net, handle, lambda t: t.chunk(2)[accel.rank()].clone(), True)
-        with pytest.raises(accel.BackendError, match="static_graph"):
-            PATTERNS[name](setting)
-
-
-def test_what_a_static_graph_cannot_reduce_is_refused() -> None:
-    run(2, double_backward_with_a_static_graph)

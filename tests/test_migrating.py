@@ -51,10 +51,8 @@ def two_backwards(prepare, no_sync):
 #: The rows in bold: each function gives what the library does and what accel does.
 SAME = {
     "Accelerate": """
-import contextlib
 
 from accelerate import Accelerator, skip_first_batches
-from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration, broadcast, broadcast_object_list
 from accelerate.utils import gather_object, set_seed
 from safetensors.torch import load_file
@@ -104,16 +102,14 @@ def accumulated_by_accel():
     return norm, [p.detach() for p in net.parameters()]
 
 
-def trained_by_peer(context, after=lambda model: None):
+def trained_by_peer(after=lambda model: None):
     net, optimizer = build()
     model, optimizer, loader = peer.prepare(net, optimizer, DataLoader(data, batch_size=4))
-    with context(model) as local:
-        for x, y in loader:
-            F.mse_loss(model(x), y).backward()
-            after(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            local and local.step()
+    for x, y in loader:
+        F.mse_loss(model(x), y).backward()
+        after(model)
+        optimizer.step()
+        optimizer.zero_grad()
     return [p.detach() for p in net.parameters()]
 
 
@@ -126,10 +122,6 @@ def trained_by_accel(after=lambda model: None, **chosen):
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach() for p in net.parameters()]
-
-
-def local_sgd(model):
-    return LocalSGD(accelerator=peer, model=model, local_sgd_steps=4)
 
 
 def configured(**options):
@@ -271,10 +263,9 @@ pairs = {
     "save_model": (weights(peer.prepare, peer.save_model), weights(accel.setup, exported)),
     "no_sync": (two_backwards(peer.prepare, peer.no_sync), two_backwards(accel.setup, accel.no_sync)),
     "clip_grad_value_": (
-        trained_by_peer(lambda _: contextlib.nullcontext(), lambda model: peer.clip_grad_value_(model.parameters(), 0.01)),
+        trained_by_peer(lambda model: peer.clip_grad_value_(model.parameters(), 0.01)),
         trained_by_accel(lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)),
     ),
-    "LocalSGD": (trained_by_peer(local_sgd), trained_by_accel(backend=accel.DDP(sync_every=4))),
     "the process": (
         (peer.process_index, peer.local_process_index, peer.num_processes, peer.is_main_process, peer.is_last_process),
         (accel.rank(), accel.local_rank(), accel.world_size(), accel.is_main(), accel.rank() == accel.world_size() - 1),

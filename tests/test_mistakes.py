@@ -216,17 +216,6 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.AccelError,
         f"{MODEL}a list: each model has a call of accel.setup of its own",
     ),
-    "outer options that are none": (
-        lambda: accel.DDP(sync_every=2, outer=0.7),  # type: ignore[arg-type]
-        accel.BackendError,
-        "DDP(outer=0.7): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True)",
-    ),
-    "an outer option that there is not": (
-        lambda: accel.DDP(sync_every=2, outer={"lrr": 1}),
-        accel.BackendError,
-        "DDP(outer={'lrr': 1}): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True), "
-        "which has no 'lrr'",
-    ),
     "a state dict": (
         lambda: ANY.setup(net().state_dict()),
         accel.AccelError,
@@ -301,9 +290,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "backend 'fsdp:replicas=2,replicas=1': replicas is there twice",
     ),
     "options as in a call": (
-        lambda: accel.setup(net(), backend="ddp(static_graph=True)"),
+        lambda: accel.setup(net(), backend="ddp(bucket_cap_mb=5)"),
         accel.BackendError,
-        "backend 'ddp(static_graph=True)': options in a text follow a colon, as name:option=value,option=value",
+        "backend 'ddp(bucket_cap_mb=5)': options in a text follow a colon, as name:option=value,option=value",
     ),
     "a process group": (
         lambda: accel.setup(net(), backend="nccl"),
@@ -511,10 +500,6 @@ def test_options_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fsdp:param_dtype=bfloat16, replicas=2", accel.FSDP(param_dtype=torch.bfloat16, replicas=2)),
         ("fsdp:reduce_dtype=torch.float32", accel.FSDP(reduce_dtype=torch.float32)),
         ("pipeline:balance=[1,1],chunks=2", accel.Pipeline(balance=[1, 1], chunks=2)),
-        (
-            "ddp:sync_every=2,outer={'lr':0.7,'momentum':0.9,'nesterov':True}",
-            accel.DDP(sync_every=2, outer={"lr": 0.7, "momentum": 0.9, "nesterov": True}),
-        ),
         ("deepspeed:3,offload_optimizer=true", accel.DeepSpeed(stage=3, offload_optimizer=True)),
     ],
 )
@@ -574,7 +559,7 @@ def differing() -> dict[str, str]:
     attempt("state")
     attempt("batch", batch=2 + second)
     attempt("backend", backend=accel.FSDP() if second else "ddp")
-    attempt("option", backend=accel.DDP(static_graph=second))
+    attempt("option", backend=accel.DDP(find_unused_parameters=second))
     os.environ["ACCEL_BACKEND"] = "single"
     try:
         attempt("outside")
@@ -613,7 +598,7 @@ def test_what_differs_is_told_by_its_name_on_every_rank() -> None:
             "state": f"{differs}count of the state of weight in optimizer 0 is 1 on rank 0; 2 on rank 1",
             "batch": f"{differs}batch size of dataloader 0 is 2 on rank 0; 3 on rank 1",
             "backend": f"{differs}backend is ddp on rank 0; fsdp on rank 1",
-            "option": f"{differs}static_graph of accel.DDP is False on rank 0; True on rank 1",
+            "option": f"{differs}find_unused_parameters of accel.DDP is False on rank 0; True on rank 1",
             "outside": "BackendError: ACCEL_BACKEND='single': backend 'single' with an optimizer at world size 2: each process "
             "would train a model of its own; choose a backend that trains one model on all ranks",
             "forked": f"This process was forked from rank {rank}, as DataLoader workers are, and can't use its connections to "

@@ -110,6 +110,17 @@ def test_the_policy_learns_from_its_reward() -> None:
     assert last > 6
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_copies_are_equal_after_each_average(world: int) -> None:
+    out = printed(world, "local_sgd.py")
+    first, last = numbers(r"error ([\d.]+) to ([\d.]+)", out)
+    assert last < first / 5
+    averages, before, after = numbers(r"(\d+) averages; largest difference before ([\d.e+-]+), after ([\d.e+-]+)", out)
+    assert averages == 64 // world
+    assert after == 0
+    assert (before > 1e-3) == (world > 1)
+
+
 def test_each_fold_is_measured_whole() -> None:
     out = printed(2, "cross_validation.py")
     assert out.count(" on 50 samples\n") == 4

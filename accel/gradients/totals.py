@@ -63,13 +63,6 @@ def average_gradients_(
     return bool(gradients)
 
 
-def average_ranks_(tensors: Iterable[torch.Tensor], process: Process) -> None:
-    """Replace tensors, the same on every rank, by their means over the ranks. Collective."""
-    if process.place.world_size > 1:
-        values = [tensor.detach() for tensor in tensors]
-        average_(values, process.place.world_size, lambda flat: dist.all_reduce(flat, group=process.group))
-
-
 def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
     """The mean of a loss over the tokens of all ranks, which may have different numbers of them. Collective.
 

@@ -23,7 +23,6 @@ def grid() -> dict[str, dict[str, Any]]:
         for view in (False, True)
         for cap in (None, 1, 5, 25, 100)
     ]
-    found += [{"gradient_as_bucket_view": view, "bucket_cap_mb": 25, "static_graph": True} for view in (False, True)]
     if "batched_grad_copy" in DDP_PARAMETERS:
         found += [
             {"gradient_as_bucket_view": view, "bucket_cap_mb": cap, "batched_grad_copy": True}
@@ -61,7 +60,7 @@ def _tell(data: Data) -> list[str]:
     changes += [
         (f"`bucket_cap_mb={cap}` for None", f"bucket_cap_mb={cap}", "bucket_cap_mb=None") for cap in (1, 5, 25, 100)
     ]
-    changes += [(f"`{k}=True`", f", {k}=True", "") for k in ("static_graph", "batched_grad_copy")]
+    changes.append(("`batched_grad_copy=True`", ", batched_grad_copy=True", ""))
     effects = [_effect(found, *change) for change in changes if any(change[1] in name for name in found)]
     best = min(found.values(), key=lambda r: r.cpu_ratio)
     chosen = ", ".join(f"`{k}={v}`" for k, v in accel_settings().items())

@@ -239,7 +239,7 @@ def kinds(*backends: Any) -> None:
                 check_words(way([model])[0], expected)
             with torch.no_grad():  # what it leaves behind can be copied
                 model(x)
-        if isinstance(backend, accel.DDP) and not backend.sync_every:
+        if isinstance(backend, accel.DDP):
             check_synchronized(raw, model)
         model.train()
         step()
@@ -253,7 +253,6 @@ def test_of_tied_weights_lists_of_weights_blocks_and_other_classes() -> None:
         2,
         kinds,
         accel.DDP(activation_checkpointing=blocks),
-        accel.DDP(sync_every=4),
         "sharded",
         accel.FSDP(activation_checkpointing=blocks),
         accel.FSDP(tensor_parallel=2, plan={"blocks.*.0": "colwise_rep"}),

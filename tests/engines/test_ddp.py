@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -125,7 +124,7 @@ def refused_options() -> None:
         {"powersgd_rank": 0},
         {"powersgd_rank": 4},
         {"bucket_cap_mb": "25"},
-        {"static_graph": 1},
+        {"find_unused_parameters": 1},
     ):
         with pytest.raises(accel.BackendError, match=next(iter(options))):
             accel.DDP(**options)
@@ -134,9 +133,6 @@ def refused_options() -> None:
     synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(net(bn=True))
     with pytest.raises(accel.BackendError, match="1 is a SyncBatchNorm, which torch does not run on CPU"):
         accel.setup(synchronized, torch.optim.SGD(synchronized.parameters(), lr=0.1), backend="ddp")
-    model = accel.setup(net(), backend=accel.DDP(static_graph=True)).model
-    with pytest.raises(accel.BackendError, match="static_graph"), accel.no_sync(model):
-        pass
 
 
 def test_options_are_checked() -> None:
@@ -328,48 +324,6 @@ def test_an_exception_leaves_the_engine_usable(options: dict[str, bool]) -> None
     run(2, around_the_handle, accel.DDP(**options))
 
 
-class Watching(nn.Linear):
-    """Notes which reducer's buckets ``torch.compile`` would cut a graph by."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        vars(self)["seen"] = DistributedDataParallel._get_active_ddp_module()
-        return super().forward(x * (1 // int(x.isfinite().all())))
-
-
-def beside_the_wrapper() -> None:
-    raw = Watching(4, 4)
-    twin = DistributedDataParallel(copy.deepcopy(raw))
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for step in range(6):
-        optimizer.zero_grad()
-        theirs.zero_grad()
-        for forward, no_sync in ((model, accel.no_sync(model)), (twin, twin.no_sync())):
-            if step == 3:
-                with pytest.raises(ZeroDivisionError):
-                    forward(torch.full((2, 4), torch.nan))
-            with no_sync if step == 4 else contextlib.nullcontext():
-                forward(data(step, accel.rank())).square().mean().backward()
-            with torch.no_grad():
-                forward(data(step, accel.rank()))
-            if step == 4:
-                forward(data(step, accel.rank())).square().mean().backward()
-        assert type(raw.seen) is DistributedDataParallel
-        assert raw.seen is not twin
-        assert DistributedDataParallel._get_active_ddp_module() is None
-        optimizer.step()
-        theirs.step()
-        assert torch.equal(raw.weight, twin.module.weight)
-    wrapper: Any = raw.seen
-    ours, known = wrapper._get_ddp_logging_data(), twin._get_ddp_logging_data()
-    for name in ("iteration", "has_rebuilt_buckets", "rebuilt_bucket_sizes"):
-        assert ours[name] == known[name], name
-
-
-def test_a_forward_beside_the_wrapper_is_as_through_it() -> None:
-    run(2, beside_the_wrapper)
-
-
 def uneven(bn: bool, first: int) -> None:
     raw = net(bn)
     model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
@@ -429,113 +383,7 @@ def keep_gradients(option: dict[str, Any]) -> bool:
     return all(map(torch.equal, *trained))
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"static_graph": True},
-    {"find_unused_parameters": True},
-    {"gradient_as_bucket_view": False},
-]
-
-
-@pytest.mark.parametrize("option", OPTIONS, ids=str)
+@pytest.mark.parametrize("option", [{}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 def test_gradients_that_a_loop_keeps_are_its_own(option: dict[str, Any]) -> None:
     assert run(2, keep_gradients, option) == [True, True]
-
-
-def gradients_of_the_loop(how: str, view: bool) -> list[float]:
-    """The weights after a loop that has gradients of its own memory, or a list of them."""
-    raw = net()
-    backend = accel.DDP(gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
-    parameters = list(raw.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters))
-    kept: list[torch.Tensor | None] = []
-    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad = part.view_as(p) if how == "flat" else None
-    for step in range(5):
-        if how == "flat":
-            flat.zero_()
-        else:
-            optimizer.zero_grad(set_to_none=how == "accumulated")
-        if how == "accumulated":
-            with accel.no_sync(model):
-                model(data(10 + step, accel.rank())).square().mean().backward()
-            kept = [p.grad for p in parameters]
-        model(data(step, accel.rank())).square().mean().backward()
-        kept = kept or [p.grad for p in parameters]
-        if how == "flat":
-            flat.mul_(0.3 / flat.norm())
-        else:
-            torch._foreach_mul_([g for g in kept if g is not None], 0.5)
-        optimizer.step()
-    return [float(p.detach().double().sum()) for p in parameters]
-
-
-@pytest.mark.parametrize("how", ["flat", "listed once", "accumulated"])
-def test_gradients_in_memory_of_the_loop_stay_there(how: str) -> None:
-    assert run(2, gradients_of_the_loop, how, True) == run(2, gradients_of_the_loop, how, False)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor, names: str) -> torch.Tensor:
-        return self.a(x) + self.b(x) if "b" in names else self.a(x)
-
-
-def branches() -> bool:
-    """Of a parameter that gets no gradient at first."""
-    raw = Branches()
-    backend = accel.DDP(find_unused_parameters=True)
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
-    kept: list[tuple[Any, Any]] = []
-    for step, names in enumerate(("a", "a", "ab", "ab", "a", "ab")):
-        optimizer.zero_grad()
-        model(torch.ones(1, 2) * (step + 1), names).sum().backward()
-        if "b" in names:
-            kept.append((raw.b.weight.grad, raw.b.weight.grad.clone()))
-    return all(torch.equal(g, copy) for g, copy in kept)
-
-
-@pytest.mark.filterwarnings("ignore:find_unused_parameters")
-def test_gradients_of_a_branch_that_a_loop_keeps_are_its_own() -> None:
-    assert run(2, branches) == [True, True]
-
-
-def look_at_gradients(how: str) -> tuple[bool, bool, list[str]]:
-    """Whether gradients stay in one place, and the same tensors, while a loop looks at them; and what is logged."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel").addHandler(handler)
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
-    places, same, kept = [], [], []
-    for step in range(5):
-        optimizer.zero_grad(set_to_none=how != "zeros")
-        model(data(step, accel.rank())).mean().backward()
-        for p in model.parameters():
-            left = p.grad.data  # a name that is still there in the next step
-        if how == "norms":
-            kept.append([p.grad.norm() for p in model.parameters()])
-        if how == "parts":
-            kept.append([p.grad.detach() for p in model.parameters()])
-        places.append(left.data_ptr())
-        same.append(id(raw[0].weight.grad))
-        optimizer.step()
-    logging.getLogger("accel").removeHandler(handler)
-    return len(set(places[2:])) == 1, len(set(same[2:])) == 1, texts
-
-
-@pytest.mark.parametrize("how", ["plain", "norms", "zeros", "parts"])
-def test_what_lies_in_the_memory_of_gradients_is_told_once(how: str) -> None:
-    for in_place, not_copied, texts in run(2, look_at_gradients, how):
-        assert in_place
-        assert not_copied
-        assert [t.partition(": ")[2] for t in texts] == [
-            "tensors that lie in the memory of gradients (p.grad.data, p.grad.detach(), a slice) are still held where the next "
-            "backward begins, which overwrites them: keep p.grad itself, or p.grad.clone()"
-        ] * (how == "parts")

@@ -57,15 +57,6 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file)
 
 
-def refuse_writes(state: Any) -> None:
-    """What one process would write to the model itself."""
-    for write in (lambda t: t.mul_(2), lambda t: t[0].zero_(), lambda t: t.copy_(t + 1)):
-        with pytest.raises(RuntimeError, match="inference tensor"):
-            write(state)
-    copy.deepcopy(state).mul_(2)
-    state.clone().mul_(2)
-
-
 def verbs(backend: Any) -> Any:
     raw, own, model, optimizer = build(backend)
     kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -74,12 +65,10 @@ def verbs(backend: Any) -> Any:
     for one, other in ((model, raw), (optimizer, own)):
         assert not differences(other.state_dict(), one.state_dict())
         assert not differences(accel.full_state_dict(one), one.state_dict())
-    refuse_writes(optimizer.state_dict()["state"][0]["exp_avg"])
     parent = nn.ModuleDict({"child": raw})
     assert list(parent.state_dict()) == [f"child.{name}" for name in result[0]]
     assert set(parent.state_dict()._metadata) > {"child", "child.0"}  # type: ignore[attr-defined]
     if accel.registry.registry.of_handle(model).holdings.partial(None):  # type: ignore[attr-defined]
-        refuse_writes(model.state_dict()["0.weight"])
         assert set(raw.state_dict()._metadata) == {"", "0", "1", "2", "3"}  # type: ignore[attr-defined]
         part = raw[3 if accel.rank() == 0 else 0]  # type: ignore[index]
         for refused in (lambda: raw.state_dict(keep_vars=True), part.state_dict):

@@ -203,9 +203,6 @@ class Gradients:
         """What torch's own step is called with in the place of ``optimizer``. Local."""
         return optimizer
 
-    def before_closure(self, optimizer: Optimizer) -> None:
-        """Hear that the closure in a step of ``optimizer`` is about to run, with weights that the step may have moved."""
-
     def after_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` has stepped."""
 
@@ -215,10 +212,6 @@ class Gradients:
     def steps_part(self, optimizer: Optimizer) -> bool:
         """Whether each rank steps other parameters, or other parts of them. Local."""
         return False
-
-    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``optimizer`` writes weights as in a step; afterwards every rank sees them. Collective where ``steps_part``."""
-        return contextlib.nullcontext()
 
     # -- the same for all -----------------------------------------------------------------------------------------
 
@@ -359,47 +352,18 @@ def refuse_scripts(module: nn.Module, backend: str) -> None:
         )
 
 
-def refuse_overlaps(module: nn.Module, backend: str, *, one_owner: bool = False) -> None:
-    """Refuse (BackendError) parameters with the same memory, which an engine that divides them would part, by name.
-
-    Parts of one buffer that do not overlap pass, and one Parameter under several names; also, where parameters that begin in one
-    place have ``one_owner``, these.
-    """
-    held = [
-        (p.untyped_storage().data_ptr(), *_bytes_of(p), n, p)
-        for n, p in module.named_parameters()
-        if not is_lazy(p) and type(p.data) is torch.Tensor and p.layout == torch.strided and p.numel() and not p.is_meta
-    ]
-    held.sort(key=lambda entry: entry[:3])
-    for i, (storage, _, end, name, parameter) in enumerate(held):
-        for other_storage, other_start, _, other_name, other in held[i + 1 :]:
-            if other_storage != storage or other_start >= end:
-                break
-            if not (one_owner and parameter.data_ptr() == other.data_ptr()) and _overlap(parameter, other):
-                raise BackendError(
-                    f"{name} and {other_name} are two Parameters with the same memory, which backend {backend!r} would part, "
-                    "so that they would train apart: make them one Parameter (a.weight = b.weight), or use backend='ddp'"
-                )
-
-
-def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
-    last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
-    start, size = int(tensor.storage_offset()), tensor.element_size()
-    return start * size, (start + last + 1) * size
-
-
-def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have a byte in common; their ranges may interleave."""
-    marks = torch.zeros(max(_bytes_of(first)[1], _bytes_of(second)[1]), dtype=torch.bool, device="cpu")
-
-    def covered(tensor: torch.Tensor) -> torch.Tensor:
-        size = tensor.element_size()
-        strides = [stride * size for stride in tensor.stride()]
-        return marks.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size)
-
-    covered(first).fill_(True)
-    return bool(covered(second).any())
+def refuse_overlaps(module: nn.Module, backend: str) -> None:
+    """Raise BackendError if two parameters begin at the same place in memory, because a sharded model would train them apart."""
+    held: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided or not parameter.numel():
+            continue
+        other = held.setdefault(parameter.data_ptr(), name) if type(parameter.data) is torch.Tensor else name
+        if other != name:
+            raise BackendError(
+                f"{other} and {name} are two Parameters with the same memory, which backend {backend!r} would part, so that "
+                "they would train apart: make them one Parameter (a.weight = b.weight), or use backend='ddp'"
+            )
 
 
 @final

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
 from ...gradients.log import remove_hooks
-from ...gradients.totals import average_ranks_
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_, writable
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
@@ -39,8 +38,6 @@ class Holdings(Raw):
 
     #: State lies in the host's memory by the engine's doing; whole it lies on the device, as in one process.
     offloads: bool = False
-    #: Each rank has state of its own of every optimizer.
-    own_state: bool = False
     #: The engine's ``start`` gives values to parameters on the meta device by itself.
     materializes: bool = False
     #: What of these is a class or a hook of a module, or in the place of one of its methods, is there for the engine.
@@ -70,14 +67,6 @@ class Holdings(Raw):
         for name, parameter in self.engine.named.items():
             if parameter.grad is not None:
                 yield name, "grad", parameter.grad
-
-    def apart(self) -> Mapping[str, torch.Tensor]:
-        """The weights of which each rank has its own values just now; a whole state has their means. Local."""
-        return {}
-
-    def outer(self, optimizer: Optimizer) -> tuple[Optimizer, Mapping[int, str]] | None:
-        """A second optimizer of the same weights, which all ranks have alike, with the names of its parameters. Local."""
-        return None
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """The weights that every rank holds whole, and equal before each step. Local."""
@@ -155,24 +144,19 @@ class Holdings(Raw):
 
     @final
     def state_dict(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What ``state_dict()`` of a divided model or optimizer gives: ``full_state_dict``, in copies. Collective.
-
-        One process would give the weights themselves: torch refuses writes to these, which would be lost.
-        """
+        """What ``state_dict()`` of a divided model or optimizer gives: ``full_state_dict``, in copies. Collective."""
         kind = "model" if optimizer is None else "optimizer"
         # The errors of the others say where this rank is.
         advice = f", which every rank calls: write state = {kind}.state_dict() above an `if` of one rank"
         state = self._whole_dict(f"{kind}.state_dict()", optimizer, advice)
         if optimizer is not None:
-            return map_tensors(_read_only, state, others=True)
-        for name, value in state.items():
-            state[name] = map_tensors(_read_only, value, others=True)
+            return state
         return _under(state, *args, **kwargs) if args or kwargs else state
 
     def _whole_dict(
         self, what: str, optimizer: Optimizer | None, advice: str = "", keep: bool = True
     ) -> dict[str, Any]:
-        if not self.partial(optimizer) and (optimizer is not None or not self.apart()):
+        if not self.partial(optimizer):
             return (optimizer or self.module).state_dict()
         # The ranks compare it: after an interruption they may have parts of different steps.
         whose = "the model" if optimizer is None else type(optimizer).__name__
@@ -184,7 +168,7 @@ class Holdings(Raw):
     def copy(self, memo: dict[int, Any], pickled: object = None) -> nn.Module:
         """The user's module, as its author made it, whole; see ``copied``. Collective where ``state_dict`` of the model is."""
         whole, extra = dict[int, torch.Tensor](), dict[str, Any]()
-        if self.partial(None) or self.apart():
+        if self.partial(None):
             what = f"a {'copy' if pickled is None else 'pickle'} of the model"
             what += ", which every rank makes: write whole = copy.deepcopy(model) above an `if` of one rank, and pickle that"
             with Waiting(self.engine.process, what):
@@ -198,11 +182,6 @@ class Holdings(Raw):
     ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
         """For the places of the model's, by the identity of these; and the modules' extra state. Collective."""
         others: dict[int, torch.Tensor] = {}
-        if apart := self.apart():
-            self.engine.compare(what, list(apart))
-            others = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in apart.values()}
-            average_ranks_(others.values(), self.engine.process)
-            return others, {}
         self.prepare(writing=False)
         tensors = (dict(self.module.named_buffers()) if copied else {}) | _first_names(self.module)
         extra = self.values(None) if type(self).has is not Holdings.has else {}
@@ -250,7 +229,7 @@ class Holdings(Raw):
 
         It is the raw object's own, with its hooks, checks and messages; it meets what notes the values that this rank needs.
         """
-        if not self.partial(optimizer) and not (optimizer is None and self.apart()):
+        if not self.partial(optimizer):
             return (self.module if optimizer is None else optimizer).load_state_dict(*args, **kwargs)
         if optimizer is None:
             return self._load_model(args, kwargs)
@@ -260,8 +239,7 @@ class Holdings(Raw):
     def _load_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("assign") or args[2:3] == (True,):
             raise BackendError(
-                "load_state_dict(assign=True) would replace parameters that are divided, or averaged, over the ranks: leave "
-                "assign out"
+                "load_state_dict(assign=True) would replace parameters that are divided over the ranks: leave assign out"
             )
         self.prepare(writing=True)
         module = self.module
@@ -459,15 +437,6 @@ def _digest(tensors: Sequence[torch.Tensor]) -> int | None:
     if any(type(t) is not torch.Tensor or t.layout is not torch.strided or t.device.type != "cpu" for t in tensors):
         return None
     return digest_bytes(repr([digest(t) for t in tensors]).encode())
-
-
-def _read_only(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as a tensor that torch refuses to write to outside of ``inference_mode``, and whose copies it does not."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return tensor
-    with torch.inference_mode():
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _under(state: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:

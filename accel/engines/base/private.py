@@ -45,15 +45,10 @@ _COMMON: Final[Names] = (
     ("torch.nn:Module.", _TABLES, "tensors where a module holds them"),
 )
 _OF_BUCKETS: Final = "torch.distributed:Reducer."
-_PARALLEL: Final = "torch.nn.parallel:DistributedDataParallel."
 _REDUCER: Final[Names] = (
     (_OF_BUCKETS, "_autograd_hook", "parameters that get no gradient"),
     (_OF_BUCKETS, "_check_reducer_finalized", "whether a reduction came to its end, and what it waits for"),
-    (_OF_BUCKETS, "_reset_state", "gradients that have graphs themselves"),
-    (_OF_BUCKETS, "prepare_for_forward prepare_for_backward", "forwards"),
-    ("torch.distributed:Logger.", "set_runtime_stats_and_log", "forwards"),
-    (_PARALLEL, "_active_ddp_module _has_rebuilt_buckets _use_python_reducer _join_config", "forwards"),
-    (_PARALLEL, "_get_ddp_logging_data", "the memory of its buckets"),
+    (_OF_BUCKETS, "_reset_state", "parameters that count as used"),
 )
 _STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState."
 _CONTEXT: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext."

@@ -158,10 +158,6 @@ class Guard:
         self._open = False
         self._watched: dict[int, tuple[weakref.ref[Any], list[RemovableHandle]]] = {}
 
-    @property
-    def watching(self) -> bool:
-        return bool(self._watched)
-
     def watch(self, raw: nn.Module | Optimizer, load: Callable[..., Any] | None = None) -> None:
         """Refuse from now on; ``load`` is called instead before a raw optimizer loads a state, and may give another one."""
         self.release(raw)
@@ -206,7 +202,7 @@ class Guard:
         raw: Any = reference()
         holdings = self._holdings()
         optimizer = raw if isinstance(raw, Optimizer) else None
-        if holdings is None or self._open or not (holdings.partial(optimizer) or holdings.apart()):
+        if holdings is None or self._open or not holdings.partial(optimizer):
             return (found or functools.partial(type(raw).state_dict, raw))(*args, **kwargs)
         if optimizer is None and raw is not holdings.module:
             tensors = [*raw.parameters(), *raw.buffers()]

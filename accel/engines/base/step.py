@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import dis
-import functools
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterator
-from traceback import walk_stack
-from types import CodeType, FunctionType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -91,18 +85,12 @@ class Stepper:
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
-        self._methods = route_methods(engine, self) if engine.distributed else []
         self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
         self._serial = engine.loss_scale.serial
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: Whether the last step was skipped, and how many were; tensors where an optimizer judges on its device.
         self.skipped: bool | torch.Tensor = False
         self.skips: int | torch.Tensor = 0
-        self._calling = False
-        #: Whether a step runs that has not called its closure yet.
-        self.awaits_closure = False
-        #: An optimizer of torch calls a closure before it writes anything.
-        self._foreign = not type(optimizer).__module__.startswith("torch.optim.")
         names = list(inspect.signature(type(optimizer).step).parameters)
         self._closure_at = names.index("closure") if "closure" in names else -1
         self._fused = hasattr(optimizer, _PROTOCOL)
@@ -120,8 +108,6 @@ class Stepper:
 
     def close(self) -> None:
         """Give the optimizer back to its user."""
-        for name in self._methods:
-            vars(self.optimizer).pop(name, None)
         remove_hooks(self._hooks)
         if not self._fused:
             delattr(self.optimizer, _PROTOCOL)
@@ -146,24 +132,6 @@ class Stepper:
             engine.gradients.find_unoptimized()
             self._num_parameters = num_parameters
 
-    def call(self, engine: Engine, method: Callable[[], Any], gradients: bool) -> Any:
-        """Call a method of the optimizer's own class that writes weights or state; ``gradients``: whether it uses them.
-
-        Collective where each rank steps a part.
-        """
-        if self._calling:  # one calls another
-            return method()
-        if gradients:
-            prepare(engine, self.optimizer, in_closure=True)
-        elif engine.restructured:
-            refuse_changes(engine)
-        self._calling = True
-        try:
-            with engine.gradients.outside_step(self.optimizer):
-                return method()
-        finally:
-            self._calling = False
-
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool = False
     ) -> Any:
@@ -179,11 +147,8 @@ class Stepper:
         if num_parameters != self._num_parameters:
             self.look(engine)
         replaced = self._with_global_closure(engine, args, kwargs) if len(args) > 1 or kwargs else None
-        self.awaits_closure = replaced is not None
         if replaced is None:
             self._make_ready(engine, optimizer)
-        elif self._foreign:  # it may use the gradients that are there already
-            prepare(engine, optimizer)
         else:
             engine.gradients.before_step(optimizer)
         replaces = engine.gradients.replaces_steps and not compiled
@@ -294,9 +259,6 @@ class Stepper:
         process = engine.process
 
         def global_closure() -> Any:
-            self.awaits_closure = False
-            if self._foreign:
-                engine.gradients.before_closure(self.optimizer)
             loss = closure()
             prepare(engine, self.optimizer, in_closure=True)
             world = process.place.world_size
@@ -333,108 +295,3 @@ def refuse_steps(optimizer: Optimizer, reason: str) -> None:
         )
 
     optimizer.register_step_pre_hook(refuse)
-
-
-# -- methods of an optimizer's own class that write tensors outside ``step``, as ScheduleFree's ``eval`` and ``train`` do --
-# Which they are is read from their code, so that every rank knows it without asking the others: a method that only tells
-# something (a learning rate) may be called on one rank alone, one that writes parameters where they are divided may not.
-
-
-def route_methods(engine: Engine, step: Stepper) -> list[str]:
-    """Make these methods of a raw optimizer go through its engine; their names, under which ``vars`` has what stands in."""
-    found = writing_methods(step.optimizer)
-    for name, gradients in found.items():
-        method = getattr(step.optimizer, name)
-        vars(step.optimizer)[name] = _routed(weakref.ref(engine), step, method, gradients)
-    return list(found)
-
-
-def _routed(reference: weakref.ref[Engine], step: Stepper, method: Any, gradients: bool) -> Callable[..., Any]:
-    optimizer: Optimizer = method.__self__
-
-    @functools.wraps(method.__func__)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        engine, inside = reference(), _in_step(optimizer)
-        if engine is None:
-            return method(*args, **kwargs)
-        if gradients and (not inside or step.awaits_closure) and engine.gradients.steps_part(optimizer):
-            raise OptimizerError(
-                f"{type(optimizer).__name__}.{method.__name__}() uses gradients, of which each rank has its part only under "
-                f"backend {engine.name!r}, so that it may compute something else on each: use a backend that keeps gradients "
-                "and state whole on every rank"
-            )
-        if inside:
-            return method(*args, **kwargs)
-        return step.call(engine, functools.partial(method, *args, **kwargs), gradients)
-
-    return call
-
-
-def _in_step(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's own ``step`` calls, around which torch has put one function for all."""
-    code, stack = type(optimizer).step.__code__, walk_stack(sys._getframe(2))
-    return any(frame.f_code is code and frame.f_locals.get("self") is optimizer for frame, _ in stack)
-
-
-@contextlib.contextmanager
-def only(optimizer: Optimizer, keep: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside, the optimizer's groups have the parameters only that ``keep`` is true of."""
-    held = [(group, group["params"]) for group in optimizer.param_groups]
-    for group, parameters in held:
-        group["params"] = list(filter(keep, parameters))
-    try:
-        yield
-    finally:
-        for group, parameters in held:
-            group["params"] = parameters
-
-
-# -- what a method does -----------------------------------------------------------------------------------------------
-
-
-def writing_methods(optimizer: Optimizer) -> dict[str, bool]:
-    """The public methods, beyond those of ``torch.optim``, that may write tensors, and whether each uses gradients."""
-    found = {}
-    for name in dir(type(optimizer)):
-        function = inspect.getattr_static(type(optimizer), name)
-        if name.startswith("_") or hasattr(Optimizer, name) or not isinstance(function, FunctionType):
-            continue
-        codes = list(_codes(function, optimizer, set()))
-        if any(map(_writes, codes)):
-            found[name] = any({"grad", "step"}.intersection(code.co_names) for code in codes)
-    return found
-
-
-def _codes(function: Callable[..., Any], optimizer: Optimizer, seen: set[CodeType]) -> Iterator[CodeType]:
-    """The code of a function, of the functions in it, and of those of its optimizers and module that it names."""
-    function = inspect.unwrap(function)
-    code: CodeType | None = getattr(function, "__code__", None)
-    if code is None or code in seen or function.__module__.startswith("torch."):
-        return
-    inner = [v for v in vars(optimizer).values() if isinstance(v, Optimizer)]
-    waiting = [code]
-    while waiting:
-        code = waiting.pop()
-        seen.add(code)
-        yield code
-        waiting += [c for c in code.co_consts if isinstance(c, CodeType)]
-        for name in code.co_names:
-            named = [inspect.getattr_static(type(o), name, None) for o in (optimizer, *inner)]
-            for other in (*named, getattr(function, "__globals__", {}).get(name)):
-                if isinstance(other, FunctionType):
-                    yield from _codes(other, optimizer, seen)
-
-
-def _writes(code: CodeType) -> bool:
-    """Whether code writes tensors: by a method in place, by ``data``, or by ``+=`` or ``[]`` where it has parameters."""
-    if any(name.endswith("_") and not name.startswith("__") for name in code.co_names):
-        return True
-    parameters = "params" in code.co_consts
-    for instruction in dis.get_instructions(code):
-        kind = instruction.opname
-        if kind == "STORE_ATTR" and instruction.argval == "data":
-            return True
-        in_place = kind.startswith("INPLACE_") or (kind == "BINARY_OP" and instruction.argrepr.endswith("="))
-        if parameters and (in_place or kind == "STORE_SUBSCR"):
-            return True
-    return False

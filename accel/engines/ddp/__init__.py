@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
@@ -23,15 +23,13 @@ from ...process.control import agree, raise_lost
 from ..base.engine import Context, Engine, SequenceOptions
 from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.holdings import Holdings
-from ..base.memory import Footprint, MemoryUse, ParameterSize, whole
-from .kept import KeptGradients
-from .periodic import PeriodicGradients, PeriodicHoldings
+from ..base.memory import Footprint, MemoryUse, whole
 from .reduction import Reduction
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 renamed the switch; the engine broadcasts buffers by itself, once a step.
 _NO_BUFFERS: Any = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
-_PASSED = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy", "bucket_cap_mb")
+_PASSED = ("find_unused_parameters", "gradient_as_bucket_view", "batched_grad_copy", "bucket_cap_mb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,30 +38,24 @@ class DDP(SequenceOptions):
 
     Args:
         find_unused_parameters: allow parameters that get no gradient in a step.
-        static_graph: the graph and the used parameters are the same in every step; excludes ``no_sync``.
-        gradient_as_bucket_view: gradients live in the reducer's buckets, which saves a copy of them; a ``p.grad`` that the loop
-            still has when the next backward begins is copied then, and of what only shares its memory a warning tells.
+        gradient_as_bucket_view: make gradients views of the reducer's buckets, which saves one copy of them. The next backward
+            then overwrites a ``p.grad`` that you keep, and ``p.grad.detach_()`` raises.
         batched_grad_copy: gradients enter a bucket together, not one by one (torch 2.13; without effect before it).
         bucket_cap_mb: size of a bucket in MiB (None: torch's default of 25, its first bucket being 1).
         broadcast_buffers: all ranks take rank 0's buffers once a step.
         sync_batchnorm: BatchNorm over the batches of all ranks (accelerators only).
         comm_hook: compress gradients on the wire: "fp16", "bf16" or "powersgd" (Vogels et al., arXiv 1905.13727).
         powersgd_rank: rank of PowerSGD's approximation.
-        sync_every: each rank steps with its own gradients, and weights are averaged after so many steps of their optimizer.
-        outer: options of a ``torch.optim.SGD`` that steps by the difference of the weights before and their average (DiLoCo).
     """
 
     find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = True
+    gradient_as_bucket_view: bool = False
     batched_grad_copy: bool = True
     bucket_cap_mb: float | None = None
     broadcast_buffers: bool = True
     sync_batchnorm: bool = False
     comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
     powersgd_rank: int = 1
-    sync_every: int | None = None
-    outer: Mapping[str, Any] | None = None
 
     def check_values(self) -> None:
         name, size = type(self).__name__, self.bucket_cap_mb
@@ -73,28 +65,6 @@ class DDP(SequenceOptions):
             raise BackendError(
                 f"{name}(powersgd_rank={self.powersgd_rank}) is without effect: comm_hook='powersgd' uses it"
             )
-        if self.sync_every is not None or self.outer is not None:
-            self._check_periodic(name)
-
-    def _check_periodic(self, name: str) -> None:
-        if type(self.sync_every) is not int or self.sync_every < 1:
-            raise BackendError(f"{name}(sync_every={self.sync_every!r}): expected a number of steps, also with outer")
-        usual = type(self)()
-        for option in ("static_graph", "sync_batchnorm", "comm_hook", "sequence_parallel"):
-            if getattr(self, option) != getattr(usual, option):
-                raise BackendError(
-                    f"{name}(sync_every={self.sync_every}): gradients are not reduced; leave {option} out"
-                )
-        outer: Any = {} if self.outer is None else self.outer
-        what = f"{name}(outer={outer!r}): expected options of torch.optim.SGD, as dict(lr=0.7, momentum=0.9, nesterov=True)"
-        if not isinstance(outer, Mapping):
-            raise BackendError(what)
-        if unknown := outer.keys() - (inspect.signature(torch.optim.SGD).parameters.keys() - {"params"}):
-            raise BackendError(f"{what}, which has no {', '.join(map(repr, sorted(unknown, key=str)))}")
-        try:
-            torch.optim.SGD([torch.zeros((), device="cpu")], **outer)
-        except (TypeError, ValueError) as error:
-            raise BackendError(f"{what}: {error}") from error
 
 
 @final
@@ -105,9 +75,6 @@ class DDPGradients(Gradients):
     engine: DDPEngine
 
     ddp: DistributedDataParallel | None = None
-    hook_state: Any = None
-    #: Forwards tell the reducer themselves what its DistributedDataParallel would, which has made its buckets.
-    direct = False
     #: Inside ``join``; in how many forwards this rank took part there.
     joining = False
     num_joined = 0
@@ -117,23 +84,18 @@ class DDPGradients(Gradients):
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """See in whole backwards what came."""
         super().follow(() if self.engine.distributed else parameters)
-        # Where the parameters of a step are not known beforehand, the last bucket's reduction is noted.
-        options = self.engine.options
-        noted = options.find_unused_parameters or options.static_graph or options.comm_hook is not None
-        kept = KeptGradients(self.engine.label) if options.gradient_as_bucket_view else None
-        self.listener = self.reduction = Reduction(
-            parameters, self.log, noted, self._end_without, self._leave_out, kept
-        )
+        unused = self.engine.options.find_unused_parameters
+        self.listener = self.reduction = Reduction(parameters, self.log, unused, self._end_without)
 
     def build(self, core: nn.Module) -> None:
         """A new reducer of the parameters that are trainable now, around what a forward calls."""
         self.let_go()
-        self._incomplete = self.direct = False
-        every = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
+        self._incomplete = False
+        parameters = self.engine.parameters
         # What torch leaves to the program is averaged like everything that comes without the reducer.
         names = getattr(core, "_ddp_params_and_buffers_to_ignore", ())
         ignored = {id(p) for name, p in core.named_parameters() if name in names} if names else ()
-        trainable = [i for i in every if id(self.engine.parameters[i]) not in ignored]
+        trainable = [i for i, p in enumerate(parameters) if p.requires_grad and id(p) not in ignored]
         if not trainable:
             self.reduction.reset(None, ())
             return
@@ -142,21 +104,13 @@ class DDPGradients(Gradients):
         self.ddp = DistributedDataParallel(
             core, process_group=self.process.group, init_sync=False, **_NO_BUFFERS, **given
         )
-        self.reduction.reset(self.ddp.reducer, trainable, len(trainable) == len(every))
-        if self.reduction.noted:
-            hook, rank = options.comm_hook, options.powersgd_rank
-            self.hook_state = _compress(self.ddp, hook, self.process.group, rank, self.reduction.marks)
+        self.reduction.reset(self.ddp.reducer, trainable)
+        if options.comm_hook is not None:
+            _register_compression(self.ddp, options.comm_hook, self.process.group, options.powersgd_rank)
 
     @property
     def spares(self) -> bool:
-        """``no_sync`` is refused with a static graph."""
-        return self.engine.distributed and not self.engine.options.static_graph
-
-    def accumulate(self, accumulating: bool) -> None:
-        """Leave the reducer unarmed in the forwards inside."""
-        if accumulating and self.engine.options.static_graph and self.engine.distributed:
-            raise BackendError("accel.no_sync cannot be used with static_graph=True: the graph would change")
-        super().accumulate(accumulating)
+        return self.engine.distributed
 
     def pending(self) -> bool:
         """Whether local gradients exist; those too that neither a backward nor an earlier ``settle`` explains."""
@@ -166,7 +120,7 @@ class DDPGradients(Gradients):
         reduction.look()
         explained = reduction.settled or self.log.entries
         assigned = not explained and any(p.grad is not None for p in self.engine.parameters)
-        return assigned or reduction.local or reduction.unfinished or bool(reduction.changed)
+        return assigned or reduction.local or reduction.unfinished
 
     def _end_without(self, missing: Sequence[int]) -> None:
         """End a reduction before another backward comes by the same parameters, as with a trunk's two heads and losses.
@@ -176,30 +130,22 @@ class DDPGradients(Gradients):
         if not missing or all(p.grad is None for p in self.engine.parameters):
             self.recover()
             return
-        if self.engine.options.static_graph or self.joining:
-            setting = "accel.join" if self.joining else "static_graph=True"
+        if self.joining:
             raise BackendError(
                 f"a second backward begins before every parameter of this {self.engine.kind} got its gradient "
-                f"from the first one, which cannot be reduced with {setting}: add the losses up and call backward() once"
+                "from the first one, which cannot be reduced with accel.join: add the losses up and call backward() once"
             )
         self.engine.compare("a second backward of one forward", missing)
-        self._refuse_changed()
         self.reduction.end_without(missing)
 
     def forget_uses(self) -> None:
-        """Of gradients that are gone: torch would refuse the next backward where it does not bring these again."""
+        """Let the reducer forget parameters whose gradients came without it and were dropped since.
+
+        With find_unused_parameters it raises if the next backward doesn't reach them, as after two backwards of one forward.
+        """
         if self.ddp is not None and all(p.grad is None for p in self.engine.parameters):
             self.reduction.passed = False
             self.ddp.reducer._reset_state()
-
-    def _leave_out(self) -> None:
-        """Let a backward with ``create_graph=True`` pass the reducer, which cannot copy its gradients: they stay local."""
-        if self.engine.options.static_graph:
-            raise BackendError(
-                "backward(create_graph=True) cannot be used with static_graph=True: the graph would change"
-            )
-        assert self.ddp is not None
-        self.ddp.reducer._reset_state()
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """A look at the log, where the reducer saw all; else average once more, on all ranks. Then rank 0's buffers."""
@@ -210,7 +156,7 @@ class DDPGradients(Gradients):
         if reduction.running:
             reduction.look()
         came = bool(self.log.entries)
-        if not came or reduction.armed or reduction.local or reduction.changed or reduction.awaited:
+        if not came or reduction.armed or reduction.local or reduction.awaited:
             if reduction.armed:
                 refuse_inside_backward()
             if optimizer is not None and self.log.repeats(optimizer):
@@ -236,17 +182,8 @@ class DDPGradients(Gradients):
             self.reduction.finish()
 
     def _refuse_broken(self) -> None:
-        self._refuse_changed()
         if self.reduction.unfinished or self.reduction.awaited:
             self._raise_missing()
-
-    def _refuse_changed(self) -> None:
-        if changed := self.reduction.changed:
-            raise BackendError(
-                f"{', '.join(self.engine.names[i] for i in changed[:5])} was frozen or got another dtype between a forward and "
-                "its backward, where the reducer waits for its gradient: change requires_grad before the forward, and a dtype "
-                "only after accel.teardown"
-            )
 
     def _average(self) -> None:
         if self.joining:
@@ -273,9 +210,8 @@ class DDPGradients(Gradients):
             )
         else:
             message = (
-                "every parameter got a gradient, but the reduction did not end: an exception ended the backward (then call "
-                "zero_grad() and go on), or static_graph=True was given for a graph that changes or that "
-                "torch.autograd.grad goes through"
+                "an exception ended the last backward, so that the reduction of its gradients did not end: call zero_grad() and "
+                "run forward and backward again"
             )
         # In the name, which ranks that wait for it in their backward are told too.
         engine.compare(f"a step after an unfinished reduction: {message}")
@@ -294,7 +230,7 @@ class DDPGradients(Gradients):
 
     def let_go(self) -> None:
         """Free the reducer and its buckets, which ``p.grad`` may lie in."""
-        self.ddp = self.hook_state = None
+        self.ddp = None
         self.reduction.release()
 
 
@@ -312,20 +248,11 @@ class DDPHoldings(Holdings):
         synchronized = isinstance(owner, nn.SyncBatchNorm) and self.kind(owner) is not type(owner)
         return super().added(owner) | ({"process_group"} if synchronized else set())
 
-    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a compression keeps, beside the rest."""
-        yield from super().storages()
-        yield from (("buckets", tensor) for tensor in _kept(self.engine.gradients.hook_state))
-
     def hidden_buckets(self) -> int:
-        """The reducer's buckets, as far as no gradient is a view of them."""
-        engine, ddp = self.engine, self.engine.gradients.ddp
-        if ddp is None:
-            return 0
-        data = ddp._get_ddp_logging_data()
-        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-        seen = sum(p.nbytes for p in engine.parameters if p.requires_grad and p.grad is not None)
-        return max(sum(map(int, sizes.split(","))) - (seen if engine.options.gradient_as_bucket_view else 0), 0)
+        """Return the bytes of the reducer's buckets, without those that gradients are views of."""
+        view = self.engine.options.gradient_as_bucket_view
+        trained = self.engine.parameters if self.engine.gradients.ddp is not None else ()
+        return sum(p.nbytes for p in trained if p.requires_grad and not (view and p.grad is not None))
 
 
 class DDPEngine(Engine):
@@ -334,17 +261,12 @@ class DDPEngine(Engine):
     name = "ddp"
     options_type = DDP
     options: DDP
-    gradients_type: Any = DDPGradients
-    holdings_type: Any = DDPHoldings
+    gradients_type = DDPGradients
+    holdings_type = DDPHoldings
     gradients: DDPGradients
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        if context.options.sync_every is not None:
-            self.gradients_type, self.holdings_type = PeriodicGradients, PeriodicHoldings
         super().__init__(module, entry, context)
-        made: Any = self.gradients
-        #: With ``sync_every``, in the place of all that has to do with a reducer.
-        self.periodic: PeriodicGradients | None = made if context.options.sync_every is not None else None
         #: What a forward calls where there is no reducer, and what the reducer is built around.
         self._core = entry
         self._batchnorms: Replaced = []
@@ -364,15 +286,9 @@ class DDPEngine(Engine):
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
         """Everything on every rank; the gradients once more in buckets, unless they are views of them."""
         buckets = 0
-        if world_size > 1 and options.sync_every is None:
-            buckets = _predict_kept(options.comm_hook, options.powersgd_rank, footprint.trainable)
-            buckets += 0 if options.gradient_as_bucket_view else sum(p.nbytes for p in footprint.trainable)
-        uses = whole(footprint, world_size, buckets)
-        if options.outer is None:
-            return uses
-        stepped = [footprint.parameters[i] for indices in footprint.optimizers for i in indices]
-        outer = sum(p.nbytes * (1 + (p.trainable and bool(options.outer.get("momentum")))) for p in stepped)
-        return tuple(replace(use, optimizer_state=use.optimizer_state + outer) for use in uses)
+        if world_size > 1 and not options.gradient_as_bucket_view:
+            buckets = sum(p.nbytes for p in footprint.trainable)
+        return whole(footprint, world_size, buckets)
 
     def wrap(self) -> None:
         """Build the reducer, unless there is one process."""
@@ -382,25 +298,14 @@ class DDPEngine(Engine):
             self._batchnorms = convert_batchnorms(self.module, self.process.group)
         self.rebuild()
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Refuse one whose weights another one averages."""
-        if self.periodic:
-            self.periodic.check(optimizer)
-        super().attach(optimizer)
-
     def rebuild(self) -> None:
         """A new reducer for the parameters that are trainable now."""
-        if self.distributed and not self.periodic:
+        if self.distributed:
             self.gradients.build(self._core)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let go of the reducer and of its buckets, or make one model of the ranks' own."""
+        """Let go of the reducer and of its buckets."""
         restore_batchnorms(self._batchnorms)
-        if self.periodic:
-            self.periodic.end(optimizers)
-            for optimizer in () if self.ended or not self.distributed else optimizers:
-                self.holdings.give_back("the end of sync_every", optimizer, self.named)
-            return
         if self.gradients.ddp is not None and self.options.gradient_as_bucket_view:
             for parameter in self.parameters:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
@@ -409,84 +314,44 @@ class DDPEngine(Engine):
     def abandon(self, reason: str) -> None:
         """Free the reducer too: peers that wait in it wake only when nothing here holds the group any more."""
         super().abandon(reason)
-        if not self.periodic:
-            self.gradients.let_go()
+        self.gradients.let_go()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward through the reducer, which is armed for the next backward."""
         if function is not self.entry:
             return function(*args, **kwargs)
-        if not self.distributed or self.periodic:
+        if not self.distributed:
             return self._core(*args, **kwargs)
         grad, gradients = torch.is_grad_enabled(), self.gradients
         sync, reduction, buffers = not gradients.accumulating, gradients.reduction, gradients.buffers
         # `settle` has done it, but after a backward without a step. Not while a graph may hold the buffers, before its backward.
         if buffers.stale and grad and sync and not gradients.joining and not reduction.graph_open:
             buffers.synchronize()
-        if reduction.unfinished or reduction.changed:
+        if reduction.unfinished:
             gradients.recover()
-        ddp = gradients.ddp
-        armed = grad and sync and ddp is not None
+        ddp = None if torch.compiler.is_exporting() else gradients.ddp  # the class lets nobody trace its own forward
         if ddp is None:
             out = self._core(*args, **kwargs)
-        elif gradients.direct or torch.compiler.is_exporting():  # the class lets nobody trace its own forward
-            out = self._direct(ddp, armed, args, kwargs)
         else:
-            out = self._through(ddp, grad, args, kwargs)
-        reduction.forward(grad, armed)
+            if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to
+                ddp.require_backward_grad_sync = sync
+            gradients.num_joined += 1
+            if reduction.passed and sync and self.options.find_unused_parameters:
+                gradients.forget_uses()
+            out = ddp(*args, **kwargs)
+        reduction.forward(grad, grad and sync and ddp is not None)
         if grad:  # forwards without a graph may be one rank's alone: their changes wait for the next step
             buffers.stale = buffers.wanted
-        return out
-
-    def _through(self, ddp: DistributedDataParallel, grad: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward of ``ddp`` itself, until it has made its buckets for good."""
-        gradients, reduction = self.gradients, self.gradients.reduction
-        sync = not gradients.accumulating
-        if ddp.require_backward_grad_sync is not sync:  # nn.Module is slow to assign to
-            ddp.require_backward_grad_sync = sync
-        gradients.num_joined += 1
-        if reduction.passed and sync and self.options.find_unused_parameters:
-            gradients.forget_uses()
-        anew = grad and not (reduction.noted or ddp._has_rebuilt_buckets)  # now it makes its buckets
-        if anew:
-            reduction.new_buckets()
-        out = ddp(*args, **kwargs)
-        if anew:
-            reduction.made_buckets()
-        # It makes its buckets once, in the second one; after a join each goes on telling the other ranks that there is one.
-        usual = not (reduction.noted or ddp._use_python_reducer or ddp._join_config.enable)
-        gradients.direct = usual and ddp._has_rebuilt_buckets
-        return out
-
-    def _direct(self, ddp: DistributedDataParallel, armed: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a forward of ``ddp`` comes to; its own calls around that take as long as two layers of a small model."""
-        reducer: Any = ddp.reducer
-        if armed:
-            ddp.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
-            reducer.prepare_for_forward()
-        # By its buckets torch.compile cuts graphs, so that reductions begin early.
-        kind: Any = DistributedDataParallel
-        outer, kind._active_ddp_module = kind._active_ddp_module, ddp
-        try:
-            out = self._core(*args, **kwargs)
-        finally:
-            kind._active_ddp_module = outer
-        if armed:
-            reducer.prepare_for_backward([])
         return out
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """``DistributedDataParallel.join``: ranks that ran out of inputs mirror the others' reductions."""
         gradients = self.gradients
-        if self.periodic:
-            raise BackendError(
-                "accel.join with sync_every: ranks that ran out of inputs would miss in the next average"
-            )
         if gradients.ddp is None:
             yield
             return
-        gradients.joining, gradients.num_joined, gradients.direct = True, 0, False
+        gradients.joining, gradients.num_joined = True, 0
         self.drift.pause()
         try:
             with gradients.ddp.join():
@@ -507,54 +372,18 @@ class DDPEngine(Engine):
         self.drift.restart()
 
 
-# -- Compression of gradients on the wire, by torch's own communication hooks ------------------------------------------
-
-
-def _compress(
-    ddp: DistributedDataParallel, name: str | None, group: dist.ProcessGroup | None, rank: int, marks: list[None]
-) -> Any:
-    """Let a compression reduce the buckets, which adds None to ``marks`` at the last of them; returns its state.
-
-    None is the plain mean; ``rank`` is that of PowerSGD's approximation.
-    """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # a tenth of accel's import
+def _register_compression(
+    ddp: DistributedDataParallel, name: str, group: dist.ProcessGroup | None, powersgd_rank: int
+) -> None:
+    """Let torch's communication hook of this name reduce the buckets."""
+    # Importing them takes a tenth of the time of `import accel`.
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     state: Any = group
-    hook: Any = powerSGD_hook.powerSGD_hook
+    reduce: Any = powerSGD_hook.powerSGD_hook
     if name == "powersgd":
-        state = powerSGD_hook.PowerSGDState(group, rank, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(group, powersgd_rank, start_powerSGD_iter=2)
     else:
-        hook = getattr(default_hooks, "allreduce_hook" if name is None else f"{name}_compress_hook")
-
-    # It holds no engine: the reducer keeps it, where no garbage collector looks.
-    def noting(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
-        if bucket.is_last():
-            marks.append(None)
-        return future
-
-    noting.__annotations__.clear()  # of which torch accepts only its own
-    ddp.register_comm_hook(None, noting)
-    return state
-
-
-def _kept(state: Any) -> list[torch.Tensor]:
-    """The tensors that a compression keeps from step to step: PowerSGD's errors and its low-rank factors."""
-    tables = ("error_dict", "p_memory_dict", "q_memory_dict")
-    return [tensor for table in tables for tensor in getattr(state, table, {}).values()]
-
-
-def _predict_kept(name: str | None, rank: int, parameters: Iterable[ParameterSize]) -> int:
-    """Bytes of ``kept`` for these trainable parameters."""
-    if name != "powersgd":
-        return 0
-    total = 0
-    for parameter in parameters:
-        total += parameter.nbytes
-        rows = parameter.shape[0] if len(parameter.shape) > 1 else 1
-        columns = parameter.numel // max(rows, 1)
-        factors = (rows + columns) * min(rows, columns, rank)
-        # torch compresses a matrix where that halves it at least.
-        if rows > 1 and 2 * factors < parameter.numel:
-            total += factors * parameter.itemsize
-    return total
+        reduce = getattr(default_hooks, f"{name}_compress_hook")
+    # Under its own name torch accepts the hook for bf16 on NCCL only.
+    ddp.register_comm_hook(state, lambda state, bucket: reduce(state, bucket))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias, final
@@ -11,10 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...gradients.log import GradientLog, TrainableMask
-from .kept import KeptGradients
+from ...gradients.log import GradientLog
 
-_dtype = operator.attrgetter("dtype")
 #: Parameters and their gradients, with the numbers of writes to these.
 _Look: TypeAlias = tuple[Sequence[nn.Parameter], list[tuple[torch.Tensor | None, int]]]
 _NOTHING: Final[_Look] = ((), [])
@@ -34,31 +31,24 @@ class Reduction:
     Args:
         parameters: all of the module.
         log: gets an entry for each backward that brought something.
-        noted: parameters may go without a gradient, so that the end of a reduction is noted in ``marks``.
+        unused: parameters may go without a gradient, so that all of them are looked at after a reduction.
         late: is given the parameters that a reduction waits for when another backward begins: ends it without them, or drops it.
-        leave_out: keeps the reducer out of a backward that makes gradients with graphs of their own.
-        kept: what the loop has kept of earlier gradients, where these lie in the reducer's buckets.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         log: GradientLog,
-        noted: bool,
+        unused: bool,
         late: Callable[[list[int]], None],
-        leave_out: Callable[[], None],
-        kept: KeptGradients | None,
     ) -> None:
         self._parameters = parameters
         self.log = log
-        self.noted = noted
+        self._unused = unused
         self._late = late
-        self._leave_out = leave_out
-        self._kept = kept
-        self.marks: list[None] = []
         #: All existing gradients are known to be final; some came that no reduction since has covered.
         self.settled = self.local = False
-        #: A backward has brought gradients past the reducer, which may know of these uses: for ``find_unused_parameters``.
+        #: A backward has brought gradients without the reducer, which counts these parameters as used.
         self.passed = False
         self._graph_since = -1
         #: The backwards that run; what is watched in them, and its gradients before.
@@ -69,48 +59,35 @@ class Reduction:
         self._first: tuple[torch.Tensor | None, int] = (None, 0)
         self.reset(None, ())
 
-    def reset(self, reducer: Any, expected: Sequence[int], whole: bool = True) -> None:
-        """A new reducer, if any, of these parameters, which are all that are trainable, or not the ``whole`` of them."""
-        self._whole = whole
+    def reset(self, reducer: Any, expected: Sequence[int]) -> None:
+        """Use a new reducer, if any, of these parameters."""
         self._reducer, self._expected = reducer, expected
         self._trained = [self._parameters[i] for i in expected]
-        self._mask, self._dtypes = TrainableMask(self._parameters), list(map(_dtype, self._trained))
+        #: Parameters that the reducer doesn't know: frozen, thawed since, or ignored by the model's own choice.
+        self._dtype = self._trained[0].dtype if self._trained else None
+        known = set(expected)
+        self._others = [p for i, p in enumerate(self._parameters) if i not in known]
         #: The next backward will be reduced; one has begun to be, and did not come to its end.
         self.armed = self.unfinished = False
-        #: Those that were frozen, or got another dtype, between their forward and backward.
-        self.changed: list[int] = []
         #: Had no gradient when the reduction was ended without them: a later backward must bring one.
         self.awaited: set[int] = set()
-        self.new_buckets()
 
     def release(self) -> None:
         self._reducer = None
-        if self._kept is not None:
-            self._kept.reset(())
-
-    def new_buckets(self) -> None:
-        """Hear that the reducer makes others: where the last gradients lie, nothing is written any more."""
-        if self._kept is not None:
-            self._kept.reset(self._trained)
-
-    def made_buckets(self) -> None:
-        """Hear that it has made them."""
-        if self._kept is not None:
-            self._kept.give_back()
 
     def forward(self, graph: bool, armed: bool) -> None:
         """There was one; whether it made a graph, and the next backward will be reduced, with all that came before it."""
         log = self.log
-        if armed:
+        # model.double() ends the reducer's hooks. Gradients are local then, until the step averages them.
+        if armed and self._trained[0].dtype is self._dtype:
             if self.running:
                 self.look()
             self.settled = bool(log.entries) and not self.local
             if log.entries:
                 log.fold()
             self.armed = True
-            if self.noted or self.awaited or self.running:
+            if self._unused or self.awaited or self.running:
                 self.awaited.clear()
-                self.marks.clear()
                 self._remember()
         self._graph_since = len(log.entries) if graph else -1
 
@@ -124,19 +101,12 @@ class Reduction:
     def begin(self, run: object, create_graph: bool) -> None:
         """A backward begins, maybe inside of another one."""
         running = self.running
-        if create_graph and self.armed and not self.unfinished:
-            self._leave_out()
-            self.armed = False
         if not running:
             if self.unfinished:
                 self._late(self.missing())
-            if self._kept is not None and self.armed and not self.unfinished:
-                self._kept.begin()
-            if self.armed and not (self.noted or self.unfinished):
+            if self.armed and not (self._unused or self.unfinished):
                 grad = self._trained[0].grad
                 self._usual, self._first = True, (grad, 0 if grad is None else grad._version)
-            elif self.armed:  # what torch.autograd.grad has ended, through a static graph, had no gradients
-                self.marks.clear()
         running.add(run)
         if not (self._usual or self._before[1]):
             self._remember()
@@ -157,11 +127,11 @@ class Reduction:
                 self._before = _NOTHING
 
     def _reduced(self) -> bool:
-        """Whether it was that, and nothing has changed in between."""
+        """True if the reducer has reduced all gradients of the backward."""
         grad, (before, writes) = self._trained[0].grad, self._first
-        if grad is None or (grad is before and grad._version == writes) or not self.armed or self._complaint():
+        if grad is None or (grad is before and grad._version == writes):
             return False
-        return not self._mask.changed() and self._trained[0].dtype is self._dtypes[0]
+        return self.armed and not self._complaint()
 
     def look(self) -> None:
         """Take in what the backward that runs has brought by now."""
@@ -174,11 +144,9 @@ class Reduction:
         came = [i for i, (now, before) in pairs if now[0] is not before[0] or now[1] != before[1]]
         known = self.unfinished
         if self.armed:
-            self.unfinished = bool(self._complaint()) or (bool(came) and self.noted and not self.marks)
+            self.unfinished = bool(self._complaint())
             if came and not self.unfinished:
                 self._end_reduction()
-            if self._mask.changed() or self._trained[0].dtype is not self._dtypes[0]:
-                self._look_for_changes(bool(came) or self.unfinished)
         elif came:
             self.local = self.passed = True
             self.awaited.difference_update(came)
@@ -186,24 +154,13 @@ class Reduction:
             self.log.entries.append(None)
 
     def _end_reduction(self) -> None:
-        self.armed, self.local = False, not self._whole
-        if self._kept is not None:
-            self._kept.end()
+        self.armed, self.local = False, any(p.grad is not None for p in self._others)
 
     def _remember(self) -> None:
         watched: Sequence[nn.Parameter] = self._parameters if self.running else ()
         if self.running and self.armed:
-            watched = self._trained if self.noted else self._trained[:1]
+            watched = self._trained if self._unused else self._trained[:1]
         self._before = watched, _gradients(watched)
-
-    def _look_for_changes(self, began: bool) -> None:
-        flags = zip(self._parameters, self._mask.known, strict=True)
-        self.local = self.local or any(p.requires_grad and not known and p.grad is not None for p, known in flags)
-        if began:
-            missing = set(self.missing())
-            expected = zip(self._expected, self._trained, self._dtypes, strict=True)
-            changed = [i for i, p, dtype in expected if not (p.requires_grad and p.dtype is dtype)]
-            self.changed = [i for i in changed if i not in missing]
 
     def _complaint(self) -> str:
         """What the reducer says where it has begun, and not come to its own last act."""
@@ -257,7 +214,7 @@ class Reduction:
         self._end_reduction()
         self.unfinished = False
         self.finish()
-        self.awaited.update(() if self.noted else missing)
+        self.awaited.update(() if self._unused else missing)
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[tuple[torch.Tensor | None, int]]:

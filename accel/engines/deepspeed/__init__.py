@@ -348,21 +348,6 @@ class ZeROGradients(AveragedGradients):
     def steps_part(self, optimizer: Optimizer) -> bool:
         return self.engine.zero is not None
 
-    @contextlib.contextmanager
-    def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Fragments are in the groups; then every rank sees the weights."""
-        zero = self.engine.zero
-        if zero is None or self.held:  # or inside a step
-            yield
-            return
-        self.engine.take_edits()
-        try:
-            self._place(optimizer, zero)
-            yield
-        finally:
-            self.break_step()
-        zero.spread()
-
     def break_step(self) -> None:
         self.stepping = None
         self._creating.close()
@@ -379,10 +364,6 @@ class ZeROGradients(AveragedGradients):
             self._place(optimizer, zero)
             level_steps(optimizer, None, lambda mine: agree(f"the steps of an optimizer ({self.engine.label})", mine))
             self.break_step()
-
-    def before_closure(self, optimizer: Optimizer) -> None:
-        if self.engine.zero is not None:
-            self.publish(self.engine.zero)
 
     def after_step(self, optimizer: Optimizer) -> None:
         level_steps(optimizer)

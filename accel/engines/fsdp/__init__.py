@@ -312,11 +312,6 @@ class FSDPGradients(Gradients):
         if optimizer in self.local_steps:
             self.local_steps[optimizer].end()
 
-    def outside_step(self, optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-        """What was gathered before is old then."""
-        self.engine.parts.sharded.reshard()
-        return super().outside_step(optimizer)
-
 
 def _explained(text: str, label: str) -> str:
     """Return what an error of torch's in a forward means for sharded weights, or "" if there is nothing to add."""

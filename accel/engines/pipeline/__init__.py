@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, final
 
@@ -15,7 +15,6 @@ from torch.optim import LBFGS, Optimizer
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import convert_module, convert_optimizer
 from ...process import Process
-from ...process.control import agree
 from ...shard import Shard, StateEntry
 from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, plainly, take_away
 from ..base.engine import Context, Engine, Options, lost_weights
@@ -24,12 +23,11 @@ from ..base.gradients import Gradients, refuse_overlaps
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.raw_objects import refuse_call
-from ..base.step import only, refuse_steps
+from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass, crc, meet
 from .stages import (
     Named,
     Stage,
-    balanced,
     check_forward,
     check_module,
     count_stages,
@@ -39,7 +37,6 @@ from .stages import (
     predicted,
     run_here,
     split,
-    times_of,
 )
 
 # -- what of a model lies on which rank ---------------------------------------------------------------------------------
@@ -91,8 +88,7 @@ class PipelineHoldings(Holdings):
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
-        """Unless the whole is to run once, so that its time is known."""
-        return bool(options.balance != "time")
+        return True
 
     @property
     def divided(self) -> bool:
@@ -182,14 +178,14 @@ class Pipeline(Options):
     """Options of ``pipeline``.
 
     Args:
-        balance: the number of children of each stage; "size" makes the stages' bytes of parameters as equal as can be,
-            "time" the seconds of forward and backward, measured on rank 0 in the first forward; None is "size".
+        balance: the number of children of each stage; "size" makes the stages' bytes of parameters as equal as can be; None is
+            "size".
         chunks: micro-batches that each batch is cut into along dim 0, so that the stages work at the same time; fewer
             where the batch has fewer samples.
         checkpoint: which micro-batches keep no activations and compute them again in backward.
     """
 
-    balance: Sequence[int] | Literal["size", "time"] | None = None
+    balance: Sequence[int] | Literal["size"] | None = None
     chunks: int = 1
     checkpoint: Literal["always", "except_last", "never"] = "except_last"
 
@@ -199,8 +195,8 @@ class Pipeline(Options):
             balance = tuple(balance)
             if not balance or any(type(n) is not int or n < 1 for n in balance):
                 raise BackendError(f"Pipeline(balance={self.balance!r}): expected at least one child for each stage")
-        elif balance not in ("size", "time"):
-            raise BackendError(f"Pipeline(balance={balance!r}): expected a list of ints, 'size' or 'time'")
+        elif balance != "size":
+            raise BackendError(f"Pipeline(balance={balance!r}): expected a list of ints or 'size'")
         object.__setattr__(self, "balance", balance)
 
 
@@ -220,10 +216,6 @@ class PipelineGradients(Gradients):
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         return self.engine.holdings.divided
-
-    def outside_step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        away = {id(p) for _, p in self.engine.holdings.away}
-        return only(optimizer, lambda p: id(p) not in away) if away else super().outside_step(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Refuse gradients of what lies on other ranks, and a scaler that looked at this stage alone."""
@@ -279,7 +271,7 @@ class PipelineEngine(Engine):
         """Place the stages on this process's devices, where it has the whole model."""
         if self.entry is not self.module or self.module._compiled_call_impl is not None:
             self.compile()
-        if not self.distributed and (self._balance != "time" or len(self.process.devices) == 1):
+        if not self.distributed:
             self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -302,7 +294,7 @@ class PipelineEngine(Engine):
         if self.holdings.divided:
             for optimizer in optimizers:
                 self.holdings.keep_stage(optimizer)
-        elif self.distributed and self._balance != "time":
+        elif self.distributed:
             self._divide(listed(self._balance, self._children, self.process.place.world_size))
 
     def _divide(self, balance: Sequence[int]) -> None:
@@ -324,13 +316,11 @@ class PipelineEngine(Engine):
         kept = {"always": 0, "except_last": 1, "never": count}[self.options.checkpoint]
         keep = [number >= count - kept for number in range(count)]
         if self.distributed:
-            return self._run_over_ranks(args[0], tensors, form, where, keep)
-        if not self._stages:
-            self._place(balanced(times_of(self._children, args[0]), len(self.process.devices)))
+            return self._run_over_ranks(tensors, form, where, keep)
         return run_here(self._stages, tensors, form, where, keep, self.process.device)
 
     def _run_over_ranks(
-        self, batch: Any, tensors: list[torch.Tensor], form: Any, where: list[slice | None], keep: list[bool]
+        self, tensors: list[torch.Tensor], form: Any, where: list[slice | None], keep: list[bool]
     ) -> Any:
         mask, what = self.mask.now(), f"forward {self._num_forwards} of a pipeline ({self.label})"
         self._num_forwards += 1
@@ -342,24 +332,8 @@ class PipelineEngine(Engine):
         }
         meet(what, facts, SAME_BATCH)
         self.mask.known = mask
-        if not self.holdings.divided:
-            self._divide(balanced(self._times(batch), self.process.place.world_size))
         grad = torch.is_grad_enabled() and (any(mask) or any(t.requires_grad for t in tensors))
         return Pass(self._channel, self._stages[0], what, where, keep, grad).run(tensors, form)
-
-    def _times(self, batch: Any) -> list[float]:
-        """What rank 0 measures, on every rank. Collective."""
-        times: list[float] = []
-        problem = ""
-        if self._channel.rank == 0:
-            try:
-                times = times_of(self._children, batch)
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-        times, problem = agree(f"Pipeline(balance='time') ({self.label})", (times, problem))[0]
-        if problem:
-            raise BackendError(f"measuring the children for Pipeline(balance='time') failed on rank 0: {problem}")
-        return times
 
     def attach(self, optimizer: Optimizer) -> None:
         if self.distributed and isinstance(optimizer, LBFGS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
@@ -14,7 +13,7 @@ from torch import nn
 from ...errors import BackendError
 from ...process import Process
 from ...trees import TensorPlace, map_tensors, put_back, to_device, walk
-from ..base.activations import buffers_of, run_again, swapped
+from ..base.activations import run_again
 from ..base.memory import Footprint, MemoryUse, is_sequence, layers, stages
 
 Named = tuple[str, nn.Module]
@@ -195,31 +194,6 @@ def balanced(weights: Sequence[float], count: int) -> list[int]:
     return list(best[-1][2])
 
 
-def times_of(children: Sequence[Named], value: Any) -> list[float]:
-    """Seconds of each child's forward and backward on ``value``; nothing of the model or the random numbers changes."""
-    seconds = []
-    cuda = list(range(torch.cuda.device_count()))
-    with torch.random.fork_rng(cuda), torch.inference_mode(False), torch.enable_grad():
-        for name, child in children:
-            tensors, form = flatten(value, f"the input of {name}")
-            leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
-            wanted = [t for t in (*leaves, *child.parameters()) if t.requires_grad]
-            best = float("inf")
-            with swapped(buffers_of(child.modules())), without_hooks(wanted):
-                for _ in range(3):
-                    copies = [t.clone() for t in leaves]  # a child may work in place
-                    start = time.perf_counter()
-                    value = child(put_back(form, copies))
-                    out = [t for t in flatten(value, f"the output of {name}")[0] if t.requires_grad]
-                    if out and wanted:
-                        torch.autograd.grad(out, wanted, [torch.ones_like(t) for t in out], allow_unused=True)
-                    if cuda:
-                        torch.cuda.synchronize()
-                    best = min(best, time.perf_counter() - start)
-            seconds.append(best)
-    return seconds
-
-
 def count_stages(balance: Balance, process: Process) -> int:
     """One for each rank or device; on a single device, as many as the balance lists."""
     if process.place.world_size > 1:
@@ -275,9 +249,6 @@ def check_module(module: nn.Module, balance: Balance, process: Process) -> None:
     for name, layer in module.named_modules() if distributed else ():
         if isinstance(layer, nn.SyncBatchNorm):  # which would wait for ranks that never call it
             raise BackendError(f"{name} is a SyncBatchNorm, but a stage runs on one rank only: use BatchNorm")
-    if balance == "time":
-        _check_tied([[child] for child in children])
-        return
     if not isinstance(balance, str):
         what = f"Pipeline(balance={list(balance)}) is for"
         if (distributed or len(process.devices) > 1) and len(balance) != stages:

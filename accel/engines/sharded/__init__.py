@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -29,11 +28,11 @@ from ...process.startup import unseen_group
 from ...shard import StateEntry, parameters_of
 from ..base import memory
 from ..base.engine import Engine, SequenceOptions
-from ..base.gradients import Gradients, refuse_overlaps, refuse_scripts
+from ..base.gradients import Gradients, refuse_scripts
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
 from ..base.private import require
-from ..base.step import only, refuse_steps
+from ..base.step import refuse_steps
 
 logger = logging.getLogger("accel")
 
@@ -141,12 +140,9 @@ class Sharded(SequenceOptions):
 
     Args:
         broadcast_buffers: all ranks take rank 0's buffers once a step.
-        split_any_optimizer: split the state of optimizers that are not torch's own too. Only right for one that updates
-            each parameter from nothing but its own gradient and state; without this, such an optimizer steps whole on every rank.
     """
 
     broadcast_buffers: bool = True
-    split_any_optimizer: bool = False
 
 
 @final
@@ -308,23 +304,6 @@ class ShardedGradients(Gradients):
     def steps_part(self, optimizer: Optimizer) -> bool:
         return self.engine.splits(optimizer)
 
-    @contextlib.contextmanager
-    def outside_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Owners write theirs, and give them to the others."""
-        if not self.steps_part(optimizer):
-            yield
-            return
-        parameters = parameters_of(optimizer)
-        self.owners.take(parameters)
-        self._unpublished.setdefault(id(optimizer), set()).update(self._index[id(p)] for p in parameters)
-        with only(optimizer, self.owners.owns):
-            yield
-        self.publish(optimizer)
-
-    def before_closure(self, optimizer: Optimizer) -> None:
-        with self.outside_step(optimizer):
-            pass
-
     def publish(self, optimizer: Optimizer | None = None) -> None:
         """Give every rank what the owners have stepped, by this optimizer or by any. Collective where there is something."""
         if not self._unpublished:
@@ -361,7 +340,6 @@ class ShardedEngine(Engine):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         if process.place.world_size > 1:
             refuse_scripts(module, cls.name)
-            refuse_overlaps(module, cls.name, one_owner=True)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -376,7 +354,7 @@ class ShardedEngine(Engine):
         elif self.distributed:
             logger.warning(
                 "%s steps whole on every rank, which saves no memory: backend %r splits torch's own optimizers, but not "
-                "LBFGS; others with the option split_any_optimizer",
+                "LBFGS",
                 type(optimizer).__name__,
                 self.name,
             )
@@ -385,7 +363,7 @@ class ShardedEngine(Engine):
         return id(optimizer) in self.steppers and self._splittable(optimizer)
 
     def _splittable(self, optimizer: Optimizer) -> bool:
-        own = type(optimizer).__module__.startswith("torch.optim.") or self.options.split_any_optimizer
+        own = type(optimizer).__module__.startswith("torch.optim.")
         return self.distributed and own and not isinstance(optimizer, LBFGS)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:

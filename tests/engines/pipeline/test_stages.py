@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import time
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.engines.pipeline.stages import balanced, times_of
+from accel.engines.pipeline.stages import balanced
 from accel.registry import registry
 from tests.distributed import run
 from tests.engines.pipeline.training import apart, batch, net, one_step
@@ -64,7 +63,7 @@ def where_things_lie() -> int:
     other = net(nn.LayerNorm(16))
     for p in other.parameters():
         p.data.zero_()
-    second, second_optimizer, _ = accel.setup(other, adamw(other), backend=accel.Pipeline(balance="time"))
+    second, second_optimizer, _ = accel.setup(other, adamw(other), backend=accel.Pipeline(balance=[2, 4]))
     one_step(second, second_optimizer, 5)
     second.load_state_dict(full)
     second_optimizer.load_state_dict(state)
@@ -220,56 +219,6 @@ def test_balance_makes_the_heaviest_stage_light() -> None:
             assert len(found) == count
             assert min(found) > 0
             assert heaviest == best
-
-
-class Slow(nn.Module):
-    """Takes long; counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-
-        self.calls += 1
-        time.sleep(0.2)  # more than a busy machine adds to the others
-        return x
-
-
-def balance_by_time() -> tuple[int, float]:
-    torch.manual_seed(0)
-    raw = nn.Sequential(Slow(), nn.Linear(6, 300), nn.Linear(300, 6), nn.Linear(6, 3))
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(balance="time"))
-    one_step(model, optimizer, 0)
-    engine = registry.of_handle(model)
-    number = len(engine._stages[0].names)  # type: ignore[attr-defined]
-    accel.teardown(model)
-    return number, float(raw[0].calls)  # type: ignore[arg-type]
-
-
-def test_balance_by_time_measures_without_a_trace() -> None:
-    assert run(2, balance_by_time) == [(1, 1.0), (3, 1.0)]
-
-
-class SlowBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        time.sleep(0.05)
-        return grad
-
-
-def test_the_time_of_a_child_is_that_of_its_backward_too() -> None:
-    class Child(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return SlowBackward.apply(super().forward(x))  # type: ignore[no-any-return]
-
-    child = Child(2, 2)
-    assert times_of([("0", child)], torch.ones(1, 2))[0] >= 0.05
-    assert child.weight.grad is None
 
 
 def kept_bytes(**options: Any) -> int:

@@ -196,10 +196,10 @@ class Global(torch.optim.Optimizer):
             p.sub_(0.1 * p.grad / norm)
 
 
-def foreign_optimizer(split: bool) -> tuple[float, int]:
+def foreign_optimizer() -> tuple[float, int]:
     raw, reference = net(), net()
     optimizer, plain = Global(raw.parameters()), Global(reference.parameters())
-    model, handle = sharded(raw, optimizer, split_any_optimizer=split)
+    model, handle = sharded(raw, optimizer)
     for step in range(3):
         for o, m, x in ((handle, model, data(step, accel.rank())), (plain, reference, everywhere(step))):
             o.zero_grad()
@@ -209,13 +209,10 @@ def foreign_optimizer(split: bool) -> tuple[float, int]:
     return distance(raw, reference), len(optimizer.state)
 
 
-def test_a_foreign_optimizer_steps_whole_unless_told_otherwise() -> None:
-    for found, entries in run(2, foreign_optimizer, False):
+def test_a_foreign_optimizer_steps_whole() -> None:
+    for found, entries in run(2, foreign_optimizer):
         assert found <= 1e-5
         assert entries == 10
-    found = run(2, foreign_optimizer, True)
-    assert sum(entries for _, entries in found) == 10
-    assert all(distance > 1e-3 for distance, _ in found)
 
 
 def one_gradient_for_all(size: int) -> list[float]:

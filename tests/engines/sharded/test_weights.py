@@ -112,7 +112,7 @@ def replaced(split: bool) -> tuple[float, bool, list[bool]]:
     raw, reference = net(), net()
     raws = Replaces(raw.parameters(), lr=0.1) if split else adamw(raw.parameters())
     plain = Replaces(reference.parameters(), lr=0.1) if split else adamw(reference.parameters())
-    handles = sharded(raw, raws, split_any_optimizer=True)
+    handles = sharded(raw, raws)
     train(raw, handles, reference, plain, range(2))
     given = [torch.empty_like(p).copy_(p.detach()) for p in raw[0].parameters()]
     for parameter, values in zip(raw[0].parameters(), given, strict=True):
