@@ -27,12 +27,13 @@ from .iteration import Accumulation as Accumulation
 from .iteration import Iteration, latest, states
 from .iteration import LoaderState as LoaderState
 from .iteration import forget as forget
-from .readers import WHOLE, Kept, Start, length_of, shape_of, too_short
+from .readers import WHOLE, Kept, Start, shape_of, too_short
 from .readers import LoaderOptions as LoaderOptions
 from .readers import LoaderPlace as LoaderPlace
 from .readers import check as check
 from .readers import check_options as check_options
 from .readers import describe as describe
+from .readers import length_of as length_of
 from .sampling import Division, fingerprint, has_parts, own_generators
 from .sampling import first_sample as first_sample
 from .sampling import loader_seed as loader_seed
