@@ -274,7 +274,7 @@ def different(directory: str, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("directory", "rank 0 saves into .* rank 1 into"),
+        ("directory", "got dir=.* on rank 0 and dir=.* on rank 1"),
         ("keys", "the state of rank 1 has other objects"),
         ("shape", r"x is F32 \[10\] on one rank and F32 \[11\] on rank 1"),
         ("value", r'state\["bad"\] is a object'),

@@ -119,7 +119,9 @@ def test_what_is_saved_is_what_was_there(
                 tensor.data.zero_()
             pending.result(60)
         assert not device.begun
-        assert device.ahead > 1
+        assert (
+            device.ahead > 1 or not wait
+        )  # a background save moves memory of the CPU, which stands for the device here
         found = state(0)
         with monkeypatch.context() as plain:
             plain.setattr(transfer, "is_remote", lambda tensor: False)
