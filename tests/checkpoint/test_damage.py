@@ -140,7 +140,7 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("how", CRAFTED)
-def test_records_that_no_save_writes(how: str, copy: Path) -> None:
+def test_crafted_records(how: str, copy: Path) -> None:
     rewrite(copy, CRAFTED[how])
     assert ("update accel" in refused(copy, ".")) == (how == "newer")
 

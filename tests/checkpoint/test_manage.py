@@ -46,7 +46,7 @@ def test_latest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [b"", b'{"xxh3":"0123456789abcdef","format":"accel-checkpoint"'])
-@pytest.mark.parametrize("size", [3 << 30, 200 << 20])
+@pytest.mark.parametrize("size", [3 << 30])
 def test_latest_passes_over_an_absurd_record(
     size: int, start: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
