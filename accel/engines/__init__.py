@@ -21,7 +21,7 @@ from .base.engine import Context as Context
 from .base.engine import Engine as Engine
 from .base.engine import Options as Options
 from .base.holdings import Holdings as Holdings
-from .base.private import check_torch as check_torch
+from .base.versions import check_torch as check_torch
 
 #: Wrappers that are engines in their own right: a module inside one is already distributed by someone else.
 FOREIGN = frozenset(

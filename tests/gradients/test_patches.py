@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import importlib.metadata
-import importlib.util
 import inspect
 import os
-import re
 import sys
 import threading
 import time
@@ -26,7 +23,6 @@ from torch.nn.utils import clip_grad
 
 import accel
 from accel.engines import ENGINES
-from accel.engines.base import private
 from accel.errors import BackendError
 from accel.gradients import patches
 from tests.distributed import close_all, run
@@ -273,78 +269,6 @@ def test_options_that_are_true_or_false_are_nothing_else(name: str) -> None:
         if field.type in (bool, "bool"):
             with pytest.raises(BackendError, match=f"{field.name}='no'.: expected True or False"):
                 options(**{field.name: "no"})
-
-
-# -- private names of other libraries ----------------------------------------------------------------------------------
-
-
-def without(owner: Any, name: str, backend: Any) -> str:
-    """What ``setup`` says where a library has a private name no more; with it again, the backend works."""
-    private._found.cache_clear()
-    kept = inspect.getattr_static(owner, name)
-    delattr(owner, name)
-    net = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    try:
-        with pytest.raises(BackendError) as caught:
-            accel.setup(net, optimizer, backend=backend)
-    finally:
-        setattr(owner, name, kept)
-        private._found.cache_clear()
-    model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    accel.teardown(model)
-    return str(caught.value)
-
-
-def removed_names() -> list[tuple[str, str, str]]:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    ddp = nn.parallel.DistributedDataParallel
-    found = [
-        ("torch", "init_unsharded_param", without(FSDPParam, "init_unsharded_param", "fsdp")),
-        ("torch", "_get_ddp_logging_data", without(ddp, "_get_ddp_logging_data", "ddp")),
-        ("torch", "_get_total_norm", without(clip_grad, "_get_total_norm", "sharded")),
-    ]
-    if importlib.util.find_spec("fairscale"):
-        from fairscale.optim.oss import OSS  # type: ignore[import-untyped]
-
-        found.append(("fairscale", "partition_parameters", without(OSS, "partition_parameters", "sharded")))
-    if importlib.util.find_spec("deepspeed"):
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-        name = "release_backward_leftovers"
-        found.append(("deepspeed", name, without(DeepSpeedZeRoOffload, name, accel.DeepSpeed(stage=3))))
-    return found
-
-
-def test_a_library_without_a_private_name_is_refused_by_it() -> None:
-    close_all()
-    for found in run(2, removed_names):
-        for package, name, text in found:
-            version = importlib.metadata.version(package)
-            assert re.search(
-                rf"relies on parts of {package} that {package} {re.escape(version)} does not have: \S*{name} \(", text
-            )
-            assert re.search(rf"it was run with {package} .*{re.escape(version.partition('+')[0])}", text)
-
-
-def test_an_older_version_than_was_run_is_refused_although_it_has_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed 0.19.7 has them, and computed other weights in a test of configurations."""
-    names = [("torch:", "_foreach_norm", "norms")]
-    monkeypatch.setattr(private, "_version", lambda package: "0.19.7+cpu")
-    private.require("backend 'some'", "torch", names, ("0.19.7", "0.20"))
-    with pytest.raises(
-        BackendError, match="'some' is not known to be right with torch 0.19.7.* run with torch 0.19.8 and 0.20:"
-    ):
-        private.require("backend 'some'", "torch", names, ("0.19.8", "0.20"))
-
-
-def test_attributes_that_only_objects_have_are_found() -> None:
-    assert private._found("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param")
-    assert not private._found("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._no_such_thing")
-    assert not private._found("torch.no_such_module:name")
 
 
 def test_what_ends_in_another_thread_takes_no_patch_from_what_begins() -> None:

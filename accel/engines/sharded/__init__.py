@@ -9,7 +9,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -31,21 +31,13 @@ from ..base.engine import Engine, SequenceOptions
 from ..base.gradients import Gradients, refuse_scripts
 from ..base.holdings import Holdings
 from ..base.memory import Footprint, MemoryUse
-from ..base.private import require
 from ..base.step import refuse_steps
+from ..base.versions import check_version
 
 logger = logging.getLogger("accel")
 
 #: What is known of a gradient, in the order in which one rank's knowledge outranks another's.
 NONE, EVERYWHERE, OWNED, REPLACED, LOCAL, SPARSE = range(6)
-
-#: The names of fairscale that this backend relies on, and the versions with which its tests were run.
-_PRIVATE: Final = (
-    ("fairscale.optim.oss:OSS.", "partition_parameters _param_to_rank", "which rank steps which parameter"),
-    ("fairscale.optim.oss:OSS.", "_setup_flat_buffers", "weights in flat memory"),
-    ("fairscale.nn.misc:ParamBucket.", "_fill add_param", "weights in flat memory"),
-)
-_RAN: Final = ("0.4.12", "0.4.13")
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -161,7 +153,7 @@ class ShardedGradients(Gradients):
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
         self._index: dict[int, int] = {}
         with unseen_group():
-            require("backend 'sharded'", "fairscale", _PRIVATE, _RAN)
+            check_version("sharded", "fairscale", "0.4.12", "0.4.13")
             from .owners import Owners
         self.owners = Owners(self._rank, self._world)
         #: By optimizer (one may step or write inside of another), the parameters that their owners have stepped, or may

@@ -1,0 +1,41 @@
+"""The versions of torch, DeepSpeed and fairscale that each backend was tested with."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import re
+from typing import Final
+
+from ...errors import BackendError
+
+logger = logging.getLogger("accel")
+
+#: The oldest and the newest tested version of torch by backend, "" for all others.
+_TORCH: Final = {"": ("2.11", "2.15"), "horovod": ("2.11", "2.13"), "xla": ("2.9", "2.9")}
+
+
+def check_torch(backend: str) -> None:
+    """Check the installed version of torch for a backend."""
+    oldest, newest = _TORCH.get(backend, _TORCH[""])
+    check_version(backend, "torch", oldest, newest)
+
+
+@functools.cache
+def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
+    """Raise BackendError if a package is older than the tested versions. Log a warning if it is newer."""
+    version = importlib.metadata.version(package)
+    if _numbers(version) < _numbers(oldest):
+        raise BackendError(
+            f"backend={backend!r} needs {package} {oldest} or newer, but {version} is installed. "
+            f"Run pip install '{package}>={oldest}'."
+        )
+    # 2.13.1 is not newer than 2.13.
+    tested = _numbers(newest)
+    if _numbers(version)[: len(tested)] > tested:
+        logger.warning("backend=%r was tested with %s up to %s, and %s is installed", backend, package, newest, version)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
