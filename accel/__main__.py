@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = known[args.command].run(args)
         sys.stdout.flush()
     except AccelError as error:
-        print(f"accel {args.command}: {error}", file=sys.stderr)
+        text = str(error).removeprefix(f"accel.{args.command}: ")
+        print(f"accel {args.command}: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"accel {args.command}: ended by Ctrl-C", file=sys.stderr)

@@ -481,7 +481,9 @@ def test_names_of_accel_on_the_page_are_public() -> None:
 
 
 def test_each_section_is_tested() -> None:
-    assert re.findall(r"^## (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE) == list(PACKAGES)
+    headings = re.findall(r"^## (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    # tests/checkpoint/test_other_libraries.py runs the last section.
+    assert headings == [*PACKAGES, "Load a checkpoint from another library"]
 
 
 @pytest.mark.parametrize("section", PACKAGES)

@@ -651,9 +651,8 @@ def same_inputs(backend: Any) -> list[tuple[list[str], bool]]:
 
 
 SAME = (
-    r"Linear #\d+ is given the same inputs on all 2 ranks, so that each computes what the others do, unless losses or random "
-    r"numbers are its own \(actions, dropout\): give the loader to accel\.setup, as in model, optimizer, loader = "
-    r"accel\.setup\(model, optimizer, loader\), or choose other data by accel\.rank\(\); where it is meant, nothing is wrong"
+    r"Linear #\d+ is given the same inputs on all 2 ranks, so every rank computes the same gradients\. Pass the loader to "
+    r"accel\.setup, or choose different data by accel\.rank\(\)\. If you mean it, ignore this warning\."
 )
 
 
