@@ -64,7 +64,7 @@ def remote(url: str) -> Remote:
 
 @functools.cache
 def _opened(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Remote:
-    """One for each process: a forked one has not the thread that the connections are in."""
+    """Return one for each process, because a forked process doesn't have the thread of the connections."""
     from fsspec import filesystem
 
     return Remote(protocol, filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **dict(options)))

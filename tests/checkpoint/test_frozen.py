@@ -109,7 +109,7 @@ def test_the_record_names_what_is_frozen_in_the_groups(tmp_path: Path) -> None:
     accel.save({"m": model, "o": optimizer}, tmp_path)
     assert body_of(tmp_path)["values"]["o"]["frozen"] == ["1.bias", "1.weight"]
     rewrite(tmp_path, lambda body: body["values"]["o"]["frozen"].append(["a list"]))
-    with pytest.raises(CheckpointError, match="the name of a parameter is no text"):
+    with pytest.raises(CheckpointError, match="unhashable"):
         accel.load(tmp_path, {"m": model, "o": optimizer})
 
 

@@ -480,15 +480,3 @@ def test_uploads_take_little_memory(prefix: str, monkeypatch: pytest.MonkeyPatch
     done.set()
     watcher.join()
     assert most < 32 << 20
-
-
-def test_a_forked_process_has_connections_of_its_own(prefix: str) -> None:
-    accel.save(state(1.0), prefix)
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(int(accel.load(prefix)["n"]) + 6)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert accel.load(prefix)["n"] == 1

@@ -32,7 +32,7 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> Replicas:
     monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(accelerator, "device_index", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(accelerator, "current_stream", lambda index: contextlib.nullcontext())
-    parallel = Replicas(Dtype(), [torch.device("cpu", 0), torch.device("cpu", 1)], False)
+    parallel = Replicas(Dtype(), [torch.device("cpu", 0), torch.device("cpu", 1)])
     parallel.device_ids, parallel.src_device_obj = [0, 1], torch.device("cpu")
     return parallel
 
