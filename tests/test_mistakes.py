@@ -216,6 +216,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         accel.AccelError,
         f"{MODEL}a list: each model has a call of accel.setup of its own",
     ),
+    "two dataloaders": (
+        lambda: ANY.setup(net(), sgd(), [], []),
+        accel.LoaderError,
+        "accel.setup() takes all DataLoaders in one argument. Pass a tuple: "
+        "accel.setup(model, optimizer, (train_loader, eval_loader)).",
+    ),
     "a state dict": (
         lambda: ANY.setup(net().state_dict()),
         accel.AccelError,

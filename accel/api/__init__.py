@@ -55,7 +55,7 @@ def setup(
     model: Model,
     optimizers: Optimizers = None,  # type: ignore[assignment]
     dataloaders: Dataloaders = None,  # type: ignore[assignment]
-    *,
+    *more: Any,
     backend: str | Options = "auto",
     precision: str = "auto",
     devices: Any = "auto",
@@ -71,6 +71,7 @@ def setup(
             training, which the process divides until ``accel.teardown()``.
         optimizers: an optimizer, or a list, tuple or dict of them, over ``model``'s parameters.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
+        more: nothing. A second dataloader here raises LoaderError, because all of them go into ``dataloaders``.
         backend: a backend's name or options (``accel.DDP(...)``); "auto" is the live engine's, else ``ACCEL_BACKEND``,
             else "ddp" at world size > 1, "dp" in a notebook with several accelerators, "single" otherwise.
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true"; "auto" is the live engine's, else
@@ -89,6 +90,11 @@ def setup(
         OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: an argument that cannot work.
     """
     process.refuse_fork()
+    if more:
+        raise LoaderError(
+            "accel.setup() takes all DataLoaders in one argument. Pass a tuple: "
+            "accel.setup(model, optimizer, (train_loader, eval_loader))."
+        )
     wanted = (backend, precision, devices)
     handles = known_handles(model, optimizers, dataloaders, wanted, loader_options)
     if handles is not None:
