@@ -433,6 +433,45 @@ def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tenso
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
+# -- p.data = values of a shard -------------------------------------------------------------------------------------
+
+
+@final
+class _ClassAttributes:
+    """The attributes of a class itself, as a table."""
+
+    def __init__(self, owner: type[Any]) -> None:
+        self._owner = owner
+
+    def get(self, name: str, default: Any) -> Any:
+        return vars(self._owner).get(name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._owner, name)
+
+
+def data_patch(take: Callable[[Any, torch.Tensor], bool]) -> Patch:
+    """Let ``take`` handle ``p.data = values`` of a DTensor; it returns False to leave it to torch.
+
+    FSDP2 goes on with the old values, without an error. Loops that swap in averaged weights assign them like this.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def make(found: Any, needed: Callable[[], bool]) -> property:
+        original: Any = torch.Tensor.data if found is _ABSENT else found
+
+        def put(tensor: Any, value: torch.Tensor) -> None:
+            if not (needed() and take(tensor, value)):
+                original.__set__(tensor, value)
+
+        return property(original.__get__, put, doc=original.__doc__)
+
+    return Patch(_ClassAttributes(DTensor), "data", make)
+
+
 # -- DTensor operators ------------------------------------------------------------------------------------------------
 # Two kinds are silently wrong in torch: reading one number of a shard gives this rank's, and an index or slice along the
 # sharded dimension is a copy, so writes to it are lost. Averages of weights (EMA) read shards into full tensors.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.nn.utils import vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 import accel
@@ -118,6 +119,37 @@ def test_statistics_of_an_average() -> None:
     run(2, statistics)
 
 
+def written() -> None:
+    reference, raw = mlp(4, 9, 2), mlp(4, 9, 2, seed=1)
+    model = accel.setup(raw, backend="fsdp").model
+    vector = torch.cat([p.detach().reshape(-1) for p in reference.parameters()])
+    vector_to_parameters(vector, model.parameters())
+    assert distance(accel.teardown(model), reference) == 0
+
+
+def test_full_values_are_assigned_to_shards() -> None:
+    run(2, written)
+
+
+def swapped() -> None:
+    """Evaluate with averaged weights that are assigned, then go on with the trained ones."""
+    raw, x = mlp(4, 9, 2), torch.ones(3, 4)
+    model = accel.setup(raw, backend="fsdp").model
+    trained = {name: p.data.clone() for name, p in model.named_parameters()}
+    before = model(x).detach()
+    for p in model.parameters():
+        p.data = p.data * 0
+    assert not model(x).any()
+    for name, p in model.named_parameters():
+        p.data = trained[name]
+    assert torch.equal(model(x), before)
+    assert "data" not in vars(torch.Tensor)
+
+
+def test_averaged_weights_are_swapped_in_and_out() -> None:
+    run(2, swapped)
+
+
 def mixed() -> None:
     """What is no average of weights raises torch's own error."""
     model = accel.setup(mlp(4, 9, 2), backend="fsdp").model
@@ -129,6 +161,16 @@ def mixed() -> None:
 
 def test_full_tensors_and_shards_do_not_mix() -> None:
     run(2, mixed)
+
+
+def other_values() -> None:
+    model = accel.setup(mlp(4, 9, 2), backend="fsdp").model
+    model[0].weight.data = torch.full((9, 4), float(accel.rank()))
+
+
+def test_values_that_differ_are_not_mixed() -> None:
+    for message in refusals(2, other_values, error="RankMismatchError"):
+        assert "rank 1 writes other values than rank 0" in message
 
 
 def average_of_one_rank() -> None:

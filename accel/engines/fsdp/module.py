@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...errors import BackendError, RankMismatchError
 from ...gradients.log import remove_hooks
-from ...gradients.patches import ignored, shard_patches
+from ...gradients.patches import Patch, data_patch, ignored, shard_patches
 from ...precision import here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
@@ -57,8 +57,13 @@ def require_same(what: str, values: Sequence[torch.Tensor]) -> None:
         )
 
 
-_patches: Final = (
+def _set_data(tensor: Any, value: torch.Tensor) -> bool:
+    return any(module.set_data(tensor, value) for module in _patches[0].users())
+
+
+_patches: Final[tuple[Patch, ...]] = (
     *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _gather),
+    data_patch(_set_data),
     ignored("FSDP2-wrapped module .* returned a view tensor"),  # which `watch_forward` sees to
 )
 
@@ -173,6 +178,7 @@ class ShardedModule:
         self.groups: list[Any] = []
         self.params: list[Any] = []
         self._wholes: list[nn.Parameter] = []
+        self._by_shard: dict[int, Any] = {}
         self.process = process
         self._options = options
         self._hooks: list[Any] = []
@@ -222,6 +228,7 @@ class ShardedModule:
 
     def begin(self, label: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Take over."""
+        self._by_shard = {id(param.sharded_param): param for param in self.params}
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         for group in self.groups:
             watch(self.process, group, names[id(group.modules[0])], label)
@@ -261,6 +268,29 @@ class ShardedModule:
             for param in self.params:  # it asks groups, of which an interrupt may have left some parameters gathered
                 if param.sharded_state is not ShardedState.SHARDED:
                     param.to_sharded()
+
+    def set_data(self, tensor: Any, value: torch.Tensor) -> bool:
+        """Set the values of a shard, from full values that are the same on every rank or from a DTensor that is sharded alike.
+
+        Return False if the tensor is no shard of this module. Collective for full values.
+        """
+        param = self._by_shard.get(id(tensor))
+        if param is None or param.sharded_param is not tensor:
+            return False
+        shape = tuple(tensor.shape)
+        if not isinstance(value, DTensor) and value.shape == tensor.shape and value.dtype is tensor.dtype:
+            require_same(f"p.data = ... of a parameter of shape {shape}", [value])
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        if not isinstance(value, DTensor) or value._spec != tensor._spec or value.dtype is not tensor.dtype:
+            raise BackendError(
+                f"p.data = ... of a sharded parameter of shape {shape} and {tensor.dtype} got a {type(value).__name__} of "
+                f"{tuple(value.shape)} and {value.dtype}. Use load_state_dict(full) of the model's handle."
+            )
+        if param.sharded_state is not ShardedState.SHARDED:
+            raise BackendError("p.data = ... between a forward and its backward. Set weights after the backward.")
+        tensor._local_tensor = value._local_tensor.detach()
+        param.reset_sharded_param()
+        return True
 
     def let_go(self) -> None:
         """Drop the process groups. Local."""
