@@ -216,7 +216,7 @@ def renormed() -> None:
         raw = nn.Sequential(kind(4, 2, max_norm=1.0), nn.Linear(2, 1))
         refuse(
             accel.BackendError,
-            "max_norm",
+            "max_norm of 0 changes weights in forward|0 has max_norm, which writes to its weight in forward",
             lambda r=raw, b=backend: accel.setup(r, backend=b),
         )
 
