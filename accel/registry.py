@@ -16,7 +16,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
@@ -24,20 +23,19 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .engines import FOREIGN, Engine, foreign_part
-from .engines.base.gradients import Gradients
 from .engines.base.step import prepare
 from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
+from .gradients.clip import Owners, clip_patches
 from .gradients.log import remove_hooks
 from .gradients.patches import (
     BackwardListener,
     Patch,
     changing,
-    clip_patches,
     compile_patch,
     run_patches,
 )
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
-from .precision import Accumulator, LossScale, all_finite, here
+from .precision import LossScale, all_finite
 from .shard import parameters_of
 
 logger = logging.getLogger("accel")
@@ -280,126 +278,50 @@ class Registry:
         self._warnings.add(said)
         return not known
 
-    def canonical(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What has the final gradients of these, of which a loop may hold what an engine has put in their places for a time."""
-        engines = [e for e in self.engines if type(e.gradients).canonical is not Gradients.canonical]
-        if not engines:
-            return parameters
-        owners: list[tuple[Any, Engine | None]] = [(p, _owner(p, engines)) for p in parameters]
-        return [p if owner is None else owner.gradients.canonical(p) for p, owner in owners]
+    def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[Owners, list[torch.Tensor]]:
+        """Return the engines' gradients with those of these parameters that are theirs, and the other parameters.
 
-    def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Make final the gradients that one of torch's clipping functions was given."""
+        The engines come in the order of all ranks. Without parameters, the engines that may have gradients on other ranks only
+        take part too.
+
+        Raises:
+            BackendError: there are no parameters, and an engine has gradients that ``p.grad`` does not show.
+        """
+        if not parameters:
+            self._refuse_hidden()
+        found: Owners = []
+        rest = list(parameters)
+        for engine in [e for e in self.in_order() if e.distributed]:
+            own: list[Any] = [p for p in rest if id(p) in engine.known]
+            if own or (engine.gradients.spread and not parameters):
+                found.append((engine.gradients, [engine.gradients.canonical(p) for p in own]))
+                rest = [p for p in rest if id(p) not in engine.known]
+        return found, rest
+
+    def parameters_of(self, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the engines' parameters whose gradients these are, and the other gradients."""
         if not gradients:
-            if any(e.gradients.hidden() for e in self.engines):
-                self.sweep()
-            self._refuse_hidden([p for e in self.engines for p in e.parameters])
-        for engine in [e for e in self.in_order() if e.gradients.pending()]:
-            own = {id(p.grad) for p in engine.parameters if p.grad is not None}
-            if given := [g for g in gradients if id(g) in own]:
-                missing = engine.gradients.settle_clipped(given)
-                self._refuse_hidden(engine.parameters)
-                if engine.distributed:
-                    engine.compare(
-                        "clipping by torch.nn.utils", missing, lambda _: "a rank had no gradient where others had"
-                    )
-                if missing:
-                    raise BackendError(
-                        "gradients were missing when torch.nn.utils clipped: use accel.clip_grad_norm_(model)"
-                    )
+            self._refuse_hidden()
+        parameters = {id(p.grad): p for e in self.engines if e.distributed for p in e.parameters if p.grad is not None}
+        own: list[torch.Tensor] = [parameters[id(g)] for g in gradients if id(g) in parameters]
+        return own, [g for g in gradients if id(g) not in parameters]
 
-    def before_clipping_of(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make final the gradients of these parameters, which one of torch's clipping functions was given."""
-        for engine in [e for e in self.in_order() if e.gradients.pending() and not e.gradients.hidden()]:
-            own: list[Any] = _of(engine, parameters)
-            if not own:
-                continue
-            engine.gradients.settle()
-            if engine.distributed:
-                names, canonical = engine.holdings.parameter_names, engine.gradients.canonical
-                given = sorted({names[id(canonical(p))] for p in own})
-                engine.compare("clipping by torch.nn.utils", given, _other_parameters)
-
-    def behind(self, parameters: Sequence[torch.Tensor]) -> list[Accumulator]:
-        """What else than these has their final gradients in its ``grad``. Collective where an engine hides some."""
-        hiding = [(e, _of(e, parameters)) for e in self.in_order() if e.gradients.hidden()]
-        return [holder for engine, own in hiding if own for holder in engine.gradients.behind(own)]
-
-    def _refuse_hidden(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _refuse_hidden(self) -> None:
+        if any(engine.gradients.hidden() for engine in self.engines):
+            self.sweep()
         for engine in [e for e in self.engines if e.gradients.hidden()]:
-            if any(id(p) in engine.known for p in parameters):
-                raise BackendError(
-                    f"torch.nn.utils finds no final gradients in p.grad of a {engine.kind} with backend "
-                    f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
-                )
+            raise BackendError(
+                f"torch.nn.utils finds no final gradients in p.grad of a {engine.kind} with backend "
+                f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
+            )
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         owner = _owner(tensor, self.engines)
         return tensor if owner is None else owner.gradients.leaf(tensor)
 
-    def _measuring(self) -> list[Engine]:
-        """The engines whose gradients lie in parts, or on one rank each: norms of them add up over the ranks."""
-        return [e for e in self.in_order() if e.gradients.in_parts]
-
-    def total_norm(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
-    ) -> torch.Tensor | None:
-        """The norm of gradients that are divided over the ranks, or lie on one each; None where torch's own will do. Collective.
-
-        The parameters tell whose gradients: an engine that nobody holds any more may live on one rank only.
-        """
-        norms: list[torch.Tensor] = []
-        for engine in self._measuring():
-            own = _of(engine, parameters)
-            # This rank may have no gradient of some that lie on one rank each, and nothing to clip then.
-            takes_part = own or (engine.gradients.spread and not (parameters or norms))
-            if takes_part and (norm := engine.gradients.norm(own, norm_type)) is not None:
-                if not norms and len(own) == len(parameters):
-                    return norm
-                norms.append(here(norm).to(engine.process.device))
-                parameters = [p for p in parameters if id(p) not in engine.known]
-                gradients = [p.grad for p in parameters if p.grad is not None]
-        if not norms:
-            return None
-        if parameters:
-            norms.append(clip_grad._get_total_norm(gradients, norm_type).to(norms[0].device))
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        return total
-
-    def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients these are, where engines measure all of them; else none."""
-        engines = [e for e in self._measuring() if not (e.gradients.spread or e.gradients.hidden())]
-        own = {id(p.grad): p for e in engines for p in e.parameters if p.grad is not None}
-        found = [own[id(g)] for g in gradients if id(g) in own]
-        return found if len(found) == len(gradients) else []
-
-    def owned(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether all of these are final, and lie on this rank alone: what multiplies them needs no other rank. Local."""
-        engines = [e.gradients for e in self.engines if e.gradients.partial]
-        return bool(gradients and engines) and all(any(e.owns(g) for e in engines) for g in gradients)
-
-    def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Refuse to measure gradients of which other ranks have more."""
-        spread = [e for e in self.engines if e.gradients.spread and e.distributed]
-        own = {id(p.grad) for e in spread for p in e.parameters if p.grad is not None}
-        if any(id(g) in own for g in gradients):
-            raise BackendError(
-                "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
-                'float("inf")) measures those of all ranks'
-            )
-
-
-def _other_parameters(given: Sequence[Sequence[str]]) -> str:
-    some = {name for names in given for name in names if any(name not in others for others in given)}
-    return f"some were not given {', '.join(sorted(some)[:5])} (their p.grad was None?); give all of model.parameters()"
-
 
 def _owner(tensor: torch.Tensor, engines: Iterable[Engine]) -> Engine | None:
     return next((e for e in engines if id(tensor) in e.known), None)
-
-
-def _of(engine: Engine, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [p for p in parameters if id(p) in engine.known]
 
 
 def _concerned(engine: Engine) -> bool:

@@ -306,9 +306,25 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return engine.join()
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the model's gradients by their global norm, on every backend; returns the norm before clipping (0-dim)."""
-    return registry.of_handle(model).gradients.clip(max_norm, norm_type)
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip the model's gradients by their global norm, on every backend. Collective.
+
+    Args:
+        model: a handle or its raw module.
+        max_norm: the largest norm that the gradients may have afterwards.
+        norm_type: the order of the norm; ``float("inf")`` is the largest absolute value.
+        error_if_nonfinite: raise instead of clipping if the norm is inf or nan.
+
+    Returns:
+        The norm before clipping, a 0-dim tensor that is the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
+        BackendError: gradients are sharded, and ``norm_type`` is not above 0.
+    """
+    return registry.of_handle(model).gradients.clip(max_norm, norm_type, error_if_nonfinite)
 
 
 def refresh_trainable(model: nn.Module) -> None:

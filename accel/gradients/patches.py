@@ -6,7 +6,6 @@ has put something of its own in the place since, that stays, and what of accel i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
@@ -15,17 +14,14 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
 
 import torch
-from torch.nn.utils import clip_grad
 
 from ..errors import BackendError
-from ..precision import Accumulator, here
 from ..process.control import raise_lost
 from ..trees import all_tensors, map_tensors
-from .totals import scale_
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -236,201 +232,6 @@ def compile_patch(kind: type[torch.nn.Module]) -> Patch:
         return model
 
     return around(vars(torch), "compile", compile)
-
-
-# -- Makes torch's own clipping functions see final gradients ----------------------------------------------------------
-# ``torch.nn.utils.clip_grad_norm_``, ``clip_grad_value_`` and ``get_total_norm`` use helpers that they look up in their
-# module's globals: replacing those reaches them however a loop imported them. One groups gradients, and is where they
-# become final; one measures the norm to clip by, which adds up over the ranks where gradients lie on one rank each; one
-# multiplies the gradients of given parameters, and alone is told the parameters.
-
-_GROUP: Final = "_group_tensors_by_device_and_dtype"
-_NORM: Final = "_get_total_norm"
-_MULTIPLY: Final = "_clip_grads_with_norm_"
-
-
-class ClipListener(Protocol):
-    """What hears of clipping: the registry, which says what each is for."""
-
-    def canonical(self, parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
-    def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None: ...
-    def before_clipping_of(self, parameters: Sequence[torch.Tensor]) -> None: ...
-    def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]: ...
-    def before_local_norm(self, gradients: Sequence[torch.Tensor]) -> None: ...
-    def having(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]: ...
-    def owned(self, gradients: Sequence[torch.Tensor]) -> bool: ...
-    def total_norm(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], norm_type: float
-    ) -> torch.Tensor | None: ...
-
-
-def clip_patches(listener: ClipListener) -> tuple[Patch, ...]:
-    """The replaced helpers; ``listener`` hears of their calls."""
-    clip = _Clip(listener)
-    acts: dict[str, Callable[..., Any]] = {_GROUP: clip.group, _NORM: clip.norm, _MULTIPLY: clip.multiply}
-    patches = [around(vars(clip_grad), name, act) for name, act in acts.items()]
-    inside: dict[str, Callable[..., Any]] = {
-        "clip_grad_value_": clip.value,
-        _NORM: clip.given,
-        _MULTIPLY: clip.multiply,
-    }
-    for function, act in ((getattr(clip_grad, name, None), act) for name, act in inside.items()):
-        if "func" in (inner := _Cells(function)).names:
-            patches.append(around(inner, "func", act))
-    return tuple(patches)
-
-
-@final
-class _Cells:
-    """What a function has of the scope that it was made in, as its decorator's: found however the function was imported."""
-
-    def __init__(self, function: Any) -> None:
-        code = getattr(function, "__code__", None)
-        cells = () if code is None else zip(code.co_freevars, function.__closure__ or (), strict=True)
-        self.names: dict[str, Any] = dict(cells)
-
-    def get(self, name: str, default: Any) -> Any:
-        return self.names[name].cell_contents
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.names[name].cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.names[name].cell_contents
-
-
-@final
-class _Clip:
-    """What stands in for the helpers."""
-
-    def __init__(self, listener: ClipListener) -> None:
-        self._listener = listener
-        self._inside = self._settled = False
-        #: The norm that was given last, until gradients are multiplied by it.
-        self._norm: torch.Tensor | None = None
-
-    def group(self, original: Callable[..., Any], tensors: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
-        if not self._inside and sys._getframe(2).f_code.co_name == _NORM:  # who has called the patch
-            self._listener.before_local_norm(tensors[0])
-        if not self._settled and (tensors[0] or not self._inside):
-            self._listener.before_clipping(tensors[0])
-        return original(tensors, *args)
-
-    def norm(self, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        caller = sys._getframe(2)
-        if self._inside or caller.f_code.co_name != "clip_grad_norm_":
-            return original(tensors, *args, **kwargs)  # `given` sees to it
-        # The helper sees gradients only, of which a rank may have none.
-        parameters, gradients = self._listener.canonical(list(caller.f_locals["parameters"])), _as_list(tensors)
-        if not (parameters or gradients):  # maybe all that have a p.grad, where an engine keeps the gradients elsewhere
-            self._listener.before_clipping(())
-        return self._total_of(parameters, original, gradients, *args, **kwargs)
-
-    def _total_of(
-        self,
-        parameters: Sequence[torch.Tensor],
-        original: Callable[..., torch.Tensor],
-        gradients: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """The norm of the final gradients of these, where torch has collected others; without parameters, of the gradients."""
-        if not parameters:
-            return self._total(parameters, original, gradients, *args, **kwargs)
-        with self._final(parameters):
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            return self._total(parameters, original, gradients, *args, **kwargs)
-
-    def _total(
-        self,
-        parameters: Sequence[torch.Tensor],
-        original: Callable[..., torch.Tensor],
-        gradients: list[torch.Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        with self._called():
-            total = self._listener.total_norm(parameters, gradients, float(norm_type))
-            if total is None:
-                return original(gradients, norm_type, error_if_nonfinite, foreach)
-        self._norm = total
-        if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped"
-            )
-        return total
-
-    def multiply(
-        self,
-        original: Callable[..., None],
-        parameters: Any,
-        max_norm: float,
-        total_norm: torch.Tensor,
-        foreach: bool | None = None,
-    ) -> None:
-        if self._inside:  # called by the other one of the two that this stands for
-            original(parameters, max_norm, total_norm, foreach)
-            return
-        holders = self._holders(parameters)
-        gradients = [p.grad for p in holders if p.grad is not None]
-        norm, self._norm = self._norm, None
-        whole = total_norm is norm or self._listener.owned(gradients)
-        if not whole and type(total_norm) is torch.Tensor and self._listener.having(gradients):
-            self._listener.before_clipping(gradients)
-            whole = True
-        if whole:
-            scale_(map(here, gradients), max_norm, here(total_norm))
-            return
-        with self._called():
-            original(holders, max_norm, total_norm, foreach)
-
-    def value(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
-        given = _as_list(parameters)
-        if not given:
-            self._listener.before_clipping(())
-        with self._final(given):
-            holders = [holder for holder in self._holders(given) if holder.grad is not None]
-            if holders:  # torch cannot clip nothing, which may be all that this rank has
-                original(holders, *args, **kwargs)
-
-    def given(self, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        gradients = _as_list(tensors)
-        if self._inside:
-            return original(gradients, *args, **kwargs)
-        whose = self._listener.having(gradients)
-        if not gradients:  # torch gives 0 of nothing by itself
-            self._listener.before_clipping(gradients)
-        if not whose:
-            return original(gradients, *args, **kwargs)
-        return self._total_of(whose, original, gradients, *args, **kwargs)  # torch cannot add up over two meshes
-
-    def _holders(self, parameters: Any) -> list[Accumulator]:
-        given = self._listener.canonical(_as_list(parameters))
-        return [*given, *self._listener.behind(given)]
-
-    @contextlib.contextmanager
-    def _final(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, all gradients of these are final, also those that this rank had none of."""
-        before, self._settled = self._settled, True
-        try:
-            self._listener.before_clipping_of(parameters)
-            yield
-        finally:
-            self._settled = before
-
-    @contextlib.contextmanager
-    def _called(self) -> Iterator[None]:
-        """Inside of a function of torch's, whose gradients are known, also where this rank has none."""
-        before, self._inside = self._inside, True
-        try:
-            yield
-        finally:
-            self._inside = before
-
-
-def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
 # -- p.data = values of a shard -------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
-from accel.gradients.totals import _power, scale_
+from accel.gradients.clip import _power, scale_
+from tests.backends import need
 from tests.distributed import run
 
 DIVIDED = ["sharded", "fsdp", "pipeline", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3)]
@@ -59,19 +60,26 @@ def test_torchs_clipping_of_a_pipeline_sees_a_nan_of_another_stage() -> None:
     assert all(math.isnan(norm) for norm in run(2, norm_with_nan, "pipeline", math.inf, True))
 
 
-def clip_strictly() -> None:
-    raw = model_of()
-    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="pipeline")
-    model(torch.ones(2, 4)).square().sum().backward()
-    if accel.rank() == 1:
-        parts_of(model)[-1].view(-1)[0] = math.nan
-    with pytest.raises(RuntimeError, match="norm of order 2.0 of the gradients is nan, so they cannot be clipped"):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
-    accel.teardown()
+def clip_strictly(backend: Any) -> None:
+    """Each of the two functions raises on every rank, and leaves the gradients as they were."""
+    for by_torch in (True, False):
+        raw = model_of()
+        model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
+        inputs = torch.ones(2, 4)
+        inputs[0, 0] = math.nan if accel.rank() == 1 or backend == "pipeline" else 1.0
+        model(inputs).square().sum().backward()
+        with pytest.raises(RuntimeError, match="norm of order 2.0 .*clipped"):
+            if by_torch:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
+            else:
+                accel.clip_grad_norm_(model, 0.5, error_if_nonfinite=True)
+        accel.teardown()
 
 
-def test_error_if_nonfinite_is_of_all_ranks() -> None:
-    run(2, clip_strictly)
+@pytest.mark.parametrize("backend", ["ddp", *DIVIDED], ids=str)
+def test_error_if_nonfinite_raises_on_all_ranks(backend: Any) -> None:
+    need(backend, 2)
+    run(2, clip_strictly, backend)
 
 
 def norms_of_one_number(backend: Any) -> list[torch.Tensor]:

@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
+from ...gradients.clip import norm_over_ranks, refuse_nonfinite, scale_
 from ...gradients.log import BackwardEnd, GradientLog
 from ...gradients.patches import BackwardListener
-from ...gradients.totals import clip_, norm_over_ranks
 from ...precision import Accumulator, all_finite, here
 from ...process import Process
 from ...process.control import Waiting, agree, announce
@@ -134,12 +134,6 @@ class Gradients:
         if self.log.entries:
             self.log.fold(stepping=optimizer)
 
-    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """``settle`` where torch clips these gradients of the model; True where it cannot, as it does not see them all."""
-        before = sum(p.grad is not None for p in self.engine.parameters)
-        self.settle()
-        return sum(p.grad is not None for p in self.engine.parameters) > before
-
     def accumulate(self, accumulating: bool) -> None:
         """Begin or end ``no_sync``: whether backward passes of the forwards from now on skip the reduction. Local."""
         self.accumulating = accumulating
@@ -153,40 +147,41 @@ class Gradients:
         """What lies here of the final gradients of these: what this rank counts in a norm, and what another one does. Local."""
         raise NotImplementedError
 
-    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip by the global norm of the model's gradients; returns the norm before, 0-dim. Collective."""
-        with self._final("accel.clip_grad_norm_"):
-            return self.clip_final(max_norm, norm_type)
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Clip by the global norm of the model's gradients; return the norm before, 0-dim. Collective."""
+        if not self.in_parts:
+            self.settle()  # every rank clips all parameters, so there is nothing to compare
+        norm = nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type, error_if_nonfinite)
+        return here(norm)
 
     @final
-    def clip_final(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """``clip`` of gradients that are final."""
-        if not self.in_parts:
-            return nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type)
-        mine, copies = self.parts(self.engine.parameters)
-        return clip_(self.engine.parameters, mine, max_norm, norm_type, self.process, copies)
+    def clip_parts(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip gradients that are final and lie in parts. Collective."""
+        counted, copies = self.parts(self.engine.parameters)
+        norm = norm_over_ranks(self.engine.parameters, counted, norm_type, self.process)
+        if error_if_nonfinite:
+            refuse_nonfinite(norm, norm_type)
+        scale_([*counted, *copies], max_norm, norm)
+        return norm
 
-    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """The norm of gradients ``in_parts``, all that torch clips of the model; None where torch's own will do. Collective."""
-        with self._final("torch.nn.utils.clip_grad_norm_"):
-            return norm_over_ranks(parameters, self.parts(parameters)[0], norm_type, self.process)
+    def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return a norm over all ranks in the form in which torch returns that of such parameters. Local."""
+        return norm
 
-    @contextlib.contextmanager
-    def _final(self, what: str) -> Iterator[None]:
-        """Inside, gradients are final; where they lie in parts, ``what`` is a collective."""
+    @final
+    def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Make gradients final because ``what`` clips those of these parameters. Collective.
+
+        Raises:
+            RankMismatchError: on every rank, if the ranks clip different parameters.
+        """
         if self.in_parts:
             self.announce(what)
-        self.settle()
-        with Waiting(self.process, what) if self.in_parts else contextlib.nullcontext():
-            yield
-
-    def owns(self, gradient: torch.Tensor) -> bool:
-        """Whether it is final, and on no other rank. Local."""
-        return False
-
-    def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
-        """What else has, in its ``grad``, of the final gradients of these: all that ``hidden`` tells of. Collective."""
-        return ()
+            self.settle()
+        elif self.pending():
+            self.settle()
+            names = self.engine.holdings.parameter_names
+            self.engine.compare(what, sorted({names[id(p)] for p in parameters}), _other_parameters)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -259,6 +254,13 @@ class Gradients:
                 f"gradients of this '16-mixed' {self.engine.kind} came from a plain loss.backward(), so that "
                 "the loss was not scaled: call accel.backward(loss), or use torch.amp.GradScaler as in raw PyTorch"
             )
+
+
+def _other_parameters(given: Sequence[Sequence[str]]) -> str:
+    missing = {name for names in given for name in names if any(name not in others for others in given)}
+    return (
+        f"some were not given {', '.join(sorted(missing)[:5])} (their p.grad was None?); give all of model.parameters()"
+    )
 
 
 class Buffers:

@@ -263,12 +263,6 @@ class ZeROGradients(AveragedGradients):
         assert zero is not None  # `in_parts`
         return zero.gradients({zero.numbers[id(p)] for p in parameters})
 
-    def behind(self, parameters: Sequence[torch.Tensor]) -> Sequence[Accumulator]:
-        if (zero := self.engine.zero) is None:
-            return ()
-        self.settle()
-        return [zero.fragments[i] for i in (zero.numbers[id(p)] for p in parameters) if i in zero.fragments]
-
     def drop(self, parameters: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """After ``zero_grad`` of what has these parameters, which may be none of this model's. Local."""
         zero = self.engine.zero
@@ -318,7 +312,10 @@ class ZeROGradients(AveragedGradients):
                     "gradient_clipping of a DeepSpeed configuration, and a GradScaler's gradients are scaled still: call "
                     "scaler.unscale_(optimizer) before scaler.step(optimizer)"
                 )
-            self.clip_final(max_norm, 2.0)
+            if self.in_parts:
+                self.clip_parts(max_norm, 2.0)
+            else:
+                nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
         zero = self.engine.zero
         if zero is None:
             return

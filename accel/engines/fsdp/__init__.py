@@ -290,10 +290,9 @@ class FSDPGradients(Gradients):
     def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.engine.parts.gradients(parameters)
 
-    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor | None:
-        """As a DTensor, as torch gives it; all ranks have all of it."""
-        norm = super().norm(parameters, norm_type) if norm_type > 0 else None
-        return None if norm is None else self.engine.parts.whole(norm)
+    def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor:
+        """A DTensor, as torch returns it."""
+        return self.engine.parts.whole(norm)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""

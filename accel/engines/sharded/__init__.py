@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError, RankMismatchError
 from ...gradients.log import even_frozen, remove_hooks
-from ...gradients.totals import clip_
 from ...handles import HiddenAttribute
 from ...process import Process
 from ...process.control import agree
@@ -205,14 +204,6 @@ class ShardedGradients(Gradients):
         """On every rank: whoever updates these by hand does it everywhere."""
         self._settle(f"a backward ({len(indices)} parameters in no optimizer)", indices, everywhere=True, weakest=OWNED)
 
-    def settle_clipped(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Gradients that only their owners still have cannot be clipped by a function that sees this rank's alone."""
-        parameters = self.engine.parameters
-        before = sum(p.grad is not None for p in parameters)
-        self._settle("clipping by torch.nn.utils", range(len(parameters)), everywhere=True, weakest=LOCAL)
-        grown = sum(p.grad is not None for p in parameters) > before
-        return grown or any(HiddenAttribute.get(gradient) == OWNED for gradient in gradients)
-
     def _settle(self, what: str, indices: Sequence[int], *, everywhere: bool, weakest: int) -> list[int]:
         """Bring the gradients that are known as ``weakest`` or less to their owners, or everywhere.
 
@@ -279,16 +270,16 @@ class ShardedGradients(Gradients):
                 HiddenAttribute.put(gradient, OWNED)
         return codes.replace(bytes([REPLACED]), bytes([OWNED]))
 
-    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         parameters = self.engine.parameters
         if not self.engine.distributed or any(parameters[i].requires_grad for i in self.unoptimized):
-            return super().clip(max_norm, norm_type)
+            return super().clip(max_norm, norm_type, error_if_nonfinite)
         self._settle("clipping by accel.clip_grad_norm_", range(len(parameters)), everywhere=False, weakest=LOCAL)
-        mine = [p.grad for p in parameters if p.grad is not None]
-        return clip_(parameters, mine, max_norm, norm_type, self.process)
+        return self.clip_parts(max_norm, norm_type, error_if_nonfinite)
 
-    def owns(self, gradient: torch.Tensor) -> bool:
-        return bool(HiddenAttribute.get(gradient) == OWNED)
+    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the gradients that are on their owner alone."""
+        return [p.grad for p in parameters if p.grad is not None], []
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.publish(optimizer)

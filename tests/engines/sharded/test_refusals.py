@@ -53,7 +53,7 @@ REFUSALS = {
     "pickle": (accel.OptimizerError, "a copy or pickle would miss the rest"),
     "scaler": (accel.PrecisionError, "accel.backward"),
     "sparse": (accel.BackendError, "sparse gradient of 0.weight"),
-    "raw norm after accel's": (accel.BackendError, "accel.clip_grad_norm_"),
+    "raw norm after accel's": (accel.RankMismatchError, "some were not given .* give all of model.parameters"),
     "norm": (accel.AccelError, "norm_type"),
     "join": (accel.BackendError, "uneven inputs"),
 }
