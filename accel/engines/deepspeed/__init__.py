@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import Accumulator
 from ...process import Process
-from ...process.control import agree
 from ...process.environments import available
 from .._averaging import AveragedGradients
 from ..base.absent import plainly
@@ -29,9 +28,8 @@ from ..base.gradients import (
     refuse_sparse,
 )
 from ..base.memory import Footprint, MemoryUse
-from .config import Configuration, refuse_parameters
+from .config import Configuration, refuse_optimizer, refuse_parameters
 from .library import probe, release_groups
-from .offload import choose_adam, describe_adam, level_steps, new_state, refuse_optimizer, store_state
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
@@ -88,7 +86,6 @@ class ZeROGradients(AveragedGradients):
         super().__init__(engine)
         #: Steps, or is about to.
         self.stepping: Optimizer | None = None
-        self._creating = contextlib.ExitStack()
         #: Groups that have fragments now, with the parameters in whose places these are.
         self.held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         #: Parameters with final gradients in fragments, and those of them that were stepped with and not dropped since.
@@ -307,8 +304,6 @@ class ZeROGradients(AveragedGradients):
             self.engine.holdings.refuse_state(optimizer)
             self.announce_step(optimizer)
             self._place(optimizer, zero)  # at once: some optimizers write before their closure
-            if (folder := self.engine.configuration.state_folder) is not None:
-                self._creating.enter_context(new_state(zero.stepped, folder))
 
     def _show(self, optimizer: Optimizer) -> None:
         """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""
@@ -350,7 +345,6 @@ class ZeROGradients(AveragedGradients):
 
     def break_step(self) -> None:
         self.stepping = None
-        self._creating.close()
         for group, parameters in self.held:
             group["params"] = parameters
         if self.held and self.engine.zero is not None:
@@ -358,19 +352,9 @@ class ZeROGradients(AveragedGradients):
                 fragment.weights.grad = None
         self.held.clear()
 
-    def level_steps(self, zero: Partitions) -> None:
-        """After state was loaded, in which parameters that lie on other ranks may have the counts. Collective."""
-        for optimizer in self.engine.optimizers:
-            self._place(optimizer, zero)
-            level_steps(optimizer, None, lambda mine: agree(f"the steps of an optimizer ({self.engine.label})", mine))
-            self.break_step()
-
     def after_step(self, optimizer: Optimizer) -> None:
-        level_steps(optimizer)
         self.break_step()
         if (zero := self.engine.zero) is not None:
-            if (folder := self.engine.configuration.state_folder) is not None:
-                store_state([optimizer.state[w] for w in zero.stepped if w in optimizer.state], folder)
             self._spent = set(self._kept)
             # Autograd tells by it that a graph was made with other values.
             parameters = (p for group in optimizer.param_groups for p in group["params"])
@@ -399,9 +383,8 @@ class DeepSpeedEngine(Engine):
 
     @classmethod
     def probe(cls) -> str:
-        """Import the library, and tell whether its Adam for offloaded weights is compiled."""
         probe(torch.device(available()[0]))
-        return describe_adam()
+        return ""
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -441,8 +424,6 @@ class DeepSpeedEngine(Engine):
             state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)}
             self.holdings.take(optimizer, state)
             self.holdings.guard.watch(optimizer)
-        if self.zero is not None and self.configuration.chooses_adam:
-            choose_adam(optimizers, self.zero.stepped, self.zero.library, self.configuration.compiles_adam)
 
     def _divide(self) -> None:
         if inference := [name for name, p in self.named.items() if p.is_inference()]:

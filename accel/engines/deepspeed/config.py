@@ -10,22 +10,23 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ...errors import BackendError, PrecisionError
+from ...errors import BackendError, OptimizerError, PrecisionError
 from ..base import memory
+from ..base.local import ELEMENTWISE, elementwise
 from ..base.memory import Footprint, MemoryUse
 from .library import library
-from .offload import check_folder
 
 #: Keys that are handed on as they are.
 _PASSED: Final = frozenset(
-    {"activation_checkpointing", "aio", "comms_logger", "communication_data_type", "disable_allgather", "dump_state",
+    {"activation_checkpointing", "comms_logger", "communication_data_type", "disable_allgather", "dump_state",
      "memory_breakdown", "seq_parallel_communication_data_type", "steps_per_print", "zero_optimization"}
 )  # fmt: skip
 #: Keys that this engine reads itself.
 _READ: Final = frozenset(
     {"bf16", "gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
-     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
+     "zero_allow_untested_optimizer"}
 )  # fmt: skip
 #: Keys that cannot mean anything beside a loop of the user's own, with what to do instead.
 _INSTEAD: Final = {
@@ -35,6 +36,7 @@ _INSTEAD: Final = {
     "amp": "use precision=",
     "torch_autocast": "use precision='bf16-mixed'",
     "data_types": "the dtypes follow from precision= and 'bf16'",
+    "zero_force_ds_cpu_optimizer": "give accel.setup a deepspeed.ops.adam.DeepSpeedCPUAdam as the optimizer",
 }
 _IGNORED: Final = "accel does not use it, and an ignored key would be silently wrong: remove it"
 _LOSSY: Final = "8 or 4 bits for a number, so that weights would be others than in one process: remove it"
@@ -66,13 +68,11 @@ _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
             "dump_state",
             "memory_breakdown",
             "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
         ),
         (bool, "True or False"),
     ),
     "bf16": (dict, "a dict such as {'enabled': True}"),
     "activation_checkpointing": (dict, "a dict"),
-    "aio": (dict, "a dict"),
     "comms_logger": (dict, "a dict"),
     "communication_data_type": (("fp16", "bf16", "fp32"), "'fp16', 'bf16' or 'fp32'"),
     "seq_parallel_communication_data_type": (("fp16", "bf16", "fp32"), "'fp16', 'bf16' or 'fp32'"),
@@ -139,16 +139,13 @@ class Configuration:
             raise _contradiction("zero_optimization", self._zero, "a dict was expected, such as {'stage': 2}")
         #: The ZeRO stage; 2 where neither says.
         self.stage = self._stage(options.stage)
-        #: Whether what the optimizer steps is in CPU memory, and whether the parts of weights are; where in files, their folder.
-        self.offload_optimizer, self.state_folder = self._offloaded("offload_optimizer", options.offload_optimizer)
-        self.offload_parameters, self.weights_folder = self._offloaded("offload_param", options.offload_parameters)
+        #: Whether what the optimizer steps is in CPU memory, and whether the parts of weights are.
+        self.offload_optimizer = self._offloaded("offload_optimizer", options.offload_optimizer)
+        self.offload_parameters = self._offloaded("offload_param", options.offload_parameters)
         given: Any = self._zero.get("offload_optimizer")
         unpinned = isinstance(given, Mapping) and given.get("pin_memory") is False
         #: Whether what the optimizer steps there is pinned memory.
-        self.pins = self.offload_optimizer and not unpinned and self.state_folder is None
-        #: Whether DeepSpeed's Adam steps there in the place of torch's, and whether its op may have to be compiled first.
-        self.compiles_adam = self._given.get("zero_force_ds_cpu_optimizer") is True
-        self.chooses_adam = self.offload_optimizer and self._given.get("zero_force_ds_cpu_optimizer") is not False
+        self.pins = self.offload_optimizer and not unpinned
         #: Whether the optimizer steps fp32 copies of bfloat16 weights.
         self.masters = not _off(self._given.get("bf16"))
         norm: Any = self._given.get("gradient_clipping")
@@ -169,15 +166,12 @@ class Configuration:
             raise BackendError(f"DeepSpeed(stage={found!r}): expected 0, 1, 2 or 3")
         return found
 
-    def _offloaded(self, key: str, option: bool) -> tuple[bool, str | None]:
+    def _offloaded(self, key: str, option: bool) -> bool:
         given = self._zero.get(key)
         device = given.get("device", "none") if isinstance(given, Mapping) else "none" if _off(given) else given
-        folder = given.get("nvme_path") if isinstance(given, Mapping) and device == "nvme" else None
-        if device not in ("cpu", "nvme", "none"):
-            raise _contradiction(f"zero_optimization.{key}.device", device, "'cpu', 'nvme' or 'none' was expected")
-        if device == "nvme" and not (folder and isinstance(folder, str | Path)):
-            raise _contradiction(f"zero_optimization.{key}.device", device, "there is no 'nvme_path', a folder on it")
-        return option or device != "none", folder and str(folder)
+        if device not in ("cpu", "none"):
+            raise _contradiction(f"zero_optimization.{key}.device", device, "accel offloads to CPU memory: use 'cpu'")
+        return bool(option or device != "none")
 
     def check(self, world_size: int) -> None:
         """Refuse (BackendError) what would be ignored, be without effect, or contradict the loop."""
@@ -203,8 +197,6 @@ class Configuration:
             expected = "stage 0 has no master weights: use stage 1, or drop the key"
             raise _contradiction("bf16", self._given["bf16"], expected)
         self._check_divided(world_size)
-        for folder in filter(None, (self.state_folder, self.weights_folder)):
-            check_folder(folder)
 
     def _check_parts(self) -> None:
         """Of the dicts beside ``zero_optimization``."""
@@ -307,6 +299,30 @@ class Configuration:
             "zero_force_ds_cpu_optimizer": False,
             **half.get(dtype, {}),
         }
+
+
+#: DeepSpeed's optimizers by the memory in which they step weights.
+_HOST_OPTIMIZERS: Final = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
+_DEVICE_OPTIMIZERS: Final = ("FusedLion",)
+
+
+def refuse_optimizer(optimizer: Optimizer, settings: Configuration, device: torch.device) -> None:
+    """Raise OptimizerError if an optimizer can't step one rank's piece of each parameter."""
+    name, on_host = type(optimizer).__name__, settings.offload_optimizer or device.type == "cpu"
+    by_deepspeed = type(optimizer).__module__.startswith("deepspeed.ops.")
+    if by_deepspeed and name == "FusedAdam":
+        # It counts the steps of a group in its last parameter, which can be on a different rank.
+        raise OptimizerError("DeepSpeed's FusedAdam can't step shards. Use torch.optim.AdamW(fused=True).")
+    if by_deepspeed and name in (_DEVICE_OPTIMIZERS if on_host else _HOST_OPTIMIZERS):
+        use = "offload_optimizer=True" if name in _HOST_OPTIMIZERS else "offload_optimizer=False on a GPU"
+        raise OptimizerError(f"{name} can't step weights in this memory. Use DeepSpeed({use}) or torch's AdamW.")
+    known = by_deepspeed and name in _HOST_OPTIMIZERS + _DEVICE_OPTIMIZERS
+    if not (known or type(optimizer) in ELEMENTWISE or elementwise(optimizer) or settings.any_optimizer):
+        raise OptimizerError(
+            f"{name} with DeepSpeed stage {settings.stage}: each rank steps its own piece of each parameter as a flat "
+            "tensor, which is exact only for optimizers that treat each element alone (SGD, AdamW, DeepSpeedCPUAdam, "
+            "...). If this optimizer does, set config={'zero_allow_untested_optimizer': True}."
+        )
 
 
 def refuse_parameters(named: Mapping[str, nn.Parameter]) -> None:

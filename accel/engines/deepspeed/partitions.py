@@ -28,7 +28,6 @@ from ..base.absent import plainly
 from ..base.gradients import Interruption
 from ..base.raw_objects import Snapshot
 from .library import accelerator, end, initialise, library
-from .offload import stored
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -111,7 +110,6 @@ class Partitions(ABC):
         #: Weights that are stepped are other memory than the homes; memory of the host that devices use directly.
         self.apart = self.masters or self._weights_on is not None
         self._pinned = engine.configuration.pins and engine.process.device.type != "cpu"
-        self._folders = engine.configuration.state_folder, engine.configuration.weights_folder
         self._hooks: list[RemovableHandle] = []
         #: Whose gradients are taken at the end of the backward: hooks of the program may change them first.
         self._hooked: list[int] = []
@@ -158,12 +156,8 @@ class Partitions(ABC):
         dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
         weights = home.detach().to(self._weights_on or home.device, dtype, copy=self.apart)
         pinned = self._pinned and weights.device != home.device
-        weights = weights.pin_memory() if pinned else stored(weights, self._folders[0])
+        weights = weights.pin_memory() if pinned else weights
         self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
-
-    @property
-    def stepped(self) -> list[torch.Tensor]:
-        return [fragment.weights for fragment in self.fragments.values()]
 
     def buckets(self) -> list[torch.Tensor]:
         """Memory to reduce in that the library keeps from step to step."""

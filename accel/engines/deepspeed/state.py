@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -21,7 +21,6 @@ from ..base.holdings import Holdings
 from ..base.step import refuse_steps, take_added_groups
 from .config import Configuration
 from .library import without_groups
-from .offload import level_steps, room
 from .partitions import Fragment, Partitions
 
 if TYPE_CHECKING:
@@ -112,17 +111,10 @@ class DeepSpeedHoldings(Holdings):
                 found.append(StateEntry(name, tuple(zero.shapes[index]), fragment.weights, state))
         return found
 
-    def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
-        groups, copies = self.groups(optimizer), {name: dict(state) for name, state in whole.items()}
-        states = ([s for name, s in copies.items() if groups.get(name) is g] for g in optimizer.param_groups)
-        level_steps(optimizer, states)
-        super().take(optimizer, copies)
-
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         divided, _ = self._fragment(entry.name)
         shape = tuple(entry.parameter.shape) if divided and shape == entry.shape else shape
-        made = super().new_state(entry, key, shape, dtype)
-        return room(made, self.engine.configuration.state_folder) if divided else made
+        return super().new_state(entry, key, shape, dtype)
 
     def gradients(self) -> Iterator[Item]:
         assert self.engine.zero is not None  # it is called by `restore`
@@ -135,7 +127,6 @@ class DeepSpeedHoldings(Holdings):
 
     def filled(self) -> None:
         if self.engine.zero is not None:
-            self.engine.gradients.level_steps(self.engine.zero)
             self.engine.gradients.publish(self.engine.zero)
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:

@@ -66,7 +66,7 @@ def options_that_change_nothing() -> None:
             {},
         ),
     ):
-        usual = {"gradient_accumulation_steps": "auto", "zero_force_ds_cpu_optimizer": False}
+        usual = {"gradient_accumulation_steps": "auto", "zero_force_ds_cpu_optimizer": False}  # as Accelerate writes it
         pair = Pair(DeepSpeed(stage=stage, config={**usual, **extra}, **options))
         for step in range(3):
             pair.optimizer.zero_grad()
