@@ -1,4 +1,4 @@
-"""``deepspeed``: ZeRO stages 0 to 3. DeepSpeed divides, gathers and reduces; the user's own optimizer steps the parts."""
+"""``deepspeed``: ZeRO stages 1 to 3. DeepSpeed divides, gathers and reduces; the user's own optimizer steps the parts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
+from ...gradients.totals import average_gradients_
 from ...precision import Accumulator
 from ...process import Process
 from ...process.environments import available
-from .._averaging import AveragedGradients
 from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
 from ..base.gradients import (
+    Gradients,
     refuse_inside_backward,
     refuse_overlaps,
     refuse_quantized,
@@ -28,7 +29,7 @@ from ..base.gradients import (
     refuse_sparse,
 )
 from ..base.memory import Footprint, MemoryUse
-from .config import Configuration, refuse_optimizer, refuse_parameters
+from .config import Configuration, check_stage, refuse_optimizer, refuse_parameters
 from .library import probe, release_groups
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
@@ -49,8 +50,8 @@ class DeepSpeed(SequenceOptions):
     """Options of ``deepspeed``.
 
     Args:
-        stage: 0 divides nothing, 1 the optimizer's state, 2 the gradients as well, 3 the weights as well
-            (None: the configuration's, else 2).
+        stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well (None: the
+            configuration's, else 2).
         offload_optimizer: the weights that the optimizer steps, their gradients and its state are in CPU memory.
         offload_parameters: the parts of the weights are in CPU memory (stage 3).
         config: a DeepSpeed configuration, or the path of one as JSON. What contradicts a raw loop is refused by its key.
@@ -64,22 +65,22 @@ class DeepSpeed(SequenceOptions):
     leading = "stage"
 
     def check_values(self) -> None:
-        if self.stage not in (None, 0, 1, 2, 3):
-            raise BackendError(f"DeepSpeed(stage={self.stage!r}): expected 0, 1, 2 or 3")
+        if self.stage is not None:
+            check_stage(self.stage)
 
 
-DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (0, 1, 3))
+DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (1, 3))
 
 
 @final
-class ZeROGradients(AveragedGradients):
+class ZeROGradients(Gradients):
     """Gradients of this rank's fragments are kept until ``zero_grad``; the user's own optimizer steps the fragments.
 
-    Between ``before_step`` and ``after_step`` these are in the parameters' places in its groups. While nothing is divided,
-    gradients are each rank's own until ``settle`` averages them.
+    Between ``before_step`` and ``after_step`` these are in the parameters' places in its groups. Stages 1 and 2 divide
+    nothing before the model has an optimizer: until then every backward averages ``p.grad``.
     """
 
-    partial, deferred = True, False
+    partial = reduced = logged = True
     engine: DeepSpeedEngine
 
     def __init__(self, engine: Engine) -> None:
@@ -107,7 +108,7 @@ class ZeROGradients(AveragedGradients):
 
     def pending(self) -> bool:
         zero = self.engine.zero
-        return super().pending() if zero is None else bool(self.log.entries) or bool(self._assigned(zero))
+        return self.held_back if zero is None else bool(self.log.entries) or bool(self._assigned(zero))
 
     def hidden(self) -> bool:
         return self.engine.zero is not None and (bool(self._kept) or self.pending())
@@ -178,6 +179,7 @@ class ZeROGradients(AveragedGradients):
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
         if (zero := self.engine.zero) is None:
+            self.end_held_back()
             super().settle(optimizer)
         else:
             if optimizer is not None and zero.eager and not zero.local:
@@ -221,13 +223,14 @@ class ZeROGradients(AveragedGradients):
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """Average them where they are whole; at stage 3 nothing can be updated by hand."""
-        zero = self.engine.zero
-        if zero is None:
-            super().end_backward(indices)
-        elif zero.divides_weights:
+        engine, zero = self.engine, self.engine.zero
+        if zero is not None and zero.divides_weights:
             self._note_unseen(indices)
-        else:
-            self._average(indices)
+            return
+        what = f"the reduction of {len(indices)} gradients ({engine.label})"
+        parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
+        if average_gradients_(what, parameters, names, self.process) and zero is None:
+            self.buffers.synchronize()
 
     def _note_unseen(self, indices: Sequence[int]) -> None:
         came = {i if i >= 0 else ~i for i in self.log.entries if i is not None}
@@ -284,7 +287,7 @@ class ZeROGradients(AveragedGradients):
         super().check(optimizer)
         engine = self.engine
         settings = engine.configuration
-        if engine.stage and engine.distributed:
+        if engine.distributed:
             refuse_optimizer(optimizer, settings, self.process.device)
         offloads = engine.distributed and (settings.offload_optimizer or settings.offload_parameters)
         if offloads and any(group.get("capturable") for group in optimizer.param_groups):
@@ -295,7 +298,6 @@ class ZeROGradients(AveragedGradients):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """From now on, what is final is shown to this optimizer."""
-        super().before_step(optimizer)
         self.break_step()
         self.engine.take_edits()
         self.stepping = optimizer
@@ -393,9 +395,8 @@ class DeepSpeedEngine(Engine):
         if process.place.world_size > 1:
             refuse_sparse(module, cls.name)
             refuse_quantized(module, cls.name)
-            if configuration.stage:
-                refuse_scripts(module, cls.name)
-                refuse_overlaps(module, cls.name)
+            refuse_scripts(module, cls.name)
+            refuse_overlaps(module, cls.name)
 
     @classmethod
     def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
@@ -404,7 +405,7 @@ class DeepSpeedEngine(Engine):
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
         self.configuration.check_precision(self.precision.name)
-        if not self.distributed or not self.stage:
+        if not self.distributed:
             return
         refuse_parameters({n: p for n, p in self.named.items() if self.stage == 3 or p.requires_grad})
         if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
@@ -414,7 +415,7 @@ class DeepSpeedEngine(Engine):
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
         super().start(optimizers)
-        if not self.distributed or not self.stage:
+        if not self.distributed:
             return
         divides = self.zero is None and (self.stage == 3 or optimizers)
         if divides and any(p.is_floating_point() for p in self.parameters):
@@ -450,7 +451,7 @@ class DeepSpeedEngine(Engine):
     def attach(self, optimizer: Optimizer) -> None:
         self.gradients.check(optimizer)
         super().attach(optimizer)
-        if self.distributed and self.stage:
+        if self.distributed:
             put_methods(optimizer, self)
 
     def detach(self, optimizer: Optimizer) -> None:

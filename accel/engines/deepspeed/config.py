@@ -129,6 +129,14 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     return found
 
 
+def check_stage(stage: Any) -> None:
+    """Raise BackendError if ``stage`` is not 1, 2 or 3."""
+    if stage == 0 and type(stage) is int:
+        raise BackendError("DeepSpeed(stage=0): stage 0 divides nothing: use backend='ddp'")
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise BackendError(f"DeepSpeed(stage={stage!r}): expected 1, 2 or 3")
+
+
 class Configuration:
     """What the options and the user's configuration say together. Errors (BackendError) name the key, and what to do instead."""
 
@@ -162,9 +170,8 @@ class Configuration:
         if stage is not None and given not in (None, stage):
             raise _contradiction("zero_optimization.stage", given, f"DeepSpeed(stage={stage}) was asked for: drop one")
         found = stage if stage is not None else 2 if given is None else given
-        if type(found) is not int or found not in (0, 1, 2, 3):
-            raise BackendError(f"DeepSpeed(stage={found!r}): expected 0, 1, 2 or 3")
-        return found
+        check_stage(found)
+        return int(found)
 
     def _offloaded(self, key: str, option: bool) -> bool:
         given = self._zero.get(key)
@@ -193,9 +200,6 @@ class Configuration:
             expected = f"{world_size} batches of {each} are a step, and a raw loop accumulates by itself: drop the key"
             raise _contradiction("train_batch_size", whole, expected)
         self._check_zero(world_size)
-        if self.masters and self.stage == 0:
-            expected = "stage 0 has no master weights: use stage 1, or drop the key"
-            raise _contradiction("bf16", self._given["bf16"], expected)
         self._check_divided(world_size)
 
     def _check_parts(self) -> None:
@@ -244,8 +248,6 @@ class Configuration:
         }
         if self.offload_parameters and self.stage != 3:
             raise BackendError(f"DeepSpeed(offload_parameters=True) needs stage 3, but the stage is {self.stage}")
-        if self.offload_optimizer and self.stage == 0:
-            raise BackendError("DeepSpeed(offload_optimizer=True) needs stage 1, 2 or 3, but the stage is 0")
         if world_size == 1 and any(asked.values()):
             option = next(option for option in asked if asked[option])
             raise BackendError(
@@ -262,9 +264,6 @@ class Configuration:
             )
 
     def predicted(self, footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
-        if self.stage == 0:
-            return memory.whole(footprint, world_size)
-
         def size(key: str, usual: int) -> int:
             given: Any = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
             return int(given) if isinstance(given, int | float) else usual
@@ -332,7 +331,7 @@ def refuse_parameters(named: Mapping[str, nn.Parameter]) -> None:
         if parameter.is_complex() or not parameter.numel():
             empty = f"has no elements (shape {tuple(parameter.shape)})"
             what = f"is {parameter.dtype}" if parameter.is_complex() else empty
-            raise BackendError(f"DeepSpeed cannot divide {name}, which {what}: use stage 0, or another backend")
+            raise BackendError(f"DeepSpeed cannot divide {name}, which {what}: use another backend")
         if parameter.is_floating_point():
             kinds.setdefault(parameter.dtype, name)
     if len(kinds) > 1:

@@ -52,7 +52,7 @@ def options_that_change_nothing() -> None:
         (2, {"zero_optimization": {"reduce_scatter": False, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
         (3, {"zero_optimization": {"stage3_param_persistence_threshold": 30}}, {"offload_parameters": True}),
         (3, {"zero_optimization": {"sub_group_size": 40, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
-        (0, {"gradient_clipping": 0.05, "train_batch_size": "auto"}, {}),
+        (2, {"gradient_clipping": 0.05, "train_batch_size": "auto"}, {}),
         (2, {"zero_optimization": GATHERED_OTHERWISE}, {}),
         (3, {"zero_optimization": {**FEW_AT_ONCE, "stage3_allgather_sequential": True}}, {}),
         (
