@@ -34,17 +34,17 @@ DeepSpeedCPUAdam, or the user's AdamW with `zero_force_ds_cpu_optimizer: False`,
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Inside, torch and the library are as they would be without accel, whose engine lives in the same process."""
-    functions, ranges = vars(torch.nn.functional), vars(quiet.library("deepspeed.utils.nvtx"))
-    changed = functions["linear"], ranges["enable_nvtx"], vars(torch.Tensor).get("data")
-    functions["linear"], ranges["enable_nvtx"] = quiet.library("deepspeed.runtime.zero.linear").zero3_linear_wrap, True
-    if changed[2] is not None:
+    functions = vars(torch.nn.functional)
+    linear, data = functions["linear"], vars(torch.Tensor).get("data")
+    functions["linear"] = quiet.library("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    if data is not None:
         del torch.Tensor.data
     try:
         yield
     finally:
-        functions["linear"], ranges["enable_nvtx"] = changed[:2]
-        if changed[2] is not None:
-            torch.Tensor.data = changed[2]  # type: ignore[method-assign]
+        functions["linear"] = linear
+        if data is not None:
+            torch.Tensor.data = data  # type: ignore[method-assign]
 
 
 def _cpu_adam(model: Any) -> Any:

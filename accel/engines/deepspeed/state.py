@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...deferred import without_values
-from ...errors import OptimizerError
 from ...precision import convert_optimizer
 from ...shard import Shard, StateEntry
 from ..base.absent import plainly
@@ -59,27 +58,6 @@ class DeepSpeedHoldings(Holdings):
         found: list[Shard] = plainly(super().shards)(optimizer)
         return found
 
-    def without_effect(self, optimizer: Optimizer) -> list[int]:
-        """The parameters under which its state has something, put there or only looked for, as in one process. Local.
-
-        State of what is in none of its groups any more is kept as it is.
-        """
-        zero, state = self.engine.zero, optimizer.state
-        if zero is None or zero.numbers.keys().isdisjoint(map(id, state)):  # each step comes here
-            return []
-        keys = set(map(id, state))
-        return [i for i in self.engine.indices(optimizer) if id(self.engine.parameters[i]) in keys]
-
-    def refuse_state(self, optimizer: Optimizer) -> None:
-        """Refuse (OptimizerError) state that would have no effect."""
-        if found := self.without_effect(optimizer):
-            names = ", ".join(self.engine.names[i] for i in found[:5])
-            raise OptimizerError(
-                f"optimizer.state[parameter] of {names}: DeepSpeed stage {self.engine.stage} steps fragments, which are the "
-                "keys of their state, so that nothing is there and what is put there has no effect: change or drop state "
-                "through optimizer.state.values(), or by accel.full_state_dict(optimizer) and optimizer.load_state_dict"
-            )
-
     def _fragment(self, name: str) -> tuple[bool, Fragment | None]:
         """Whether a parameter is divided, and this rank's part of it."""
         if (zero := self.engine.zero) is None or name not in zero.by_name:
@@ -103,7 +81,6 @@ class DeepSpeedHoldings(Holdings):
         if (zero := self.engine.zero) is None:
             return super().entries(optimizer)
         take_added_groups(self.engine, optimizer)
-        self.refuse_state(optimizer)
         found = []
         for index in self.engine.indices(optimizer):
             if (fragment := zero.fragments.get(index)) is not None:
@@ -138,7 +115,6 @@ class DeepSpeedHoldings(Holdings):
         held = [*((name, "", p) for name, p in named.items()), *self.gradients()]
         whole = self.gather(what, held, device=torch.device("cpu"))
         for optimizer in optimizers:
-            self._drop_without_effect(optimizer)
             self.give_back(what, optimizer, named)
         # What accel made half becomes whole again from its fp32 copy.
         ours, device = {id(tensor) for tensor, _ in engine.dtypes}, engine.process.device
@@ -152,13 +128,6 @@ class DeepSpeedHoldings(Holdings):
             for optimizer in optimizers:
                 convert_optimizer(optimizer, for_good)
             for_good.pop_all()
-
-    def _drop_without_effect(self, optimizer: Optimizer) -> None:
-        """With a warning, unless it was only looked for."""
-        engine = self.engine
-        found = {engine.names[i]: optimizer.state.pop(engine.parameters[i]) for i in self.without_effect(optimizer)}
-        if lost := [name for name, state in found.items() if state]:
-            logger.warning("optimizer.state[parameter] of %s, which had no effect, is lost", ", ".join(lost[:5]))
 
     def leave(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
         """The same without the other ranks: weights that this rank has a part of are nan, and its optimizers do not step."""

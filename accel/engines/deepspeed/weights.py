@@ -7,7 +7,6 @@ an empty tensor in the place of a weight that is not gathered, and torch would c
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable
@@ -218,21 +217,18 @@ class Method:
 
 
 def put_methods(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
-    """Put them into an optimizer, or into a module and all in it that have parameters; the engine is held weakly."""
+    """Put them into an optimizer or the root module. The engine is held weakly."""
     functions: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad(weakref.ref(engine))}
     if isinstance(raw, nn.Module):
         functions |= {"__deepcopy__": _deepcopy, "__getstate__": _getstate}
-    for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
-        if isinstance(holder, Optimizer) or any(True for _ in holder.parameters()):
-            vars(holder).update({name: Method(function, holder) for name, function in functions.items()})
+    vars(raw).update({name: Method(function, raw) for name, function in functions.items()})
 
 
 def remove_methods(raw: nn.Module | Optimizer) -> None:
     """Take them out again."""
-    for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
-        for name in _OWN:
-            if isinstance(vars(holder).get(name), Method):
-                del vars(holder)[name]
+    for name in _OWN:
+        if isinstance(vars(raw).get(name), Method):
+            del vars(raw)[name]
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
@@ -252,27 +248,17 @@ def _getstate(module: nn.Module) -> NoReturn:
 
 
 def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
-    """The class's own, whose arguments need not be torch's: what becomes of one gradient tells whether it drops them."""
+    """``zero_grad`` of the raw object, which drops the gradients of fragments too."""
 
-    def zero_grad(holder: Any, *args: Any, **kwargs: Any) -> Any:
-        engine, parameters = reference(), []
-        if isinstance(holder, nn.Module):
-            parameters = list(holder.parameters())
-        elif engine is not None:
-            parameters = [engine.parameters[i] for i in engine.indices(holder)]
-        # The class's own may leave frozen ones alone, so that these come last.
-        able = [p for p in parameters if p.is_floating_point()]
-        probe: Any = next((p for p in able if p.requires_grad), able[0] if able else None)
-        whole = contextlib.nullcontext() if engine is None else engine.gradients.parameters_in_groups()
-        with torch._C.DisableTorchFunctionSubclass(), whole:
-            if lacking := probe is not None and probe.grad is None:
-                probe.grad = torch.zeros_like(probe)
-            out = type(holder).zero_grad(holder, *args, **kwargs)
-            dropped = probe is None or probe.grad is None
-            if lacking:
-                probe.grad = None
-        if engine is not None:
-            engine.gradients.drop(parameters, dropped)
+    def zero_grad(raw: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = reference()
+        if engine is None:
+            return type(raw).zero_grad(raw, *args, **kwargs)
+        numbers = range(len(engine.parameters)) if isinstance(raw, nn.Module) else engine.indices(raw)
+        with torch._C.DisableTorchFunctionSubclass(), engine.gradients.parameters_in_groups():
+            out = type(raw).zero_grad(raw, *args, **kwargs)
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        engine.gradients.drop(numbers, set_to_none)
         return out
 
     return zero_grad

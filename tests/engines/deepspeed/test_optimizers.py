@@ -58,7 +58,7 @@ def trained_by_cpu_adam(stage: int) -> None:
     """Unused parameters are left alone, and the state is the one of a single process."""
     builder = library("deepspeed.ops.adam.cpu_adam").CPUAdamBuilder
     with (
-        mock.patch.object(builder, "load", lambda self: CompiledOp()),
+        mock.patch.object(builder, "load", return_value=CompiledOp()),
         mock.patch.object(library("cpuinfo"), "get_cpu_info", dict),
     ):
         for offload in (False, True):
