@@ -217,18 +217,20 @@ class Method:
 
 
 def put_methods(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
-    """Put them into an optimizer or the root module. The engine is held weakly."""
-    functions: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad(weakref.ref(engine))}
+    """Put them into an optimizer or a root module, whose submodules get ``zero_grad``. The engine is held weakly."""
+    zero_grad = _zero_grad(weakref.ref(engine))
+    for holder in raw.modules() if isinstance(raw, nn.Module) else [raw]:
+        vars(holder)["zero_grad"] = Method(zero_grad, holder)
     if isinstance(raw, nn.Module):
-        functions |= {"__deepcopy__": _deepcopy, "__getstate__": _getstate}
-    vars(raw).update({name: Method(function, raw) for name, function in functions.items()})
+        vars(raw).update({"__deepcopy__": Method(_deepcopy, raw), "__getstate__": Method(_getstate, raw)})
 
 
 def remove_methods(raw: nn.Module | Optimizer) -> None:
     """Take them out again."""
-    for name in _OWN:
-        if isinstance(vars(raw).get(name), Method):
-            del vars(raw)[name]
+    for holder in raw.modules() if isinstance(raw, nn.Module) else [raw]:
+        for name in _OWN:
+            if isinstance(vars(holder).get(name), Method):
+                del vars(holder)[name]
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
@@ -248,17 +250,20 @@ def _getstate(module: nn.Module) -> NoReturn:
 
 
 def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
-    """``zero_grad`` of the raw object, which drops the gradients of fragments too."""
+    """``zero_grad`` of a raw object, which drops the gradients of fragments too."""
 
     def zero_grad(raw: Any, *args: Any, **kwargs: Any) -> Any:
         engine = reference()
-        if engine is None:
+        if engine is None or engine.zero is None:
             return type(raw).zero_grad(raw, *args, **kwargs)
-        numbers = range(len(engine.parameters)) if isinstance(raw, nn.Module) else engine.indices(raw)
+        if isinstance(raw, nn.Module):
+            numbers = engine.zero.numbers
+            indices = [numbers[id(p)] for p in raw.parameters() if id(p) in numbers]
+        else:
+            indices = engine.indices(raw)
         with torch._C.DisableTorchFunctionSubclass(), engine.gradients.parameters_in_groups():
             out = type(raw).zero_grad(raw, *args, **kwargs)
-        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        engine.gradients.drop(numbers, set_to_none)
+        engine.gradients.drop(indices, kwargs.get("set_to_none", args[0] if args else True))
         return out
 
     return zero_grad
