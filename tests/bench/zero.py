@@ -15,7 +15,7 @@ from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed import library as quiet
 from accel.engines.deepspeed.config import Configuration
 
-from .contenders import by_accel
+from .contenders import plain_step
 from .section import Data, Panel, Section, Verdict
 from .steps import Comparison, Makers, Step, compare, ratio_panel, ratio_verdicts, tell
 from .workloads import Workload, with_adamw
@@ -27,24 +27,28 @@ OFFLOADS = ("DeepSpeed's Adam", "torch's AdamW")
 ABOUT = """`deepspeed.initialize` with the user's AdamW, then `engine(inputs)`, `engine.backward(loss)` and `engine.step()`; \
 accel with the raw loop, and none of its changes of torch and the library while raw DeepSpeed runs. Both have the buckets that \
 accel sets (DeepSpeed's default, 5e8 elements, is slower on CPU) and no clipping. With offload, raw DeepSpeed is given its \
-DeepSpeedCPUAdam, or the user's AdamW with `zero_force_ds_cpu_optimizer: False`, and accel the user's AdamW, and the same key. \
+DeepSpeedCPUAdam, or the user's AdamW with `zero_force_ds_cpu_optimizer: False`, and so is accel. \
 2 ranks over gloo, fp32; times in microseconds per step."""
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Inside, torch and the library are as they would be without accel, whose engine lives in the same process."""
-    functions, ranges = vars(torch.nn.functional), vars(quiet.library("deepspeed.utils.nvtx"))
-    changed = functions["linear"], ranges["enable_nvtx"], vars(torch.Tensor).get("data")
-    functions["linear"], ranges["enable_nvtx"] = quiet.library("deepspeed.runtime.zero.linear").zero3_linear_wrap, True
-    if changed[2] is not None:
+    functions = vars(torch.nn.functional)
+    linear, data = functions["linear"], vars(torch.Tensor).get("data")
+    functions["linear"] = quiet.library("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    if data is not None:
         del torch.Tensor.data
     try:
         yield
     finally:
-        functions["linear"], ranges["enable_nvtx"] = changed[:2]
-        if changed[2] is not None:
-            torch.Tensor.data = changed[2]  # type: ignore[method-assign]
+        functions["linear"] = linear
+        if data is not None:
+            torch.Tensor.data = data  # type: ignore[method-assign]
+
+
+def _cpu_adam(model: Any) -> Any:
+    return quiet.library("deepspeed.ops.adam").DeepSpeedCPUAdam(model.parameters(), lr=1e-9, weight_decay=0.01)
 
 
 def raw_deepspeed(workload: Workload, stage: int, offload: str = "") -> Step:
@@ -60,9 +64,7 @@ def raw_deepspeed(workload: Workload, stage: int, offload: str = "") -> Step:
         warnings.simplefilter("ignore")
         deepspeed: Any = quiet._import(torch.device("cpu"))
         if offload == OFFLOADS[0]:
-            optimizer = quiet.library("deepspeed.ops.adam").DeepSpeedCPUAdam(
-                model.parameters(), lr=1e-9, weight_decay=0.01
-            )
+            optimizer = _cpu_adam(model)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
     inputs, targets = workload.batch()
     loss_of = workload.loss
@@ -75,13 +77,21 @@ def raw_deepspeed(workload: Workload, stage: int, offload: str = "") -> Step:
     return step
 
 
+def accels_deepspeed(workload: Workload, stage: int, offload: str = "") -> Step:
+    model, optimizer = workload.build()
+    if offload == OFFLOADS[0]:
+        optimizer = _cpu_adam(model)
+    backend = accel.DeepSpeed(stage=stage, offload_optimizer=bool(offload))
+    handles = accel.setup(model, optimizer, backend=backend, devices="cpu")
+    return plain_step(workload, handles.model, handles.optimizers)
+
+
 def _makers(name: str, stage: int, offload: str = "") -> Makers:
     workload = with_adamw(name)
-    config = {"zero_force_ds_cpu_optimizer": offload == OFFLOADS[0]}
     return {
         RAW: lambda: raw_deepspeed(workload, stage, offload),
         AGAIN: lambda: raw_deepspeed(workload, stage, offload),
-        ACCEL: lambda: by_accel(workload, accel.DeepSpeed(stage=stage, offload_optimizer=bool(offload), config=config)),
+        ACCEL: lambda: accels_deepspeed(workload, stage, offload),
     }
 
 

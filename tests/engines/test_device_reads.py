@@ -45,7 +45,6 @@ USUAL = [
     ("ddp", 0, 0),
     ("sharded", 0, 1),
     ("fsdp", 0, 0),
-    (accel.DeepSpeed(stage=0), 0, 1),
     (accel.DeepSpeed(stage=1), 0, 1),
     (accel.DeepSpeed(stage=2), 0, 1),
     (accel.DeepSpeed(stage=3), 0, 1),

@@ -28,7 +28,7 @@ ZERO3 = ("deepspeed", {"stage": 3})
 DIVIDING: list[tuple[str, dict[str, Any]]] = [("sharded", {}), ("fsdp", {}), ("deepspeed", {"stage": 1})]
 WATCHED = [("ddp", {}), *DIVIDING, ZERO3]
 PIPELINE = ("pipeline", {"balance": (3, 2)})
-BACKENDS = [*WATCHED, ("deepspeed", {"stage": 0}), ("deepspeed", {"stage": 2}), PIPELINE]
+BACKENDS = [*WATCHED, ("deepspeed", {"stage": 2}), PIPELINE]
 
 
 def options(backend: tuple[str, dict[str, Any]], every: int | None) -> Any:
@@ -204,7 +204,7 @@ def drift_by_hand(backend: Any) -> tuple[int, str]:
     return -1, ""
 
 
-WHOLE = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("sharded", {}), ("deepspeed", {"stage": 0})]
+WHOLE = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("sharded", {})]
 
 
 @pytest.mark.parametrize("backend", WHOLE, ids=str)

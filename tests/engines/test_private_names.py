@@ -121,7 +121,6 @@ _OWN: Final = f"{_COORDINATOR}PartitionedParameterCoordinator."
 _PARAMETER: Final = "deepspeed.runtime.zero.partition_parameters:Init."
 DEEPSPEED: Names = (
     ("deepspeed.accelerator:", "get_accelerator", "which device it runs on"),
-    ("deepspeed.utils.nvtx:", "enable_nvtx", "steps without ranges for profilers"),
     ("deepspeed.utils.debug:", "debug_clear_module_and_param_names", "letting go of models"),
     ("deepspeed.utils.groups:", "_WORLD_GROUP _ALL_TO_ALL_GROUP", "letting go of process groups"),
     ("deepspeed.utils.groups:", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "letting go of process groups"),

@@ -1,4 +1,4 @@
-"""What a user's DeepSpeed configuration means here, and what is handed to the library."""
+"""What a user's DeepSpeed configuration means here, and what is passed to ``deepspeed.initialize``."""
 
 from __future__ import annotations
 
@@ -10,74 +10,48 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ...errors import BackendError, PrecisionError
+from ...errors import BackendError, OptimizerError, PrecisionError
 from ..base import memory
+from ..base.local import ELEMENTWISE, elementwise
 from ..base.memory import Footprint, MemoryUse
 from .library import library
-from .offload import check_folder
 
-#: Keys that are handed on as they are.
-_PASSED: Final = frozenset(
-    {"activation_checkpointing", "aio", "comms_logger", "communication_data_type", "disable_allgather", "dump_state",
-     "memory_breakdown", "seq_parallel_communication_data_type", "steps_per_print", "zero_optimization"}
-)  # fmt: skip
-#: Keys that this engine reads itself.
-_READ: Final = frozenset(
-    {"bf16", "gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
-     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
-)  # fmt: skip
-#: Keys that cannot mean anything beside a loop of the user's own, with what to do instead.
-_INSTEAD: Final = {
+#: Keys that DeepSpeed gets as they are.
+_PASSED: Final = frozenset({
+    "activation_checkpointing", "comms_logger", "communication_data_type", "disable_allgather", "dump_state",
+    "memory_breakdown", "seq_parallel_communication_data_type", "steps_per_print", "zero_optimization",
+})  # fmt: skip
+#: Keys that this file reads.
+_READ: Final = frozenset({
+    "bf16", "gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "zero_allow_untested_optimizer",
+})  # fmt: skip
+_LOSSY: Final = "quantized communication changes the result: remove the key"
+_NO_MICS: Final = "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP(replicas=...)"
+_OLD_OFFLOAD: Final = "use 'offload_optimizer' or 'offload_param' with {'device': 'cpu'}"
+#: Refused keys and the reasons. Any other key that is not listed above is refused too.
+_REFUSED: Final = {
     "optimizer": "give accel.setup the optimizer of your loop",
     "scheduler": "step a torch scheduler in your loop",
     "fp16": "DeepSpeed's own fp16 scales the loss inside its backward: use precision='bf16-mixed'",
     "amp": "use precision=",
     "torch_autocast": "use precision='bf16-mixed'",
     "data_types": "the dtypes follow from precision= and 'bf16'",
+    "zero_force_ds_cpu_optimizer": "give accel.setup a deepspeed.ops.adam.DeepSpeedCPUAdam as the optimizer",
+    "zero_optimization.cpu_offload": _OLD_OFFLOAD,
+    "zero_optimization.cpu_offload_param": _OLD_OFFLOAD,
+    "zero_optimization.mics_hierarchical_params_gather": _NO_MICS,
+    "zero_optimization.mics_shard_size": _NO_MICS,
+    "zero_optimization.zenflow": "ZenFlow steps by itself: remove the key",
+    "zero_optimization.zero_quantized_gradients": _LOSSY,
+    "zero_optimization.zero_quantized_nontrainable_weights": _LOSSY,
+    "zero_optimization.zero_quantized_weights": _LOSSY,
+    "zero_optimization.offload_optimizer.ratio": "accel offloads everything that the optimizer steps: remove the key",
+    "zero_optimization.offload_optimizer.super_offload": "SuperOffload steps by itself: remove the key",
 }
-_IGNORED: Final = "accel does not use it, and an ignored key would be silently wrong: remove it"
-_LOSSY: Final = "8 or 4 bits for a number, so that weights would be others than in one process: remove it"
-_MICS: Final = "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP"
-_OLD_OFFLOAD: Final = "DeepSpeed has 'offload_optimizer' and 'offload_param' now: give one of these {'device': 'cpu'}"
-#: Keys of ``zero_optimization`` with which the model would not be the one of the loop, or that would do nothing, and why.
-_REFUSED: Final = {
-    "cpu_offload": _OLD_OFFLOAD,
-    "cpu_offload_param": _OLD_OFFLOAD,
-    "mics_hierarchical_params_gather": _MICS,
-    "mics_shard_size": _MICS,
-    "strict": "it is no key of DeepSpeed's: remove it",
-    "zenflow": "ZenFlow steps by itself: remove it",
-    "zenflow_config": "ZenFlow steps by itself: remove it",
-    "zero_quantized_gradients": _LOSSY,
-    "zero_quantized_nontrainable_weights": _LOSSY,
-    "zero_quantized_weights": _LOSSY,
-    "offload_optimizer.ratio": "accel offloads all of what the optimizer steps: remove it",
-    "offload_optimizer.super_offload": "SuperOffload steps by itself: remove it",
-}
-#: The class of other keys' values, of which numbers are at least 1; or all values that there are.
-_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
-    **dict.fromkeys(
-        ("steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"), (int, "a whole number of at least 1")
-    ),
-    **dict.fromkeys(
-        (
-            "disable_allgather",
-            "dump_state",
-            "memory_breakdown",
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-        ),
-        (bool, "True or False"),
-    ),
-    "bf16": (dict, "a dict such as {'enabled': True}"),
-    "activation_checkpointing": (dict, "a dict"),
-    "aio": (dict, "a dict"),
-    "comms_logger": (dict, "a dict"),
-    "communication_data_type": (("fp16", "bf16", "fp32"), "'fp16', 'bf16' or 'fp32'"),
-    "seq_parallel_communication_data_type": (("fp16", "bf16", "fp32"), "'fp16', 'bf16' or 'fp32'"),
-}
-#: Elements of a bucket, which is allocated whole: DeepSpeed's default is 5e8. Over gloo small ones are faster.
+#: Elements of a bucket, which is allocated in full: DeepSpeed's default is 5e8. Small buckets are faster over gloo.
 _BUCKET: Final = 200_000_000
 _GLOO_BUCKET: Final = 8_000_000
 
@@ -95,24 +69,8 @@ def _without_auto(value: Any) -> Any:
     return value
 
 
-def _contradiction(key: str, found: Any, expected: str) -> BackendError:
-    return BackendError(f"DeepSpeed configuration: {key!r} is {found!r}, but {expected}")
-
-
-def _told(one: Mapping[str, Any]) -> str:
-    """What the library's schema says of one value."""
-    key, why = ".".join(map(str, one["loc"])), one["msg"]
-    why = f"{why[:1].lower()}{why[1:]}"
-    return f"{key!r} is {one['input']!r} ({why})" if key else why
-
-
-def _judged(module: str, schema: str, section: str, given: Any) -> Any:
-    """A section as the library's own schema has it; BackendError names what that refuses of it."""
-    try:
-        return getattr(library(module), schema)(**given)
-    except (AssertionError, TypeError, ValueError) as error:
-        told = "; ".join(map(_told, getattr(error, "errors", list)())) or error
-        raise BackendError(f"DeepSpeed configuration: {section}: {told}") from error
+def _contradiction(key: str, found: Any, reason: str) -> BackendError:
+    return BackendError(f"DeepSpeed configuration: {key!r} is {found!r}, but {reason}")
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -129,26 +87,29 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     return found
 
 
+def check_stage(stage: Any) -> None:
+    """Raise BackendError if ``stage`` is not 1, 2 or 3."""
+    if stage == 0 and type(stage) is int:
+        raise BackendError("DeepSpeed(stage=0): stage 0 divides nothing: use backend='ddp'")
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise BackendError(f"DeepSpeed(stage={stage!r}): expected 1, 2 or 3")
+
+
 class Configuration:
-    """What the options and the user's configuration say together. Errors (BackendError) name the key, and what to do instead."""
+    """The options and the user's configuration together. Errors (BackendError) name the key and the reason."""
 
     def __init__(self, options: Any) -> None:
         self._given = _read(options.config)
-        self._zero: dict[str, Any] = self._given.get("zero_optimization", {})
+        self._zero: Any = self._given.get("zero_optimization", {})
         if not isinstance(self._zero, Mapping):
             raise _contradiction("zero_optimization", self._zero, "a dict was expected, such as {'stage': 2}")
-        #: The ZeRO stage; 2 where neither says.
         self.stage = self._stage(options.stage)
-        #: Whether what the optimizer steps is in CPU memory, and whether the parts of weights are; where in files, their folder.
-        self.offload_optimizer, self.state_folder = self._offloaded("offload_optimizer", options.offload_optimizer)
-        self.offload_parameters, self.weights_folder = self._offloaded("offload_param", options.offload_parameters)
+        #: Whether the weights that the optimizer steps are in CPU memory, and the shards of the model's weights.
+        self.offload_optimizer = self._offloads("offload_optimizer", options.offload_optimizer)
+        self.offload_parameters = self._offloads("offload_param", options.offload_parameters)
         given: Any = self._zero.get("offload_optimizer")
         unpinned = isinstance(given, Mapping) and given.get("pin_memory") is False
-        #: Whether what the optimizer steps there is pinned memory.
-        self.pins = self.offload_optimizer and not unpinned and self.state_folder is None
-        #: Whether DeepSpeed's Adam steps there in the place of torch's, and whether its op may have to be compiled first.
-        self.compiles_adam = self._given.get("zero_force_ds_cpu_optimizer") is True
-        self.chooses_adam = self.offload_optimizer and self._given.get("zero_force_ds_cpu_optimizer") is not False
+        self.pins = self.offload_optimizer and not unpinned
         #: Whether the optimizer steps fp32 copies of bfloat16 weights.
         self.masters = not _off(self._given.get("bf16"))
         norm: Any = self._given.get("gradient_clipping")
@@ -156,7 +117,6 @@ class Configuration:
             raise _contradiction("gradient_clipping", norm, "a number of at least 0 was expected")
         #: The norm to which every step clips; 0.0 for none.
         self.clipping = 0.0 if _off(norm) else float(norm)
-        #: Whether it vouches for optimizers that are not torch's.
         self.any_optimizer = self._given.get("zero_allow_untested_optimizer") is True
 
     def _stage(self, stage: int | None) -> int:
@@ -165,114 +125,84 @@ class Configuration:
         if stage is not None and given not in (None, stage):
             raise _contradiction("zero_optimization.stage", given, f"DeepSpeed(stage={stage}) was asked for: drop one")
         found = stage if stage is not None else 2 if given is None else given
-        if type(found) is not int or found not in (0, 1, 2, 3):
-            raise BackendError(f"DeepSpeed(stage={found!r}): expected 0, 1, 2 or 3")
-        return found
+        check_stage(found)
+        return int(found)
 
-    def _offloaded(self, key: str, option: bool) -> tuple[bool, str | None]:
+    def _offloads(self, key: str, option: bool) -> bool:
         given = self._zero.get(key)
         device = given.get("device", "none") if isinstance(given, Mapping) else "none" if _off(given) else given
-        folder = given.get("nvme_path") if isinstance(given, Mapping) and device == "nvme" else None
-        if device not in ("cpu", "nvme", "none"):
-            raise _contradiction(f"zero_optimization.{key}.device", device, "'cpu', 'nvme' or 'none' was expected")
-        if device == "nvme" and not (folder and isinstance(folder, str | Path)):
-            raise _contradiction(f"zero_optimization.{key}.device", device, "there is no 'nvme_path', a folder on it")
-        return option or device != "none", folder and str(folder)
+        if device not in ("cpu", "none"):
+            raise _contradiction(f"zero_optimization.{key}.device", device, "accel offloads to CPU memory: use 'cpu'")
+        return bool(option or device != "none")
 
     def check(self, world_size: int) -> None:
-        """Refuse (BackendError) what would be ignored, be without effect, or contradict the loop."""
+        """Refuse what would be ignored, has no effect, or contradicts the loop."""
         for key, value in self._given.items():
             if key not in _PASSED and key not in _READ and not _off(value):
-                instead = _INSTEAD.get(key, _IGNORED)
-                raise BackendError(f"DeepSpeed configuration: {key!r} has no place in a raw loop: {instead}")
-        for key, (allowed, expected) in _KINDS.items():
-            found: Any = self._given.get(key)
-            fits = found in allowed if isinstance(allowed, tuple) else type(found) is allowed
-            if not (fits or _off(found)) or (allowed is int and fits and found < 1):
-                raise _contradiction(key, found, f"{expected} was expected")
-        self._check_parts()
+                reason = _REFUSED.get(key, "accel does not use it, so it would be ignored: remove the key")
+                raise BackendError(f"DeepSpeed configuration: {key!r} has no place in a raw loop: {reason}")
+        offload = self._zero.get("offload_optimizer")
+        for start, section in (("", self._zero), ("offload_optimizer.", offload)):
+            for name, value in section.items() if isinstance(section, Mapping) else ():
+                key = f"zero_optimization.{start}{name}"
+                if key in _REFUSED and not _off(value) and (name, value) != ("ratio", 1):
+                    raise _contradiction(key, value, _REFUSED[key])
+        half: Any = self._given.get("bf16")
+        if self.masters and (
+            not isinstance(half, Mapping)
+            or half.get("enabled") is not True
+            or any(key != "enabled" and not _off(value) for key, value in half.items())
+        ):
+            raise _contradiction("bf16", half, "{'enabled': True} was expected")
+        self._check_batches(world_size)
+        self._check_zero(world_size)
+        self._check_divided(world_size)
+
+    def _check_batches(self, world_size: int) -> None:
         steps = self._given.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None) or steps is True:
             raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
-        whole, each = (self._given.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
-        if isinstance(whole, int) and isinstance(each, int) and whole != each * world_size:
-            expected = f"{world_size} batches of {each} are a step, and a raw loop accumulates by itself: drop the key"
-            raise _contradiction("train_batch_size", whole, expected)
-        self._check_zero(world_size)
-        if self.masters and self.stage == 0:
-            expected = "stage 0 has no master weights: use stage 1, or drop the key"
-            raise _contradiction("bf16", self._given["bf16"], expected)
-        self._check_divided(world_size)
-        for folder in filter(None, (self.state_folder, self.weights_folder)):
-            check_folder(folder)
-
-    def _check_parts(self) -> None:
-        """Of the dicts beside ``zero_optimization``."""
-        half: Any = self._given.get("bf16")
-        for key, value in ({} if _off(half) else half).items():
-            if key != "enabled" and not _off(value):
-                raise _contradiction(f"bf16.{key}", value, _IGNORED)
-            if key == "enabled" and type(value) is not bool and not _off(value):
-                raise _contradiction("bf16.enabled", value, "True or False was expected")
-        if not _off(given := self._given.get("comms_logger")):
-            _judged("deepspeed.comm.config", "CommsLoggerConfig", "comms_logger", given)
+        total, each = (self._given.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+        if isinstance(total, int) and isinstance(each, int) and total != each * world_size:
+            reason = f"{world_size} batches of {each} are a step, and a raw loop accumulates by itself: drop the key"
+            raise _contradiction("train_batch_size", total, reason)
 
     def _check_zero(self, world_size: int) -> None:
-        for key, reason in _REFUSED.items():
-            parent, _, name = key.rpartition(".")
-            given: Any = self._zero.get(parent) if parent else self._zero
-            usual = 1 if name == "ratio" else False
-            if isinstance(given, Mapping) and not _off(value := given.get(name)) and value != usual:
-                raise _contradiction(f"zero_optimization.{key}", value, reason)
-        key, found = "zero_hpz_partition_size", self._checked_by_library("zero_hpz_partition_size", 1)
-        if found not in (0, 1) and (self.stage != 3 or world_size % found):
-            expected = (
-                f"it needs stage 3 and must divide the number of processes: the stage is {self.stage}, on {world_size}"
-            )
-            raise _contradiction(f"zero_optimization.{key}", found, expected)
-
-    def _checked_by_library(self, key: str, usual: Any) -> Any:
-        """A value of ``zero_optimization``; BackendError names what the library's own schema refuses of all of it."""
         given = {k: v for k, v in _without_auto(self._zero).items() if v is not None}
         for name in ("offload_optimizer", "offload_param"):
-            if isinstance(given.get(name), str | bool):  # in accel's short form
+            if isinstance(given.get(name), str | bool):  # accel's short form
                 del given[name]
         if not given:
-            return usual
-        judged = _judged(
-            "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig", "zero_optimization", {**given, "stage": self.stage}
-        )
-        return getattr(judged, key)
+            return
+        try:
+            checked = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(**{**given, "stage": self.stage})
+        except (AssertionError, TypeError, ValueError) as error:
+            raise BackendError(f"DeepSpeed configuration: zero_optimization: {error}") from error
+        near = checked.zero_hpz_partition_size
+        if near not in (0, 1) and (self.stage != 3 or world_size % near):
+            reason = f"it needs stage 3 and must divide the number of ranks: the stage is {self.stage}, on {world_size}"
+            raise _contradiction("zero_optimization.zero_hpz_partition_size", near, reason)
 
     def _check_divided(self, world_size: int) -> None:
-        asked = {
-            "offload_parameters=True": self.offload_parameters,
-            "offload_optimizer=True": self.offload_optimizer,
-            "config={'bf16': ...}": self.masters,
-        }
         if self.offload_parameters and self.stage != 3:
             raise BackendError(f"DeepSpeed(offload_parameters=True) needs stage 3, but the stage is {self.stage}")
-        if self.offload_optimizer and self.stage == 0:
-            raise BackendError("DeepSpeed(offload_optimizer=True) needs stage 1, 2 or 3, but the stage is 0")
-        if world_size == 1 and any(asked.values()):
-            option = next(option for option in asked if asked[option])
-            raise BackendError(
-                f"DeepSpeed({option}) on one process: there the model is not divided, and the option would be without "
-                "effect: use more processes, or leave it out"
-            )
+        for option, asked in (
+            ("offload_parameters=True", self.offload_parameters),
+            ("offload_optimizer=True", self.offload_optimizer),
+            ("config={'bf16': ...}", self.masters),
+        ):
+            if asked and world_size == 1:
+                raise BackendError(f"DeepSpeed({option}) on one process has no effect. Use more ranks or remove it.")
 
     def check_precision(self, name: str) -> None:
         """Refuse (PrecisionError) master weights beside another precision than theirs."""
         if self.masters and name != "bf16-true":
             raise PrecisionError(
-                f"DeepSpeed configuration: 'bf16' stores the model in bfloat16 with fp32 master weights, which is an option of "
-                f"precision='bf16-true', but precision is {name!r}"
+                "DeepSpeed configuration: 'bf16' adds fp32 master weights to precision='bf16-true', but precision is "
+                f"{name!r}"
             )
 
     def predicted(self, footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
-        if self.stage == 0:
-            return memory.whole(footprint, world_size)
-
         def size(key: str, usual: int) -> int:
             given: Any = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
             return int(given) if isinstance(given, int | float) else usual
@@ -309,14 +239,42 @@ class Configuration:
         }
 
 
+#: DeepSpeed's optimizers by the memory in which they step weights.
+_HOST_OPTIMIZERS: Final = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
+_DEVICE_OPTIMIZERS: Final = ("FusedLion",)
+
+
+def refuse_optimizer(optimizer: Optimizer, settings: Configuration, device: torch.device) -> None:
+    """Raise OptimizerError if an optimizer can't step one rank's piece of each parameter."""
+    name, on_host = type(optimizer).__name__, settings.offload_optimizer or device.type == "cpu"
+    by_deepspeed = type(optimizer).__module__.startswith("deepspeed.ops.")
+    if by_deepspeed and name == "FusedAdam":
+        # It counts the steps of a group in its last parameter, which can be on a different rank.
+        raise OptimizerError("DeepSpeed's FusedAdam can't step shards. Use torch.optim.AdamW(fused=True).")
+    if by_deepspeed and name in (_DEVICE_OPTIMIZERS if on_host else _HOST_OPTIMIZERS):
+        use = "offload_optimizer=True" if name in _HOST_OPTIMIZERS else "offload_optimizer=False on a GPU"
+        raise OptimizerError(f"{name} can't step weights in this memory. Use DeepSpeed({use}) or torch's AdamW.")
+    known = by_deepspeed and name in _HOST_OPTIMIZERS + _DEVICE_OPTIMIZERS
+    if not (known or type(optimizer) in ELEMENTWISE or elementwise(optimizer) or settings.any_optimizer):
+        raise OptimizerError(
+            f"{name} with DeepSpeed stage {settings.stage}: each rank steps its own piece of each parameter as a flat "
+            "tensor, which is exact only for optimizers that treat each element alone (SGD, AdamW, DeepSpeedCPUAdam, "
+            "...). If this optimizer does, set config={'zero_allow_untested_optimizer': True}."
+        )
+
+
 def refuse_parameters(named: Mapping[str, nn.Parameter]) -> None:
     """Refuse (BackendError) weights that DeepSpeed cannot divide, or of several dtypes, which it would put into one buffer."""
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in named.items():
+        if parameter.dtype is torch.float64:
+            raise BackendError(
+                f"DeepSpeed can't reduce gradients in float64, but {name} is float64. Use backend='fsdp'."
+            )
         if parameter.is_complex() or not parameter.numel():
             empty = f"has no elements (shape {tuple(parameter.shape)})"
             what = f"is {parameter.dtype}" if parameter.is_complex() else empty
-            raise BackendError(f"DeepSpeed cannot divide {name}, which {what}: use stage 0, or another backend")
+            raise BackendError(f"DeepSpeed cannot divide {name}, which {what}: use another backend")
         if parameter.is_floating_point():
             kinds.setdefault(parameter.dtype, name)
     if len(kinds) > 1:

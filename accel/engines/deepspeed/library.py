@@ -9,8 +9,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -54,12 +54,6 @@ def end(engine: Any) -> None:
     """Let go of the library's engine, for whose objects a garbage collection must come."""
     engine.destroy()
     _efficient.drop(engine)
-
-
-@functools.cache
-def _ranges() -> Patch:
-    """The library's ranges for profilers of devices, thousands in a step, which mean nothing on a CPU."""
-    return replaced(vars(library("deepspeed.utils.nvtx")), "enable_nvtx", False)
 
 
 @contextlib.contextmanager
@@ -154,32 +148,6 @@ def without_groups() -> contextlib.AbstractContextManager[None]:
     return replaced(comm, "cdb", nobody) if comm["cdb"] is None else contextlib.nullcontext()
 
 
-def release_groups(roots: Iterable[Any]) -> None:
-    """Drop the process groups that the library's objects hold: as attributes, and in the closures of what they call."""
-    todo, seen = list(roots), set()
-    while todo:
-        owner = todo.pop()
-        if id(owner) in seen:
-            continue
-        seen.add(id(owner))
-        held = getattr(owner, "__dict__", {})
-        for name, value in list(held.items()):
-            if any(isinstance(v, dist.ProcessGroup) for v in (value if isinstance(value, list) else [value])):
-                held[name] = None
-        cells = [cell.cell_contents for cell in getattr(owner, "__closure__", None) or ()]
-        inside = (*held.values(), *cells)
-        todo += [v for v in inside if isinstance(v, FunctionType) or type(v).__module__.startswith("deepspeed.")]
-
-
-def _reduce_in(dtype: torch.dtype, optimizer: Any) -> None:
-    """Of a dtype that the library's configuration cannot name for the reduction of gradients."""
-    (bucket,) = optimizer.ipg_buckets.values()
-    if isinstance(bucket.buffer, torch.Tensor):  # at stage 3
-        bucket.buffer = bucket.buffer.to(dtype)
-    optimizer.ipg_buckets = {dtype: bucket}
-    optimizer.communication_data_type = dtype
-
-
 def initialise(
     module: nn.Module, groups: list[list[nn.Parameter]], config: dict[str, Any], device: torch.device
 ) -> Any:
@@ -199,26 +167,18 @@ def initialise(
         config = {**config, "zero_optimization": {**divided, "memory_efficient_linear": False}}
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
         # All ranks have rank 0's weights, or wait for their own.
-        changed: dict[str, Any] = {"_broadcast_model": lambda engine: None}
-        if wide := (double := torch.float64) in {p.dtype for group in groups for p in group}:
-            # Its configuration has no name for this: it would keep such gradients in float32.
-            changed["get_data_types"] = lambda engine: (double, double)
-        kind = type("DeepSpeedEngine", (deepspeed.DeepSpeedEngine,), changed)
+        kind = type("DeepSpeedEngine", (deepspeed.DeepSpeedEngine,), {"_broadcast_model": lambda engine: None})
         # Its shared-memory op takes a minute to compile and serves only inference.
         ops = replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool))
         with ops, replaced(vars(deepspeed), kind.__name__, kind):
             if divided["stage"] == 3:  # one weight after the other; else it would bring all of them to the device first
                 deepspeed.zero.Init(module=module, config_dict_or_path=config)
             engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
-    if wide and config.get("communication_data_type") is None:
-        _reduce_in(double, engine.optimizer)
     _renamed.need(engine)
     for patch in _comparisons() if divided["stage"] == 3 else ():
         patch.need(engine)
     if divided["stage"] == 3 and divided.get("memory_efficient_linear", True):
         _efficient.need(engine)
-    if device.type == "cpu":
-        _ranges().need(engine)
     zero, forward = engine.optimizer, [engine.module_forward_pre_hook, engine.module_forward_post_hook]
     for hooks in (forward, zero._grad_acc_hooks, getattr(zero, "_leaf_module_hooks", [])):
         remove_hooks(hooks)

@@ -7,7 +7,7 @@ here, by parameter: so a frozen or unused parameter is left alone exactly as in 
 from __future__ import annotations
 
 import functools
-import itertools
+import re
 import weakref
 import zlib
 from abc import ABC, abstractmethod
@@ -28,7 +28,6 @@ from ..base.absent import plainly
 from ..base.gradients import Interruption
 from ..base.raw_objects import Snapshot
 from .library import accelerator, end, initialise, library
-from .offload import stored
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -66,19 +65,13 @@ class Fragment:
             self.grad = self.grad.to(self.weights.dtype)
 
 
-#: What ``deepspeed.utils.safe_get_*`` and ``safe_set_*`` call, of a parameter or of the library's optimizer.
-_ACCESS: Final = (
-    "get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad", "get_fp32_grad_for_param",
-    "set_fp32_grad_for_param", "get_local_fp32_param", "set_local_hp_param", "get_local_fp32_grad_for_param",
-    "set_local_grad_for_param",
-)  # fmt: skip
+_ACCESS: Final = re.compile("[gs]et_(full|local|fp32)_")
 
 
 def _refuse_access(*_: Any, **__: Any) -> NoReturn:
     raise BackendError(
-        "deepspeed.utils.safe_get_* and safe_set_* look into DeepSpeed's own optimizer, which does not step here, and would find "
-        "zeros: read weights and state by accel.full_state_dict(model) and (optimizer), on every rank, set them by "
-        "load_state_dict(full) of the handles, and clip gradients by accel.clip_grad_norm_"
+        "deepspeed.utils.safe_get_* and safe_set_* would use memory that no optimizer steps here. Use "
+        "accel.full_state_dict(), load_state_dict() of the handles, and accel.clip_grad_norm_()."
     )
 
 
@@ -104,14 +97,12 @@ class Partitions(ABC):
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
         #: The numbers of those of which ranks have fragments.
         self.by_name = {n: i for i, n in enumerate(self.names) if self.divides_weights or i in self.divided}
-        self.local = False
         #: Each fragment has fp32 weights of its own; where these are, if not where the model's are.
         self.masters = engine.configuration.masters
         self._weights_on = torch.device("cpu") if engine.configuration.offload_optimizer else None
         #: Weights that are stepped are other memory than the homes; memory of the host that devices use directly.
         self.apart = self.masters or self._weights_on is not None
         self._pinned = engine.configuration.pins and engine.process.device.type != "cpu"
-        self._folders = engine.configuration.state_folder, engine.configuration.weights_folder
         self._hooks: list[RemovableHandle] = []
         #: Whose gradients are taken at the end of the backward: hooks of the program may change them first.
         self._hooked: list[int] = []
@@ -120,8 +111,6 @@ class Partitions(ABC):
         self.interruption = Interruption()
         #: What backwards left in ``p.grad``.
         self.waiting: dict[int, torch.Tensor] = {}
-        #: Parameters whose gradients stay whole in ``p.grad``, since no optimizer steps their fragments.
-        self.whole_gradients: set[int] = set()
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
@@ -142,8 +131,8 @@ class Partitions(ABC):
                     parameter.data = parameter.data.view(())
             self.snapshot.changed()
             self.arrange()
-            for owner, name in itertools.product((self.zero, *self.divided.values()), _ACCESS):
-                if hasattr(owner, name):
+            for owner in (self.zero, *self.divided.values()):
+                for name in filter(_ACCESS.match, dir(type(owner)) if owner is self.zero else list(vars(owner))):
                     setattr(owner, name, _refuse_access)
             for index, parameter in self.divided.items():
                 # Weakly: autograd keeps the hook where no garbage collector looks.
@@ -158,12 +147,8 @@ class Partitions(ABC):
         dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
         weights = home.detach().to(self._weights_on or home.device, dtype, copy=self.apart)
         pinned = self._pinned and weights.device != home.device
-        weights = weights.pin_memory() if pinned else stored(weights, self._folders[0])
+        weights = weights.pin_memory() if pinned else weights
         self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
-
-    @property
-    def stepped(self) -> list[torch.Tensor]:
-        return [fragment.weights for fragment in self.fragments.values()]
 
     def buckets(self) -> list[torch.Tensor]:
         """Memory to reduce in that the library keeps from step to step."""
@@ -173,9 +158,9 @@ class Partitions(ABC):
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
         grad = self.parameters[index].grad
-        if grad is None or index in self.whole_gradients:  # frozen since the forward; averaged at the backward's end
+        if grad is None:  # frozen since the forward
             return
-        if self.local or not self.eager:
+        if not self.eager:
             self.waiting[index] = grad
         else:
             self.waiting.pop(index, None)
@@ -199,10 +184,8 @@ class Partitions(ABC):
         """Of one that is in a bucket, autograd may have added to the bucket's memory already."""
         if index in self._came:
             raise BackendError(
-                f"{self.label}: the gradient of {self.names[index]!r} came a second time in one backward: its "
-                "layer runs directly and, earlier in the forward, in a checkpoint(..., use_reentrant=True). Use "
-                "use_reentrant=False, or run this forward and backward inside of accel.no_sync(model): optimizer.step() then "
-                "averages all gradients"
+                f"{self.label}: {self.names[index]!r} got two gradients in one backward, because its layer runs in a "
+                "checkpoint(..., use_reentrant=True) and outside of it. Use use_reentrant=False."
             )
         self._came.add(index)
 
@@ -227,17 +210,14 @@ class Partitions(ABC):
 
         return call
 
-    def _to_reduce(self) -> list[int]:
-        return [i for i in self.divided if i not in self.whole_gradients]
-
     @plainly
     def held(self) -> bytes:
         """What backward left in ``p.grad``, in a few bytes, of many parameters too."""
-        return zlib.compress(held_here(self.parameters[i] for i in self._to_reduce()), level=1)
+        return zlib.compress(held_here(self.divided.values()), level=1)
 
     def flush(self, held: Iterable[bytes]) -> None:
         """Reduce it, from what all ranks have told of it; a rank that has none counts as zero. Collective."""
-        indices = self._to_reduce()
+        indices = list(self.divided)
         what = f"the gradients of a step ({self.label})"
         told = held_by_any(what, map(zlib.decompress, held), [self.names[i] for i in indices])
         waiting = [indices[n] for n in told]
@@ -281,13 +261,11 @@ class Partitions(ABC):
             self.parameters[index].grad = grad
 
     def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's part of the final gradients of these, ready to be computed with; and what counts on rank 0 alone."""
+        """This rank's part of the final gradients of these, ready to be computed with; nothing is replicated."""
         fragments = [fragment for i, fragment in self.fragments.items() if i in indices]
         for fragment in fragments:
             fragment.widen()
-        whole = [self.parameters[i].grad for i in sorted(self.whole_gradients) if i in indices]
-        mine, common = ([f.grad for f in fragments if f.grad is not None], [grad for grad in whole if grad is not None])
-        return (mine, common) if self.process.place.rank else ([*mine, *common], [])
+        return [f.grad for f in fragments if f.grad is not None], []
 
     def reset(self) -> None:
         """Clear what a backward or forward left half-way. Collective."""

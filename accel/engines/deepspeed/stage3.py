@@ -22,7 +22,6 @@ from ...process.packing import row_of
 from ...trees import exchange
 from ..base.absent import plainly, recorded, refuse_other_tensor
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
-from .offload import stored
 from .partitions import Fragment, Partitions
 from .weights import Method, Stage3Weights, promise, set_grad, take_back
 
@@ -235,10 +234,6 @@ class Stage3(Partitions):
         """A fragment for each parameter of which this rank's part is not padding only."""
         zero, owned = self.zero, {}
         parameters: Sequence[Any] = self.parameters
-        if self._folders[1] is not None:  # there the parts of the weights are in files
-            for part in [p.ds_tensor for p in parameters if not p.ds_persist]:
-                part.data = stored(part.data, self._folders[1])
-            zero.fp16_partitioned_groups_flat, zero.param_groups_fp16_flat_cpu_memory = [], []
         for index, parameter in enumerate(parameters):
             shard = parameter.ds_tensor
             start = shard.ds_numel * parameter.ds_zero_partition_rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...deferred import without_values
-from ...errors import OptimizerError
 from ...precision import convert_optimizer
 from ...shard import Shard, StateEntry
 from ..base.absent import plainly
@@ -21,7 +20,6 @@ from ..base.holdings import Holdings
 from ..base.step import refuse_steps, take_added_groups
 from .config import Configuration
 from .library import without_groups
-from .offload import level_steps, room
 from .partitions import Fragment, Partitions
 
 if TYPE_CHECKING:
@@ -60,27 +58,6 @@ class DeepSpeedHoldings(Holdings):
         found: list[Shard] = plainly(super().shards)(optimizer)
         return found
 
-    def without_effect(self, optimizer: Optimizer) -> list[int]:
-        """The parameters under which its state has something, put there or only looked for, as in one process. Local.
-
-        State of what is in none of its groups any more is kept as it is.
-        """
-        zero, state = self.engine.zero, optimizer.state
-        if zero is None or zero.numbers.keys().isdisjoint(map(id, state)):  # each step comes here
-            return []
-        keys = set(map(id, state))
-        return [i for i in self.engine.indices(optimizer) if id(self.engine.parameters[i]) in keys]
-
-    def refuse_state(self, optimizer: Optimizer) -> None:
-        """Refuse (OptimizerError) state that would have no effect."""
-        if found := self.without_effect(optimizer):
-            names = ", ".join(self.engine.names[i] for i in found[:5])
-            raise OptimizerError(
-                f"optimizer.state[parameter] of {names}: DeepSpeed stage {self.engine.stage} steps fragments, which are the "
-                "keys of their state, so that nothing is there and what is put there has no effect: change or drop state "
-                "through optimizer.state.values(), or by accel.full_state_dict(optimizer) and optimizer.load_state_dict"
-            )
-
     def _fragment(self, name: str) -> tuple[bool, Fragment | None]:
         """Whether a parameter is divided, and this rank's part of it."""
         if (zero := self.engine.zero) is None or name not in zero.by_name:
@@ -104,7 +81,6 @@ class DeepSpeedHoldings(Holdings):
         if (zero := self.engine.zero) is None:
             return super().entries(optimizer)
         take_added_groups(self.engine, optimizer)
-        self.refuse_state(optimizer)
         found = []
         for index in self.engine.indices(optimizer):
             if (fragment := zero.fragments.get(index)) is not None:
@@ -112,17 +88,10 @@ class DeepSpeedHoldings(Holdings):
                 found.append(StateEntry(name, tuple(zero.shapes[index]), fragment.weights, state))
         return found
 
-    def take(self, optimizer: Optimizer, whole: Mapping[str, Mapping[Any, Any]]) -> None:
-        groups, copies = self.groups(optimizer), {name: dict(state) for name, state in whole.items()}
-        states = ([s for name, s in copies.items() if groups.get(name) is g] for g in optimizer.param_groups)
-        level_steps(optimizer, states)
-        super().take(optimizer, copies)
-
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         divided, _ = self._fragment(entry.name)
         shape = tuple(entry.parameter.shape) if divided and shape == entry.shape else shape
-        made = super().new_state(entry, key, shape, dtype)
-        return room(made, self.engine.configuration.state_folder) if divided else made
+        return super().new_state(entry, key, shape, dtype)
 
     def gradients(self) -> Iterator[Item]:
         assert self.engine.zero is not None  # it is called by `restore`
@@ -135,7 +104,6 @@ class DeepSpeedHoldings(Holdings):
 
     def filled(self) -> None:
         if self.engine.zero is not None:
-            self.engine.gradients.level_steps(self.engine.zero)
             self.engine.gradients.publish(self.engine.zero)
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
@@ -147,7 +115,6 @@ class DeepSpeedHoldings(Holdings):
         held = [*((name, "", p) for name, p in named.items()), *self.gradients()]
         whole = self.gather(what, held, device=torch.device("cpu"))
         for optimizer in optimizers:
-            self._drop_without_effect(optimizer)
             self.give_back(what, optimizer, named)
         # What accel made half becomes whole again from its fp32 copy.
         ours, device = {id(tensor) for tensor, _ in engine.dtypes}, engine.process.device
@@ -161,13 +128,6 @@ class DeepSpeedHoldings(Holdings):
             for optimizer in optimizers:
                 convert_optimizer(optimizer, for_good)
             for_good.pop_all()
-
-    def _drop_without_effect(self, optimizer: Optimizer) -> None:
-        """With a warning, unless it was only looked for."""
-        engine = self.engine
-        found = {engine.names[i]: optimizer.state.pop(engine.parameters[i]) for i in self.without_effect(optimizer)}
-        if lost := [name for name, state in found.items() if state]:
-            logger.warning("optimizer.state[parameter] of %s, which had no effect, is lost", ", ".join(lost[:5]))
 
     def leave(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
         """The same without the other ranks: weights that this rank has a part of are nan, and its optimizers do not step."""

@@ -7,7 +7,6 @@ an empty tensor in the place of a weight that is not gathered, and torch would c
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterable
@@ -218,18 +217,17 @@ class Method:
 
 
 def put_methods(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
-    """Put them into an optimizer, or into a module and all in it that have parameters; the engine is held weakly."""
-    functions: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad(weakref.ref(engine))}
+    """Put them into an optimizer or a root module, whose submodules get ``zero_grad``. The engine is held weakly."""
+    zero_grad = _zero_grad(weakref.ref(engine))
+    for holder in raw.modules() if isinstance(raw, nn.Module) else [raw]:
+        vars(holder)["zero_grad"] = Method(zero_grad, holder)
     if isinstance(raw, nn.Module):
-        functions |= {"__deepcopy__": _deepcopy, "__getstate__": _getstate}
-    for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
-        if isinstance(holder, Optimizer) or any(True for _ in holder.parameters()):
-            vars(holder).update({name: Method(function, holder) for name, function in functions.items()})
+        vars(raw).update({"__deepcopy__": Method(_deepcopy, raw), "__getstate__": Method(_getstate, raw)})
 
 
 def remove_methods(raw: nn.Module | Optimizer) -> None:
     """Take them out again."""
-    for holder in [raw] if isinstance(raw, Optimizer) else raw.modules():
+    for holder in raw.modules() if isinstance(raw, nn.Module) else [raw]:
         for name in _OWN:
             if isinstance(vars(holder).get(name), Method):
                 del vars(holder)[name]
@@ -252,27 +250,20 @@ def _getstate(module: nn.Module) -> NoReturn:
 
 
 def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
-    """The class's own, whose arguments need not be torch's: what becomes of one gradient tells whether it drops them."""
+    """``zero_grad`` of a raw object, which drops the gradients of fragments too."""
 
-    def zero_grad(holder: Any, *args: Any, **kwargs: Any) -> Any:
-        engine, parameters = reference(), []
-        if isinstance(holder, nn.Module):
-            parameters = list(holder.parameters())
-        elif engine is not None:
-            parameters = [engine.parameters[i] for i in engine.indices(holder)]
-        # The class's own may leave frozen ones alone, so that these come last.
-        able = [p for p in parameters if p.is_floating_point()]
-        probe: Any = next((p for p in able if p.requires_grad), able[0] if able else None)
-        whole = contextlib.nullcontext() if engine is None else engine.gradients.parameters_in_groups()
-        with torch._C.DisableTorchFunctionSubclass(), whole:
-            if lacking := probe is not None and probe.grad is None:
-                probe.grad = torch.zeros_like(probe)
-            out = type(holder).zero_grad(holder, *args, **kwargs)
-            dropped = probe is None or probe.grad is None
-            if lacking:
-                probe.grad = None
-        if engine is not None:
-            engine.gradients.drop(parameters, dropped)
+    def zero_grad(raw: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = reference()
+        if engine is None or engine.zero is None:
+            return type(raw).zero_grad(raw, *args, **kwargs)
+        if isinstance(raw, nn.Module):
+            numbers = engine.zero.numbers
+            indices = [numbers[id(p)] for p in raw.parameters() if id(p) in numbers]
+        else:
+            indices = engine.indices(raw)
+        with torch._C.DisableTorchFunctionSubclass(), engine.gradients.parameters_in_groups():
+            out = type(raw).zero_grad(raw, *args, **kwargs)
+        engine.gradients.drop(indices, kwargs.get("set_to_none", args[0] if args else True))
         return out
 
     return zero_grad

@@ -52,7 +52,7 @@ def options_that_change_nothing() -> None:
         (2, {"zero_optimization": {"reduce_scatter": False, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
         (3, {"zero_optimization": {"stage3_param_persistence_threshold": 30}}, {"offload_parameters": True}),
         (3, {"zero_optimization": {"sub_group_size": 40, "reduce_bucket_size": 40}}, {"offload_optimizer": True}),
-        (0, {"gradient_clipping": 0.05, "train_batch_size": "auto"}, {}),
+        (2, {"gradient_clipping": 0.05, "train_batch_size": "auto"}, {}),
         (2, {"zero_optimization": GATHERED_OTHERWISE}, {}),
         (3, {"zero_optimization": {**FEW_AT_ONCE, "stage3_allgather_sequential": True}}, {}),
         (
@@ -66,7 +66,7 @@ def options_that_change_nothing() -> None:
             {},
         ),
     ):
-        usual = {"gradient_accumulation_steps": "auto", "zero_force_ds_cpu_optimizer": False}
+        usual = {"gradient_accumulation_steps": "auto", "zero_force_ds_cpu_optimizer": False}  # as Accelerate writes it
         pair = Pair(DeepSpeed(stage=stage, config={**usual, **extra}, **options))
         for step in range(3):
             pair.optimizer.zero_grad()
@@ -347,7 +347,7 @@ def in_float64(backend: Any) -> float:
     return max(float((whole[name] - value).abs().max()) for name, value in plain.state_dict().items())
 
 
-@pytest.mark.parametrize("backend", [*map(zero, STAGES), "fsdp", "sharded"])
+@pytest.mark.parametrize("backend", ["fsdp", "sharded"])
 def test_float64_weights_keep_their_precision(backend: Any) -> None:
     assert max(run(2, in_float64, backend)) < 1e-14
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ def look_through_the_library(pair: Pair) -> None:
         lambda: access.safe_set_full_optimizer_state(weight, zeros, "exp_avg"),
         lambda: access.safe_set_full_fp32_param(weight, zeros),
     ):
-        with pytest.raises(accel.BackendError, match="would find zeros"):
+        with pytest.raises(accel.BackendError, match="memory that no optimizer steps"):
             look()
     access.safe_get_full_fp32_param(weight)
 
@@ -116,10 +115,7 @@ def assigned_by_hand(stage: int) -> None:
     model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()  # what is assigned later takes its place
-        if stage:
-            accel.clip_grad_norm_(model, 1.0)
-        else:
-            optimizer.step()
+        accel.clip_grad_norm_(model, 1.0)
         before = {k: v.clone() for k, v in accel.full_state_dict(model).items()}
         for p in net.parameters():
             p.grad = torch.full_like(p, 2.0 * accel.rank())
@@ -129,63 +125,9 @@ def assigned_by_hand(stage: int) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_assigned_by_hand(stage: int) -> None:
     run(2, assigned_by_hand, stage)
-
-
-def state_under_parameters(stage: int, folder: Path) -> None:
-    """What is put under a parameter would be without effect, what is read there is nothing; the ways that are right pass."""
-    net = nn.Linear(4, 2)
-    raw = torch.optim.Adam(net.parameters(), lr=0.1)
-    model, optimizer, _ = accel.setup(net, raw, backend=zero(stage))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-    def change() -> None:
-        for state in optimizer.state.values():
-            state["exp_avg"].zero_()
-        full = accel.full_state_dict(optimizer)
-        assert not any(state["exp_avg"].any() for state in full["state"].values())
-        optimizer.load_state_dict(full)
-        optimizer.state.clear()
-
-    step()
-    change()
-    step()
-    weights = {name: value.clone() for name, value in accel.full_state_dict(model).items()}
-    for edit in (
-        lambda: optimizer.state[net.bias],
-        lambda: optimizer.state.update({net.bias: {"exp_avg": torch.ones(2)}}),
-    ):
-        edit()
-        for use in (
-            step,
-            lambda: accel.save({"optimizer": optimizer}, folder),
-            lambda: accel.full_state_dict(optimizer),
-            optimizer.state_dict,
-        ):
-            with pytest.raises(
-                accel.OptimizerError, match=rf"optimizer.state\[parameter\] of bias: DeepSpeed stage {stage}"
-            ):
-                use()
-        del optimizer.state[net.bias]
-    assert all(torch.equal(value, weights[name]) for name, value in accel.full_state_dict(model).items())
-    step()
-    assert not torch.equal(accel.full_state_dict(model)["bias"], weights["bias"])
-    accel.save({"optimizer": optimizer}, folder)
-    full = accel.full_state_dict(optimizer)["state"]
-    optimizer.state[net.bias] = {"exp_avg": torch.ones(2)}
-    with unittest.TestCase().assertLogs("accel", "WARNING") as logged:
-        accel.teardown()
-    assert [
-        line for line in logged.output if "optimizer.state[parameter] of bias, which had no effect, is lost" in line
-    ]
-    for number, p in enumerate(net.parameters()):
-        assert torch.equal(raw.state[p]["exp_avg"], full[number]["exp_avg"])
 
 
 def a_group_taken_out(stage: int) -> None:
@@ -207,11 +149,6 @@ def a_group_taken_out(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_state_of_what_no_group_has_any_more_is_kept(stage: int) -> None:
     run(2, a_group_taken_out, stage)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_state_under_parameters_is_refused(stage: int, tmp_path: Path) -> None:
-    run(2, state_under_parameters, stage, tmp_path)
 
 
 def never_dropped(stage: int) -> list[str]:
@@ -238,7 +175,7 @@ def never_dropped(stage: int) -> list[str]:
 def test_gradients_that_nothing_dropped_are_told_of() -> None:
     for told in run(2, never_dropped, 2):
         assert len(told) == 1
-        assert "call zero_grad()" in told[0]
+        assert "Call optimizer.zero_grad()" in told[0]
 
 
 class Branches(nn.Module):
@@ -265,101 +202,38 @@ def test_what_would_see_a_part_raises_and_changes_nothing(stage: int) -> None:
     run(2, refuse_all, stage)
 
 
-NOWHERE = {"device": "nvme", "nvme_path": "/dev/null/x"}
 CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"optimizer": {"type": "Adam"}}, {}, "'optimizer'"),
     ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler'"),
     ({"fp16": {"enabled": True}}, {}, "'fp16'"),
+    ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning'"),
+    ({"aio": {"block_size": 1048576}}, {}, "'aio' has no place"),
+    ({"zero_force_ds_cpu_optimizer": True}, {}, "give accel.setup a deepspeed.ops.adam.DeepSpeedCPUAdam"),
     ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps"),
-    ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "zero_optimization.stage"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "there is no 'nvme_path'"),
-    (
-        {"zero_optimization": {"stage": 3, "offload_param": NOWHERE}},
-        {},
-        "'nvme_path' is '/dev/null/x', but nothing can",
-    ),
+    ({"gradient_clipping": "big"}, {}, "'gradient_clipping' is 'big', but a number"),
     (
         {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
         {},
         "'train_batch_size' is 64, but 2 batches of 4 are a step",
     ),
     ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
-    ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning'"),
+    ({"bf16": True}, {}, "'bf16' is True, but {'enabled': True}"),
+    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {}, "'bf16' is .*but {'enabled': True}"),
     ("/nowhere.json", {}, "cannot be read"),
-    ({}, {"stage": 2, "offload_parameters": True}, "needs stage 3"),
-    ({}, {"stage": 0, "offload_optimizer": True}, "needs stage 1, 2 or 3"),
-    ({"zero_optimization": {"stage": 5}}, {}, "expected 0, 1, 2 or 3"),
-    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, {}, "ZenFlow steps by itself"),
-    *(
-        ({"zero_optimization": {"stage": 3, **beside, key: value}}, {}, f"zero_optimization.{key}")
-        for key, value, beside in (
-            ("cpu_offload", True, {}),
-            ("cpu_offload_param", True, {}),
-            ("mics_shard_size", 2, {}),
-            ("mics_hierarchical_params_gather", True, {}),
-            ("zero_quantized_weights", True, {}),
-            ("zero_quantized_gradients", True, {}),
-            ("zero_quantized_nontrainable_weights", True, {}),
-            ("zero_hpz_partition_size", 3, {}),
-        )
-    ),
-    ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"stage": 2}, "the stage is 2, on 2"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, {}, "offload_optimizer.ratio"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, {}, "super_offload"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, {}, "'cpu', 'nvme' or 'none' was expected"),
-    ({"bf16": {"enabled": True}}, {"stage": 0}, "stage 0 has no master weights"),
     ([1], {}, r"config=\[1\]\): expected a dict, or the path"),
     ({"zero_optimization": 3}, {}, "'zero_optimization' is 3, but a dict was expected"),
-    ({"zero_optimization": {"zero_quantized_weights": 1}}, {}, "'zero_optimization.zero_quantized_weights' is 1, but"),
-    ({"zero_optimization": {"overlap_com": True}}, {}, r"zero_optimization: 'overlap_com' is True \(extra inputs"),
-    ({"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}}, {}, "'offload_optimizer.devise' is 'cpu'"),
-    (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memry": True}}},
-        {},
-        "'offload_param.pin_memry' is True",
-    ),
-    ({"zero_optimization": {"zero_hpz_partition_size": -2}}, {}, "'zero_hpz_partition_size' is -2"),
-    ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "'reduce_bucket_size' is 'big'"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": 7}}}, {}, "no 'nvme_path'"),
-    ({"zero_optimization": {"strict": True}}, {}, "'zero_optimization.strict' is True, but it is no key"),
-    ({"zero_optimization": {2: 3}}, {}, "zero_optimization: keywords must be strings"),
-    (
-        {"zero_optimization": {f"stage3_gather_{bits}_weights_on_model_save": True for bits in ("fp16", "16bit")}},
-        {"stage": 3},
-        "zero_optimization: Cannot provide deprecated parameter",
-    ),
-    (
-        {"zero_optimization": {"compute_grad_norm": False}},
-        {"stage": 3},
-        "zero_optimization: value error, compute_grad_norm=false is supported only with",
-    ),
-    *(({key: 3}, {}, f"'{key}' is 3, but a dict") for key in ("activation_checkpointing", "aio", "comms_logger")),
-    *(({"gradient_clipping": x}, {}, "'gradient_clipping' is .*, but a number") for x in ("big", -1.0, float("nan"))),
-    ({"gradient_clipping": True}, {}, "'gradient_clipping' is True, but a number"),
-    ({"gradient_accumulation_steps": True}, {}, "'gradient_accumulation_steps' is True, but a raw loop"),
-    *(
-        ({key: True}, {}, f"'{key}' is True, but a whole number of at least 1")
-        for key in ("steps_per_print", "train_batch_size")
-    ),
-    (
-        {"train_micro_batch_size_per_gpu": 0},
-        {},
-        "'train_micro_batch_size_per_gpu' is 0, but a whole number of at least 1",
-    ),
-    *(
-        ({key: "yes"}, {}, f"'{key}' is 'yes', but True")
-        for key in ("disable_allgather", "dump_state", "memory_breakdown")
-    ),
-    ({"bf16": True}, {}, "'bf16' is True, but a dict"),
-    ({"bf16": {"enabled": "yes"}}, {}, "'bf16.enabled' is 'yes', but True or False was expected"),
-    (
-        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
-        {},
-        "'bf16.bf16_master_weights_and_grads' is True, but accel does not use it",
-    ),
-    ({"comms_logger": {"enabled": "abc"}}, {}, "comms_logger: 'enabled' is 'abc'"),
-    ({"communication_data_type": "fp8"}, {}, "'communication_data_type' is 'fp8', but 'fp16', 'bf16' or 'fp32'"),
-    ({"zero_force_ds_cpu_optimizer": "yes"}, {}, "'zero_force_ds_cpu_optimizer' is 'yes', but True or False"),
+    ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "zero_optimization.stage"),
+    ({"zero_optimization": {"stage": 0}}, {}, "stage 0 divides nothing: use backend='ddp'"),
+    ({"zero_optimization": {"stage": 5}}, {}, "expected 1, 2 or 3"),
+    ({}, {"stage": 2, "offload_parameters": True}, "needs stage 3"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "accel offloads to CPU memory: use 'cpu'"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, {}, "offload_optimizer.ratio"),
+    ({"zero_optimization": {"stage": 3, "cpu_offload": True}}, {}, "zero_optimization.cpu_offload"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {}, "quantized communication changes"),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, {}, "zero_hpz_partition_size' is 3"),
+    ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"stage": 2}, "the stage is 2, on 2"),
+    ({"zero_optimization": {"overlap_com": True}}, {}, "zero_optimization: 1 validation error(.|\\n)*overlap_com"),
+    ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "zero_optimization: 1 validation error(.|\\n)*big"),
 ]
 
 
@@ -384,8 +258,10 @@ def test_a_contradiction_is_refused_by_its_key() -> None:
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(accel.BackendError, match="expected 0, 1, 2 or 3"):
+    with pytest.raises(accel.BackendError, match="expected 1, 2 or 3"):
         DeepSpeed(stage=5)
+    with pytest.raises(accel.BackendError, match="stage 0 divides nothing: use backend='ddp'"):
+        DeepSpeed(stage=0)
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(accel.BackendError, match="expected a JSON object, found list"):
         Configuration(DeepSpeed(config=tmp_path / "list.json"))
@@ -433,7 +309,7 @@ def test_what_one_process_cannot_do_is_refused_there() -> None:
 def sparse() -> None:
     raw = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
-    for backend in (*map(zero, (0, *STAGES)), "fsdp"):
+    for backend in (*map(zero, STAGES), "fsdp"):
         with pytest.raises(accel.BackendError, match="sparse gradients of 0: use sparse=False"):
             accel.setup(raw, optimizer, backend=backend)
 
@@ -472,6 +348,9 @@ def indivisible() -> None:
         for stage in STAGES:
             with pytest.raises(accel.BackendError, match="cannot divide extra"):
                 accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(stage))
+    raw = nn.Linear(2, 1).double()
+    with pytest.raises(accel.BackendError, match="float64, but weight is float64"):
+        accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(2))
     raw = nn.Linear(2, 1)
     raw.extra = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     with pytest.raises(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -84,38 +83,19 @@ class Pair:
 Use = Callable[[Any, nn.Parameter], Any]
 #: What users do with a weight; ``m`` is a handle or a module, ``w`` its ``head.weight``.
 READS: list[Use] = [
-    lambda m, w: w.norm(),
-    lambda m, w: w.mean().item(),
-    lambda m, w: m.scale.item(),
-    lambda m, w: float(w.abs().max()),
     lambda m, w: sum(p.pow(2).sum() for p in m.parameters()),
-    lambda m, w: torch.nn.utils.parameters_to_vector(m.parameters()),
-    lambda m, w: torch._foreach_norm([w]),
-    lambda m, w: copy.deepcopy(w),
-    lambda m, w: torch.save(w, io.BytesIO()),
-    lambda m, w: w.data.sum(),
-    lambda m, w: w.detach().cpu(),
     lambda m, w: torch.zeros(5, 7).lerp_(w, 0.1),
-    lambda m, w: (w == torch.zeros(5, 7)).all(),
-    lambda m, w: torch.equal(torch.zeros(5, 7), w),
-    lambda m, w: (w @ w.T - torch.eye(5)).square().sum(),
+    lambda m, w: m.scale.item(),
+    lambda m, w: copy.deepcopy(w),
     lambda m, w: F.linear(torch.ones(2, 7), w),
-    lambda m, w: torch.histc(w),
-    lambda m, w: w.tolist(),
-    lambda m, w: w.data_ptr(),
-    lambda m, w: next(iter(w)),
-    lambda m, w: nn.Parameter(w),
 ]
 #: What would be lost.
 EDITS: list[Use] = [
-    lambda m, w: w.copy_(torch.zeros(5, 7)),
     lambda m, w: nn.init.ones_(w),
     lambda m, w: w.data.clamp_(-0.1, 0.1),
     lambda m, w: setattr(w, "data", torch.zeros(5, 7)),
     lambda m, w: m.double(),
-    lambda m, w: w.to(memory_format=torch.channels_last),
     lambda m, w: dist.all_reduce(w),
-    lambda m, w: torch.nn.utils.vector_to_parameters(torch.zeros(200), m.parameters()),
 ]
 #: What does not look at values.
 FACTS: list[Use] = [
