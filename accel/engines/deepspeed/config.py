@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,8 +13,7 @@ import torch
 from torch import nn
 
 from ...errors import BackendError, PrecisionError
-from ..base import memory
-from ..base.memory import Footprint, MemoryUse
+from ..base.memory import MemoryUse, TensorSize, add_uses
 from .library import library
 from .offload import check_folder
 
@@ -127,6 +127,16 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BackendError(f"DeepSpeed(config={str(config)!r}): expected a JSON object, found {type(found).__name__}")
     return found
+
+
+def _with_master(tensor: TensorSize) -> TensorSize:
+    """Return the sizes of a 2-byte parameter whose optimizer steps an fp32 copy."""
+    if tensor.is_buffer:
+        return tensor
+    state = tensor.state_bytes * 4 // tensor.itemsize
+    if tensor.trainable and tensor.optimizer is not None:
+        state += 4 * tensor.numel
+    return replace(tensor, itemsize=2, state_bytes=state)
 
 
 class Configuration:
@@ -269,16 +279,34 @@ class Configuration:
                 f"precision='bf16-true', but precision is {name!r}"
             )
 
-    def predicted(self, footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
-        if self.stage == 0:
-            return memory.whole(footprint, world_size)
+    def predict(self, tensors: Sequence[TensorSize], world_size: int) -> MemoryUse:
+        """Return the bytes on each rank, as in the ZeRO paper (Rajbhandari et al., 1910.02054).
 
-        def size(key: str, usual: int) -> int:
-            given: Any = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
-            return int(given) if isinstance(given, int | float) else usual
+        Stage 1 also keeps only its shards of the gradients after they are reduced. Stage 3 keeps
+        small weights in full in addition to their shards, and a bucket to reduce gradients in.
+        """
+        if self.stage == 0 or world_size == 1:
+            return add_uses(tensor.use() for tensor in tensors)
+        if self.masters:
+            tensors = [_with_master(tensor) for tensor in tensors]
+        threshold = self._number("stage3_param_persistence_threshold", 100_000)
+        part = 1 / world_size
+        uses = []
+        for tensor in tensors:
+            kept = self.stage < 3 or tensor.numel <= threshold
+            weights = kept + (part if self.stage == 3 else 0)
+            uses.append(tensor.use(weights=weights, gradients=part, state=part))
+        use = add_uses(uses)
+        if self.stage < 3:
+            return use
+        parameters = [tensor for tensor in tensors if not tensor.is_buffer]
+        numel = sum(p.numel for p in parameters)
+        numel = min(self._number("reduce_bucket_size", _BUCKET), numel + numel % 2)
+        return replace(use, buckets=numel * max((p.itemsize for p in parameters), default=0))
 
-        below, bucket = size("stage3_param_persistence_threshold", 100_000), size("reduce_bucket_size", _BUCKET)
-        return memory.zero(footprint, world_size, self.stage, masters=self.masters, whole_below=below, bucket=bucket)
+    def _number(self, key: str, default: int) -> int:
+        given: Any = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
+        return int(given) if isinstance(given, int | float) else default
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
         """The user's configuration, and what this engine needs, for the library; gradients travel by ``transport``."""

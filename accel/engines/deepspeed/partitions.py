@@ -165,10 +165,6 @@ class Partitions(ABC):
     def stepped(self) -> list[torch.Tensor]:
         return [fragment.weights for fragment in self.fragments.values()]
 
-    def buckets(self) -> list[torch.Tensor]:
-        """Memory to reduce in that the library keeps from step to step."""
-        return []
-
     @plainly
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
