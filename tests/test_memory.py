@@ -47,12 +47,6 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     return sum(v.nbytes for v in optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    net, other = nn.Linear(2, 3), nn.Linear(4, 5)
-    with pytest.raises(accel.OptimizerError, match=r"holds 2 tensors that are not parameters of the model .*\(5, 4\)"):
-        tensor_sizes(net, [torch.optim.SGD(other.parameters(), lr=0.1)])
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_is_known_before_its_first_step(name: str) -> None:
     net = nn.ParameterList([torch.ones(12, 5), torch.ones(7, dtype=torch.bfloat16)])
