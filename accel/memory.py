@@ -1,27 +1,31 @@
-"""What each backend needs of a rank's memory: predicted without that memory, measured on a live engine, and as a picture."""
+"""Estimate the memory that each backend needs on a rank, and summarize a model's engine."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Any, Final, final
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .engines import BASELINE, ENGINES, Options, engine_of
-from .engines.base.memory import UNITS, Footprint, MemoryUse, count, human, take
+from .engines import ENGINES, Options, engine_of
+from .engines.base.memory import MemoryUse, TensorSize
 from .errors import AccelError, OptimizerError, refuse_url
 from .handles import OptimizerHandle, raw
 from .registry import registry, resolve_module
-from .shard import Shard
+from .shard import Shard, parameters_of
 from .trees import map_leaves
 
-#: The parts of a total, as the table and the picture name them, and their colours.
+#: The fields of MemoryUse, each with its name and color in the table and the chart.
 PARTS: Final = {
     "parameters": ("parameters", "#334155"),
     "gradients": ("gradients", "#c2410c"),
@@ -29,206 +33,303 @@ PARTS: Final = {
     "buffers": ("buffers", "#94a3b8"),
     "buckets": ("buckets", "#7c3aed"),
 }
+UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One line of a report.
+    """One line of a report: the prediction for the rank that needs the most memory.
 
     Args:
-        backend: its name, with the options that are not the defaults.
-        ranks: number of processes.
-        kind: "predicted", for the rank that needs most; or for this rank "predicted here" and "measured here".
+        backend: its name, with the options that differ from the defaults.
+        ranks: number of ranks.
         use: bytes.
     """
 
     backend: str
     ranks: int
-    kind: Literal["predicted", "predicted here", "measured here"]
     use: MemoryUse
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """What ``accel.memory_report`` gives; ``print(report)`` shows it as a table.
+    """The result of ``accel.memory_report``. ``print(report)`` shows it as a table.
 
     Attributes:
         title: the model and its optimizers.
-        rows: for each number of ranks each backend; last, what was measured.
+        rows: one row per number of ranks and backend.
     """
 
     title: str
     rows: tuple[MemoryRow, ...]
 
     def predicted(self, backend: str, ranks: int) -> MemoryUse:
-        """The prediction of one backend, by its name in the table.
+        """Return the prediction for a backend, by its name in the table.
 
         Raises:
-            AccelError: there is no such line.
+            AccelError: there is no such row.
         """
         for row in self.rows:
-            if (row.backend, row.ranks, row.kind) == (backend, ranks, "predicted"):
+            if (row.backend, row.ranks) == (backend, ranks):
                 return row.use
-        known = sorted({(r.ranks, r.backend) for r in self.rows if r.kind == "predicted"})
-        raise AccelError(
-            f"the report has no line {backend!r} at {ranks} ranks; it has {', '.join(f'{b} at {n}' for n, b in known)}"
-        )
+        known = ", ".join(f"{row.backend} at {row.ranks}" for row in self.rows)
+        raise AccelError(f"the report has no line {backend!r} at {ranks} ranks; it has {known}")
 
     def __str__(self) -> str:
         parts = [field for field in PARTS if any(getattr(row.use, field) for row in self.rows)]
-        header = ["ranks", "backend", "", *(PARTS[field][0] for field in parts), "total", "less", "+ in a step"]
-        lines = [header]
+        lines = [["ranks", "backend", *(PARTS[field][0] for field in parts), "total"]]
         for row in self.rows:
-            sizes = [human(getattr(row.use, field)) for field in parts]
-            kind = "" if row.kind == "predicted" else row.kind
-            passing = f"~{human(row.use.transient)}" if row.use.transient else ""
-            lines.append([str(row.ranks), row.backend, kind, *sizes, human(row.use.total), self._less(row), passing])
-        columns = []
-        for column in zip(*lines, strict=True):
-            if any(column[1:]):
-                width, left = max(map(len, column)), column[0] in ("backend", "")
-                columns.append([cell.ljust(width) if left else cell.rjust(width) for cell in column])
-        text = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
-        legend = [f"less: than {BASELINE} on as many ranks"] if any(map(self._less, self.rows)) else []
-        return "\n".join([self.title, *text, *legend])
-
-    def _less(self, row: MemoryRow) -> str:
-        """By how much a total is smaller than the baseline's."""
-        if row.backend == BASELINE or row.kind != "predicted":
-            return ""
-        base = self.predicted(BASELINE, row.ranks).total
-        percent = 100 * (1 - row.use.total / base) if base else 0.0
-        return f"{percent:.0f} %" if round(percent) else ""
+            sizes = [human(getattr(row.use, field)) for field in (*parts, "total")]
+            lines.append([str(row.ranks), row.backend, *sizes])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [self.title]
+        for ranks, backend, *sizes in lines:
+            cells = [ranks.rjust(widths[0]), backend.ljust(widths[1])]
+            cells += [size.rjust(width) for size, width in zip(sizes, widths[2:], strict=True)]
+            text.append("  ".join(cells))
+        return "\n".join(text)
 
     def save_plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the predictions: a bar for each number of ranks, under the names of the backends that need the same.
+        """Draw the table as a bar chart. Backends with equal predictions share a bar.
 
-        The form of the file is by its suffix.
+        Args:
+            path: the file. Its suffix selects the format (``.png`` if there is none).
 
         Raises:
-            AccelError: matplotlib is missing, or cannot write such a file.
+            AccelError: matplotlib is missing, or it can't write the file.
         """
-        highest = max(row.use.total + row.use.transient for row in self.rows)
-        unit, size = scale(highest)
-        groups = {title: [_bar(row, size) for row in rows] for title, rows in self._panels().items()}
-        return save_panels([Panel(self.title, f"{unit} per rank", groups, dict(PARTS.values()))], path)
-
-    def _panels(self) -> dict[str, list[MemoryRow]]:
-        """The predictions by backend, or backends where they are the same for several."""
-        by_backend: dict[str, list[MemoryRow]] = {}
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise AccelError("save_plot needs matplotlib. Run pip install matplotlib.") from error
+        path = Path(refuse_url(os.fspath(path), AccelError))
+        path = path if path.suffix else path.with_suffix(".png")
+        backends: dict[tuple[int, MemoryUse], list[str]] = {}
         for row in self.rows:
-            if row.kind == "predicted":
-                by_backend.setdefault(row.backend, []).append(row)
-        # Where there are several numbers of ranks, a backend for one process alone says nothing that the others do not.
-        longest = max(map(len, by_backend.values()))
-        same: dict[tuple[tuple[int, MemoryUse], ...], list[str]] = {}
-        for backend, rows in by_backend.items():
-            if len(rows) > 1 or longest == 1:
-                same.setdefault(tuple((row.ranks, row.use) for row in rows), []).append(backend)
-        return {", ".join(names): by_backend[names[0]] for names in same.values()}
-
-
-def scale(highest: float) -> tuple[str, int]:
-    """The unit for a picture of so many bytes, and its bytes."""
-    unit = human(highest).partition(" ")[2]
-    return unit, 1024 ** UNITS.index(unit)
-
-
-def _bar(row: MemoryRow, size: int) -> tuple[str, dict[str, float], str]:
-    """A row of the picture, in units of ``size`` bytes."""
-    sizes = {label: getattr(row.use, field) / size for field, (label, _) in PARTS.items() if getattr(row.use, field)}
-    text = human(row.use.total)
-    if row.use.transient:
-        sizes["for a while in a step"] = row.use.transient / size
-        text += f", in a step {human(row.use.total + row.use.transient)}"
-    return f"{row.ranks} rank{'s' * (row.ranks > 1)}", sizes, text
-
-
-# -- making one -------------------------------------------------------------------------------------------------------
+            backends.setdefault((row.ranks, row.use), []).append(row.backend)
+        texts = [f"{n} rank{'s' * (n > 1)}: {', '.join(b)}" for (n, _), b in backends.items()]
+        labels = [textwrap.fill(text, 40) for text in texts]
+        unit = human(max(row.use.total for row in self.rows)).partition(" ")[2]
+        lines = max(label.count("\n") for label in labels) + 1
+        figure = Figure(figsize=(7.5, 1.3 + 0.2 * lines * len(labels)), layout="constrained")
+        axes = figure.subplots()
+        ends = [0.0] * len(labels)
+        for field, (name, color) in PARTS.items():
+            sizes = [getattr(use, field) / 1024 ** UNITS.index(unit) for _, use in backends]
+            if any(sizes):
+                axes.barh(labels, sizes, left=ends, label=name, color=color)
+                ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+        axes.margins(y=0.01)
+        axes.invert_yaxis()
+        axes.tick_params(labelsize=8)
+        axes.set_xlabel(f"{unit} per rank")
+        figure.suptitle(self.title, fontsize=10)
+        if any(ends):
+            figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=100)
+        except (OSError, ValueError) as error:
+            raise AccelError(f"the picture {path} cannot be written: {error}") from error
+        return path
 
 
 def memory_report(
-    model_or_handle: nn.Module,
-    optimizer: Any = None,
-    *,
-    ranks: Sequence[int] = (1, 2, 4, 8, 64),
-    measured: bool = False,
+    model_or_handle: nn.Module, optimizer: Any = None, *, ranks: Sequence[int] = (1, 2, 4, 8, 64)
 ) -> MemoryReport:
-    """What every backend would need of each rank's memory for this model, and what the live engine has taken. Local.
+    """Predict the bytes that each backend needs on a rank to train this model. Local.
 
-    Bytes of parameters, gradients, optimizer state, buffers and buckets, as they are when the optimizer has stepped and
-    the gradients are still there. Activations are not counted. Nothing is allocated: the model may be on the meta device.
+    Parameters, gradients, optimizer state, buffers and kept communication buffers are counted.
+    Activations are not. Nothing is allocated, so the model may be on the meta device.
 
     Args:
-        model_or_handle: a module on any device, or the handle of one.
-        optimizer: over its parameters, or a list, tuple or dict of them; None is the handle's own, else none.
-        ranks: numbers of processes to predict for.
-        measured: add what this rank's live engine holds now, and its prediction with the engine's own options.
+        model_or_handle: a module on any device, or a model that is set up.
+        optimizer: an optimizer of its parameters, or a list, tuple or dict of them.
+            By default the optimizers of a model that is set up, and none otherwise.
+        ranks: numbers of ranks.
 
     Raises:
-        OptimizerError: not an optimizer of this model, or one whose state depends on more than sizes.
-        AccelError: ``ranks`` are not positive numbers, or ``measured`` without a live engine.
+        OptimizerError: an optimizer isn't this model's, or its state depends on more than sizes.
+        AccelError: ``ranks`` isn't a sequence of positive numbers.
     """
     worlds = list(dict.fromkeys(ranks)) if isinstance(ranks, Iterable) else []
-    if not worlds or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in worlds):
+    if not worlds or not all(type(n) is int and n > 0 for n in worlds):
         raise AccelError(f"ranks={ranks!r}: expected numbers of processes above 0, such as (1, 2, 8)")
     module, _ = resolve_module(model_or_handle)
-    engine = registry.of_handle(model_or_handle) if measured else registry.engine(module)
+    engine = registry.engine(module)
     optimizers = _optimizers(optimizer)
-    if optimizer is None and engine is not None:
-        optimizers = engine.optimizers
-    footprint = take(module, optimizers, *((engine.named, engine.holdings.shapes) if engine else ()))
-    rows = [
-        MemoryRow(label(options), world, "predicted", max(uses, key=lambda use: use.total))
-        for world in worlds
-        for backend in ENGINES.values()
-        # Without synchronisation there is no training on several ranks.
-        if world == 1 or backend.synchronizes
-        for kind in [backend.options_type]
-        for options in (kind(), *kind.variants, *(kind.shown if world > 1 else ()))
-        for uses in [backend.predict(footprint, options, world)]
-        if uses
-    ]
-    if measured and engine is not None:
-        place = engine.process.place
-        expected = engine.predict(footprint, engine.options, place.world_size)[place.rank]
-        rows.append(MemoryRow(label(engine.options), place.world_size, "predicted here", expected))
-        rows.append(MemoryRow(label(engine.options), place.world_size, "measured here", engine.holdings.measure()))
-    return MemoryReport(_title(module, footprint, optimizers), tuple(rows))
-
-
-def label(options: Options) -> str:
-    """A backend's name, and its options that are not the defaults."""
-    name = engine_of(options).name
-    usual = type(options)()
-    fields = [f.name for f in dataclasses.fields(options) if getattr(options, f.name) != getattr(usual, f.name)]
-    fields = [name for name in fields if not isinstance(getattr(options, name), Mapping)]  # too long for a table
-    return f"{name}({', '.join(f'{f}={getattr(options, f)!r}' for f in fields)})" if fields else name
+    if engine is None:
+        tensors = tensor_sizes(module, optimizers)
+    else:
+        optimizers = engine.optimizers if optimizer is None else optimizers
+        tensors = tensor_sizes(module, optimizers, engine.named, engine.holdings.shapes)
+    rows = []
+    for world in worlds:
+        # A backend that doesn't synchronize can't train on several ranks.
+        for backend in [b for b in ENGINES.values() if world == 1 or b.synchronizes]:
+            kind = backend.options_type
+            for options in (kind(), *kind.variants, *(kind.shown if world > 1 else ())):
+                use = backend.predict(module, tensors, options, world)
+                if use is not None:
+                    rows.append(MemoryRow(_label(options), world, use))
+    parameters = [tensor for tensor in tensors if not tensor.is_buffer]
+    total = sum(p.numel for p in parameters)
+    trainable = sum(p.numel for p in parameters if p.trainable)
+    sizes = f"{_scaled(total, 1000, ('', 'k', 'M', 'B', 'T'))} parameters"
+    if trainable < total:
+        sizes += f" of which {_scaled(trainable, 1000, ('', 'k', 'M', 'B', 'T'))} trainable"
+    names = " and ".join(dict.fromkeys(type(o).__name__ for o in optimizers)) or "no optimizer"
+    return MemoryReport(f"{type(module).__name__}, {sizes}, {names}: bytes per rank", tuple(rows))
 
 
 def _optimizers(tree: Any) -> list[Optimizer]:
-    found: dict[int, Optimizer] = {}
+    optimizers: dict[int, Optimizer] = {}
 
     def add(optimizer: Any, path: str) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise OptimizerError(f"{path} is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
-        own = raw(optimizer) if type(optimizer) is OptimizerHandle else optimizer
-        found[id(own)] = own
+            kind = type(optimizer).__name__
+            raise OptimizerError(f"{path} is a {kind}; expected a torch.optim.Optimizer")
+        user_optimizer = raw(optimizer) if type(optimizer) is OptimizerHandle else optimizer
+        optimizers[id(user_optimizer)] = user_optimizer
 
     map_leaves(add, tree, "optimizer")
-    return list(found.values())
+    return list(optimizers.values())
 
 
-def _title(module: nn.Module, footprint: Footprint, optimizers: Sequence[Optimizer]) -> str:
-    total = sum(p.numel for p in footprint.parameters)
-    trainable = sum(p.numel for p in footprint.trainable)
-    text = f"{type(module).__name__}, {count(total)} parameters"
-    if trainable < total:
-        text += f" of which {count(trainable)} trainable"
-    names = " and ".join(dict.fromkeys(type(o).__name__ for o in optimizers))
-    return f"{text}, {names or 'no optimizer'}: bytes per rank"
+def _label(options: Options) -> str:
+    """Return a backend's name, with the options that differ from the defaults."""
+    name, usual = engine_of(options).name, type(options)()
+    values = {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
+    changed = {key: v for key, v in values.items() if v != getattr(usual, key)}
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in changed.items())})" if changed else name
+
+
+def human(nbytes: float) -> str:
+    """Return bytes in binary units with three digits, such as ``1.50 GiB``."""
+    return _scaled(nbytes, 1024, UNITS)
+
+
+def _scaled(number: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while number >= base - 0.5 and power < len(units) - 1:
+        number, power = number / base, power + 1
+    digits = 0 if power == 0 or number >= 99.95 else 1 if number >= 9.995 else 2
+    return f"{number:.{digits}f} {units[power]}".rstrip()
+
+
+# -- The sizes of a model's tensors and of their optimizer state -----------------------------------
+
+
+def tensor_sizes(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    named: Mapping[str, torch.Tensor] | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+) -> list[TensorSize]:
+    """Return the sizes of all parameters and buffers. Nothing is allocated or changed.
+
+    A model that is set up gives the parameters that its optimizers hold as ``named``, and
+    their full shapes, because this rank may hold shards.
+    """
+    named = dict(module.named_parameters()) if named is None else named
+    shapes = {name: p.shape for name, p in named.items()} if shapes is None else shapes
+    names = {id(p): name for name, p in named.items()}
+    state_bytes: Counter[str] = Counter()
+    first_optimizer: dict[str, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        held = parameters_of(optimizer)
+        strangers = [tuple(p.shape) for p in held if id(p) not in names]
+        if strangers:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} holds {len(strangers)} tensors that are not "
+                f"parameters of the model (the first of shape {strangers[0]}). "
+                "Build it from model.parameters()."
+            )
+        sizes = _state_bytes(optimizer, [shapes[names[id(p)]] for p in held])
+        for parameter, size in zip(held, sizes, strict=True):
+            state_bytes[names[id(parameter)]] += size
+            first_optimizer.setdefault(names[id(parameter)], index)
+    tensors = [
+        TensorSize(
+            name=name,
+            shape=tuple(shapes[name]),
+            itemsize=parameter.dtype.itemsize,
+            trainable=parameter.requires_grad,
+            optimizer=first_optimizer.get(name),
+            state_bytes=state_bytes[name],
+        )
+        for name, parameter in named.items()
+    ]
+    for name, buffer in module.named_buffers():
+        shape, itemsize = tuple(buffer.shape), buffer.dtype.itemsize
+        tensors.append(TensorSize(name=name, shape=shape, itemsize=itemsize, is_buffer=True))
+    return tensors
+
+
+@final
+class _ScalarsOfNothing(TorchDispatchMode):
+    """Gives 1 when an optimizer reads a meta tensor's value, because sizes don't depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return args[0].dtype.is_floating_point and 1.0 or args[0].dtype is torch.bool or 1
+        return func(*args, **(kwargs or {}))
+
+
+def _state_bytes(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the bytes of state per parameter, found by a step of a copy on the meta device."""
+    kind = type(optimizer)
+    try:
+        stand_in, parameters = _meta_copy(optimizer, shapes)
+        # Not what a scheduler put before it, and without the hooks that all optimizers have.
+        step = getattr(kind.step, "__wrapped__", kind.step)
+        with torch.no_grad(), _ScalarsOfNothing():
+            step(stand_in)
+    except Exception as error:
+        raise OptimizerError(
+            f"the memory of {kind.__name__} cannot be told without real tensors. "
+            f"A step of a copy on the meta device raised {type(error).__name__}: {error}"
+        ) from error
+    return [sum(map(_nbytes, stand_in.state.get(p, {}).values())) for p in parameters]
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _meta_copy(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Optimizer, list[nn.Parameter]]:
+    """Return a copy over meta parameters with gradients, and these parameters."""
+    memo: dict[int, Any] = {}
+    parameters = []
+    for parameter, shape in zip(parameters_of(optimizer), shapes, strict=True):
+        data = torch.empty(tuple(shape), dtype=parameter.dtype, device="meta")
+        other = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        other.grad = torch.empty_like(data) if parameter.requires_grad else None
+        memo[id(parameter)] = other
+        parameters.append(other)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    # Hooks, and methods that a scheduler or accel has replaced, know the original.
+    replaced = ("step", "zero_grad", "state_dict")
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in replaced}
+    attributes = {k: v for k, v in attributes.items() if not k.startswith(("_optimizer_", "__"))}
+    stand_in = type(optimizer).__new__(type(optimizer))
+    vars(stand_in).update(copy.deepcopy(attributes, memo))
+    for group in stand_in.param_groups:
+        # Some devices compute a step differently, with the same state.
+        for option in ("foreach", "fused", "capturable", "differentiable"):
+            if option in group:
+                group[option] = False
+    return stand_in, parameters
 
 
 # -- A model's engine in a few lines of text ---------------------------------------------------------------------------
@@ -270,92 +371,3 @@ def _bytes(shards: Iterable[Shard]) -> int:
     """What shards occupy; memory that several of them name counts once."""
     seen = {(s.tensor.data_ptr(), s.tensor.numel()): s.tensor.numel() * s.tensor.element_size() for s in shards}
     return sum(seen.values())
-
-
-# -- Pictures, all in one style: bars that lie, each with its name before it and its size behind it ---------------------
-
-#: Of parts that have no colour of their own.
-COLOURS: Final = (
-    *("#334155", "#c2410c", "#eab308", "#0f766e", "#7c3aed", "#94a3b8", "#be185d", "#65a30d", "#0369a1", "#a16207"),
-)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """Bars in groups below each other, over one axis."""
-
-    title: str
-    unit: str  # of the axis
-    #: By the heading of a group ("" for none) its bars: a name, sizes by part from left to right, and the text behind.
-    groups: Mapping[str, Sequence[tuple[str, Mapping[str, float], str]]]
-    colours: Mapping[str, str]  # of parts; a part without one in this table is an outline
-    limit: float | None = None  # a dashed line across
-
-
-def save_panels(panels: Sequence[Panel], path: str | os.PathLike[str]) -> Path:
-    """Draw panels below each other; the form of the file is by its suffix, and its directory is made.
-
-    AccelError where matplotlib is missing, or the file cannot be written there, or in such a form.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise AccelError(
-            f"the picture {os.fspath(path)} needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    bars = [bar for panel in panels for group in panel.groups.values() for bar in group]
-    names = {part for _, sizes, _ in bars for part in sizes} if any(len(sizes) > 1 for _, sizes, _ in bars) else ()
-    row = 0.3 if any("\n" in name for name, _, _ in bars) else 0.21
-    heights = [0.9 + row * sum(len(group) + bool(heading) for heading, group in p.groups.items()) for p in panels]
-    figure = Figure(figsize=(7.5, sum(heights) + 0.24 * -(-len(names) // 4)), layout="constrained")
-    grid = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights}).flat
-    parts: dict[str, Any] = {}
-    for axes, panel in zip(grid, panels, strict=True):
-        _draw(axes, panel, parts)
-    if names:
-        figure.legend(parts.values(), parts, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    path = Path(refuse_url(os.fspath(path), AccelError))
-    path = path if path.suffix else path.with_suffix(".png")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160)
-    except (OSError, ValueError) as error:
-        raise AccelError(f"the picture {path} cannot be written: {error}") from error
-    return path
-
-
-def _draw(axes: Any, panel: Panel, parts: dict[str, Any]) -> None:
-    """One panel; ``parts`` takes what a legend shows."""
-    outline = {"fill": False, "edgecolor": "#64748b", "linestyle": ":"}
-    names, row = {}, 0
-    visible = max((sum(s.values()) for bars in panel.groups.values() for _, s, _ in bars), default=0.0) / 500
-
-    def write(text: str, end: float, points: str = "data", **font: Any) -> None:
-        place = (text, (end, row), (4, 0), (points, "data"), "offset points")
-        axes.annotate(*place, va="center", **font).set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.6})
-
-    for heading, bars in panel.groups.items():
-        if heading:
-            write(heading, 0, "axes fraction", fontsize=9, weight="bold")
-            row += 1
-        for name, sizes, text in bars:
-            end, names[row] = 0.0, name
-            for part, size in sizes.items():
-                style = {"color": panel.colours[part]} if part in panel.colours else outline
-                bar = axes.barh(row, size, 0.78, end, **style)
-                parts |= {part: bar} if size > visible else {}
-                end += size
-            write(text, end, fontsize=8)
-            row += 1
-    if panel.limit is not None:
-        axes.axvline(panel.limit, color="black", linewidth=0.8, linestyle="--", zorder=0.5)
-    axes.margins(x=0.14)
-    axes.set_yticks(list(names), list(names.values()))
-    axes.set_ylim(max(row, 1) - 0.4, -0.6)
-    axes.set_title(textwrap.fill(panel.title, 50), fontsize=11, loc="left")
-    axes.set_xlabel(panel.unit, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)

@@ -1,9 +1,9 @@
-"""The memory report: predictions without memory, and what live engines really hold."""
+"""The memory report: predictions, and the storages that engines really allocate."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import accel
 from accel.__main__ import main
 from accel.engines import resolve
-from accel.engines.base.memory import (
-    Footprint,
-    MemoryUse,
-    ParameterSize,
-    count,
-    even_shards,
-    human,
-    owners,
-    take,
-    whole,
-    zero,
-)
-from accel.engines.deepspeed import DeepSpeedEngine
+from accel.engines.base.memory import MemoryUse, TensorSize
 from accel.errors import AccelError, OptimizerError
-from accel.memory import MemoryReport, label
+from accel.memory import MemoryReport, human, tensor_sizes
 from examples.big import gpt_70b
 from tests.backends import BACKENDS, engine_of, need
-from tests.distributed import refusals, run
+from tests.distributed import run
+from tests.measured import measured
 
 MIB = 2**20
 
@@ -58,23 +47,17 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     return sum(v.nbytes for v in optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    net, other = nn.Linear(2, 3), nn.Linear(4, 5)
-    with pytest.raises(accel.OptimizerError, match=r"holds 2 tensors that are not parameters of the model .*\(5, 4\)"):
-        take(net, [torch.optim.SGD(other.parameters(), lr=0.1)])
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_is_known_before_its_first_step(name: str) -> None:
     net = nn.ParameterList([torch.ones(12, 5), torch.ones(7, dtype=torch.bfloat16)])
     optimizer = OPTIMIZERS[name](list(net.parameters()))
-    before = take(net, [optimizer])
+    before = tensor_sizes(net, [optimizer])
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
     real = [state_of(optimizer, p) for p in net.parameters()]
-    assert [p.state_bytes for p in before.parameters] == real
-    assert [p.state_bytes for p in take(net, [optimizer]).parameters] == real
+    assert [p.state_bytes for p in before] == real
+    assert [p.state_bytes for p in tensor_sizes(net, [optimizer])] == real
     assert (sum(real) > 0) == (name != "sgd")
 
 
@@ -110,7 +93,7 @@ def test_frozen_parameters_cost_nothing() -> None:
     net.requires_grad_(False)
     use = accel.memory_report(net, optimizer, ranks=[1]).predicted("single", 1)
     assert (use.total, use.gradients, use.optimizer_state) == (2 * half, 0, 0)
-    assert whole(take(net), 1)[0].total == 2 * half
+    assert accel.memory_report(net, ranks=[1]).predicted("single", 1).total == 2 * half
 
 
 def test_two_optimizers_and_a_tied_weight() -> None:
@@ -121,211 +104,134 @@ def test_two_optimizers_and_a_tied_weight() -> None:
     assert (use.parameters, use.optimizer_state) == (4 * 450, 4 * 400 + 4)
 
 
-# -- the rules by which engines predict -------------------------------------------------------------------------------
+# -- the division of each backend -------------------------------------------------------------------------------------
 
 
-def layers(widths: list[int], frozen: int = 0) -> Footprint:
-    """Vectors of fp32, the first of them frozen, under an optimizer that keeps two more of each."""
-    parameters = tuple(
-        ParameterSize(
-            name=f"layers.{i}.weight",
-            shape=(width,),
-            itemsize=4,
-            trainable=i >= frozen,
-            state_bytes=8 * width if i >= frozen else 0,
-        )
-        for i, width in enumerate(widths)
-    )
-    return Footprint(parameters=parameters, buffers=12, optimizers=(tuple(range(len(widths))),))
+def layers(widths: list[int], frozen: int = 0) -> list[TensorSize]:
+    """Vectors of fp32, the first of them frozen, under an optimizer that keeps two more of each; and a buffer."""
+    size = TensorSize(name="", shape=(), itemsize=4)
+    tensors = [replace(size, name="layers.buffer", shape=(3,), is_buffer=True)]
+    for i, width in enumerate(widths):
+        size = replace(size, name=f"layers.{i}.weight", shape=(width,), optimizer=0, trainable=i >= frozen)
+        tensors.append(replace(size, state_bytes=8 * width if size.trainable else 0))
+    return tensors
 
 
 EVEN = layers([64] * 16)
 N = 4 * 64 * 16
+HALF = {"bf16": {"enabled": True}}
+SHARDED = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1}
+
+
+def predict(options: Any, tensors: list[TensorSize], world: int, module: nn.Module | None = None) -> MemoryUse:
+    use = engine_of(options).predict(module or nn.Module(), tensors, options, world)
+    assert use is not None
+    return use
 
 
 @pytest.mark.parametrize(
-    ("rule", "world", "units"),
+    ("options", "world", "units"),
     [
-        (whole, 8, (1, 1, 2)),
-        (owners, 1, (1, 1, 2)),
-        (owners, 2, (1, 1 / 2, 1)),
-        (owners, 4, (1, 1 / 4, 1 / 2)),
-        (owners, 8, (1, 1 / 8, 1 / 4)),
-        (even_shards, 1, (1, 1, 2)),
-        (even_shards, 2, (1 / 2, 1 / 2, 1)),
-        (even_shards, 4, (1 / 4, 1 / 4, 1 / 2)),
-        (even_shards, 64, (1 / 64, 1 / 64, 1 / 32)),
-        (lambda f, w: zero(f, w, 1), 4, (1, 1 / 4, 1 / 2)),
-        (lambda f, w: zero(f, w, 2), 4, (1, 1 / 4, 1 / 2)),
-        (lambda f, w: zero(f, w, 3), 4, (1 / 4, 1 / 4, 1 / 2)),
-        (lambda f, w: zero(f, w, 3), 1, (1, 1, 2)),
-        (lambda f, w: zero(f, w, 1, masters=True), 4, (1 / 2, 1 / 8, 3 / 4)),
-        (lambda f, w: zero(f, w, 3, masters=True), 4, (1 / 8, 1 / 8, 3 / 4)),
+        (accel.DDP(gradient_as_bucket_view=True), 8, (1, 1, 2)),
+        (accel.Sharded(), 1, (1, 1, 2)),
+        (accel.Sharded(), 4, (1, 1 / 4, 1 / 2)),
+        (accel.FSDP(), 1, (1, 1, 2)),
+        (accel.FSDP(), 4, (1 / 4, 1 / 4, 1 / 2)),
+        (accel.FSDP(), 64, (1 / 64, 1 / 64, 1 / 32)),
+        (accel.FSDP(replicas=2), 8, (1 / 4, 1 / 4, 1 / 2)),
+        (accel.DeepSpeed(stage=1), 4, (1, 1 / 4, 1 / 2)),
+        (accel.DeepSpeed(), 4, (1, 1 / 4, 1 / 2)),
+        (accel.DeepSpeed(stage=3), 1, (1, 1, 2)),
+        (accel.DeepSpeed(stage=3), 4, (5 / 4, 1 / 4, 1 / 2)),
+        (accel.DeepSpeed(stage=1, config=HALF), 4, (1 / 2, 1 / 8, 3 / 4)),
     ],
+    ids=str,
 )
-def test_rules_in_units_of_the_parameters(rule: Any, world: int, units: tuple[float, ...]) -> None:
+def test_predictions_in_units_of_the_parameters(options: Any, world: int, units: tuple[float, ...]) -> None:
     """Parameters, gradients and AdamW's state; the buffers are on every rank."""
-    uses = rule(EVEN, world)
-    assert len(uses) == world
-    for use in uses:
-        assert (use.parameters / N, use.gradients / N, use.optimizer_state / N) == units
-        assert (use.buffers, use.buckets) == (12, 0)
-        assert use.total == N * sum(units) + 12
-
-
-def test_what_a_step_needs_for_a_while() -> None:
-    names = [f"layers.{i}.part.weight" for i in range(16)] + ["head.weight"]
-    sizes = tuple(ParameterSize(name=name, shape=(64,), itemsize=4) for name in names)
-    net = Footprint(parameters=sizes, optimizers=(tuple(range(17)),))
-    rules = [whole, owners, even_shards, *((lambda f, w, s=s: zero(f, w, s)) for s in (1, 2, 3))]
-    assert {rule(net, 1)[0].transient for rule in rules} == {0}
-    # In units of a layer; the first rank owns 5 of 17.
-    assert [rule(net, 4)[0].transient / 256 for rule in rules] == [0, 12 + 5, 2 + 3, 17, 1, 2]
+    use = predict(options, EVEN, world)
+    assert (use.parameters / N, use.gradients / N, use.optimizer_state / N) == units
+    assert use.buffers == 12
+    assert use.total == N * sum(units) + 12 + use.buckets
 
 
 def test_a_configuration_of_deepspeed_is_read_as_the_library_reads_it() -> None:
     for key in ("stage3_param_persistence_threshold", "param_persistence_threshold"):
         for limit, part in ((63, 1 / 4), (64.0, 5 / 4)):
             options = accel.DeepSpeed(stage=3, config={"zero_optimization": {key: limit}})
-            assert DeepSpeedEngine.predict(EVEN, options, 4)[0].parameters == N * part
+            assert predict(options, EVEN, 4).parameters == N * part
 
 
-def test_owners_get_whole_parameters_by_size() -> None:
-    uses = owners(layers([10, 100, 20, 30, 40, 1]), 2)
-    assert [u.gradients // 4 for u in uses] == [101, 100]
-    assert [u.optimizer_state // 8 for u in uses] == [101, 100]
-    uses = owners(layers([100, 99, 7, 9, 7], frozen=2), 2)  # the frozen ones are dealt out last
-    assert [u.gradients // 4 for u in uses] == [9, 14]
-    assert max(u.transient for u in uses) == 4 * (23 - 9 + 14)
-    two = layers([50, 30, 20, 5])
-    two = replace(two, optimizers=((0, 3), (1, 0)))
-    assert [u.gradients // 4 for u in owners(two, 2)] == [50 + 20, 5 + 30 + 20]  # nobody steps the third
+def test_sharded_deals_whole_parameters_by_size() -> None:
+    assert predict(accel.Sharded(), layers([10, 100, 20, 30, 40, 1]), 2).gradients == 4 * 101
+    # Frozen parameters come last.
+    assert predict(accel.Sharded(), layers([100, 99, 7, 9, 7], frozen=2), 2).gradients == 4 * 14
+    _, *two = layers([50, 30, 20, 5])
+    two[1:3] = replace(two[1], optimizer=1), replace(two[2], optimizer=None)  # nobody steps the third
+    assert predict(accel.Sharded(), two, 2).gradients == 4 * (50 + 20)
 
 
-def test_uneven_shards_are_padded_and_their_state_is_not() -> None:
-    matrix = ParameterSize(name="w", shape=(5, 3), itemsize=4, state_bytes=5 * 3 * 4)
-    scalar = ParameterSize(name="s", shape=(), itemsize=4, state_bytes=4)
-    uses = even_shards(Footprint(parameters=(matrix, scalar), optimizers=((0, 1),)), 4)
-    assert [u.parameters for u in uses] == [2 * 12 + 4] * 4
-    assert [u.optimizer_state for u in uses] == [28, 24, 12, 0]
+def test_uneven_shards_of_fsdp_are_padded() -> None:
+    matrix = TensorSize(name="w", shape=(5, 3), itemsize=4, trainable=True, state_bytes=5 * 3 * 4)
+    scalar = TensorSize(name="s", shape=(), itemsize=4, state_bytes=4)
+    use = predict(accel.FSDP(), [matrix, scalar], 4)
+    assert (use.parameters, use.gradients, use.optimizer_state) == (2 * 12 + 4, 2 * 12, 2 * 12 + 4)
 
 
-def test_blocks_are_what_repeats() -> None:
-    def block() -> nn.Module:
-        return nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)))
-
-    net = nn.Sequential(nn.Embedding(9, 4), nn.ModuleList([block(), block()]), nn.Linear(4, 9))
-    found = {name: len(ps) for name, ps in take(net).blocks.items()}
-    assert found == {"": 3, "1.0": 6, "1.1": 6}
-    assert set(EVEN.blocks) == {""}  # single layers
-    two = nn.ModuleDict({"a": nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)), "b": block()})
-    found = {name: len(ps) for name, ps in take(two).blocks.items()}
-    assert found == {"a.0.0": 6, "a.0.1": 6, "a.1.0": 6, "a.1.1": 6, "": 6}
-    net[1][0].append(nn.Linear(4, 4))  # type: ignore[index, union-attr, operator]  # the first of T5's blocks has more, too
-    assert {name: len(ps) for name, ps in take(net).blocks.items()} == {"": 3, "1.0": 8, "1.1": 6}
+def test_tensor_parallelism_cuts_the_planned_layers() -> None:
+    net = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8))
+    plan = {"0": "rowwise", "1": "colwise", "2": "rowwise"}
+    parameters = 4 * (16 * 8 + 8 * 32 + 32 + 32 * 8) // 4 + 4 * 3 * 8
+    options = accel.FSDP(tensor_parallel=4, plan=plan)
+    assert predict(options, tensor_sizes(net, []), 4, net).parameters == parameters
+    assert predict(options, tensor_sizes(net, []), 8, net).parameters == parameters // 2
+    for world, wrong in ((4, {"5": "rowwise"}), (6, plan)):
+        refused = replace(options, plan=wrong)
+        assert engine_of(refused).predict(net, tensor_sizes(net, []), refused, world) is None
 
 
 # -- predicted and measured -------------------------------------------------------------------------------------------
 
 
 class Net(nn.Sequential):
-    def __init__(self, width: int = 96) -> None:
-        layers = [nn.Linear(width, width) for _ in range(7)]
+    """Weights above and below the size to which ZeRO 3 keeps them whole, some of them frozen."""
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(400, 400) for _ in range(6)]
         layers[0].requires_grad_(False)
-        super().__init__(*layers, nn.BatchNorm1d(width))
+        super().__init__(*layers, nn.Linear(400, 90), nn.BatchNorm1d(90))
 
 
 def measure(options: Any, optimizer: str) -> tuple[MemoryUse, MemoryUse]:
-    """Predicted and measured bytes of this rank, when the second step is about to be made."""
+    """Return the predicted bytes, and those of this rank when the second step is about to be made."""
     net = Net()
     model, optimizer, _ = accel.setup(net, OPTIMIZERS[optimizer](net.parameters()), backend=options)
     for step in range(2):
         optimizer.zero_grad()
-        model(torch.randn(4, 96, device=accel.device())).square().mean().backward()
+        model(torch.randn(4, 400, device=accel.device())).square().mean().backward()
         accel.clip_grad_norm_(model, float("inf"))
         if step == 0:
             optimizer.step()
-    report = accel.memory_report(model, measured=True)
-    assert [row.kind for row in report.rows[-2:]] == ["predicted here", "measured here"]
-    assert {row.ranks for row in report.rows[-2:]} == {accel.world_size()}
-    assert report.rows[-1].backend == label(options)
-    # A live engine's model predicts what the raw one does.
     raw = Net()
-    fresh = accel.memory_report(raw, OPTIMIZERS["momentum"](raw.parameters()))
+    fresh = OPTIMIZERS["momentum"](raw.parameters())
+    # A model that is set up predicts what the raw one does.
     again = accel.memory_report(model, OPTIMIZERS["momentum"](accel.unwrap(model).parameters()))
-    assert again.rows == fresh.rows
-    return report.rows[-2].use, report.rows[-1].use
+    assert again.rows == accel.memory_report(raw, fresh).rows
+    raw = Net()
+    tensors = tensor_sizes(raw, [OPTIMIZERS["adamw"](raw.parameters())])
+    return predict(options, tensors, accel.world_size(), raw), measured(model)
 
 
-VARIANTS = [
-    (backend, world) for backend in BACKENDS for world in ((1, 2, 4) if engine_of(backend).synchronizes else (1,))
-]
-
-
-@pytest.mark.parametrize(("backend", "world"), VARIANTS, ids=str)
-def test_predicted_is_measured(backend: Any, world: int) -> None:
-    need(backend, world, Net)
-    options = resolve(backend)[1]
-    for optimizer in ("adamw", "momentum"):
-        for predicted, measured in run(world, measure, options, optimizer):
-            assert measured.gradients > 0
-            assert measured.optimizer_state > 0
-            for expected, found in zip(astuple(predicted)[:-1], astuple(measured)[:-1], strict=True):
-                assert found == pytest.approx(expected, rel=0.02, abs=200)
-            assert measured.total == pytest.approx(predicted.total, rel=0.02)
-
-
-def ddp_uses(options: Any) -> dict[str, tuple[MemoryUse, MemoryUse]]:
-    net = Net()
-    model, optimizer, _ = accel.setup(net, torch.optim.AdamW(net.parameters()), backend=options)
-    uses = {}
-
-    def note(when: str) -> None:
-        predicted, measured = accel.memory_report(model, measured=True).rows[-2:]
-        uses[when] = (predicted.use, measured.use)
-
-    note("start")
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(4, 96)).square().mean().backward()
-        optimizer.step()
-    note("stepped")
-    optimizer.zero_grad()
-    note("zeroed")
-    return uses
-
-
-def test_ddp_is_four_times_its_parameters_and_its_buckets_are_counted() -> None:
-    trainable = 6 * (96 * 96 + 96) + 2 * 96
-    for uses in run(2, ddp_uses, accel.DDP()):
-        start, stepped, zeroed = (uses[when][1] for when in ("start", "stepped", "zeroed"))
-        assert (start.gradients, start.optimizer_state, start.buckets) == (0, 0, 4 * trainable)
-        assert (stepped.gradients, stepped.buckets) == (4 * trainable, 4 * trainable)
-        assert stepped.optimizer_state == pytest.approx(8 * trainable, rel=1e-3)
-        assert (zeroed.gradients, zeroed.buckets) == (0, 4 * trainable)
-    for uses in run(2, ddp_uses, accel.DDP(gradient_as_bucket_view=True)):
-        predicted, measured = uses["stepped"]
-        assert predicted == measured
-        assert (measured.gradients, measured.buckets) == (4 * trainable, 0)
-        # The buckets stay when the gradients, which are views of them, are dropped.
-        zeroed = uses["zeroed"][1]
-        assert (zeroed.gradients, zeroed.buckets) == (0, 4 * trainable)
-
-
-def measure_without_engine() -> None:
-    accel.memory_report(nn.Linear(2, 2), measured=True)
-
-
-def shared_storage() -> MemoryUse:
-    flat = torch.zeros(100)
-    net = nn.ParameterList([nn.Parameter(flat[:40].view(5, 8)), nn.Parameter(flat[40:])])
-    model = accel.setup(net).model
-    return accel.memory_report(model, measured=True).rows[-1].use
-
-
-def test_measuring_needs_an_engine_and_counts_a_storage_once() -> None:
-    assert "has no live engine" in refusals(1, measure_without_engine, error="AccelError")[0]
-    assert run(1, shared_storage)[0].parameters == 400
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if engine_of(b).synchronizes], ids=str)
+def test_predicted_is_measured(backend: Any) -> None:
+    need(backend, 2, Net)
+    ranks = run(2, measure, resolve(backend)[1], "adamw")
+    predicted, found = max(ranks, key=lambda rank: rank[1].total)
+    for part, size in asdict(found).items():
+        if part != "buckets" or size:  # the reducer's buckets are not seen
+            assert size == pytest.approx(getattr(predicted, part), rel=0.02, abs=200), part
+    assert found.gradients > 0
+    assert found.optimizer_state > 0
 
 
 # -- a model that does not fit ----------------------------------------------------------------------------------------
@@ -347,7 +253,7 @@ def test_seventy_billion_parameters_need_no_memory() -> None:
 def test_the_page_shows_what_the_command_prints() -> None:
     with torch.device("meta"):
         model = gpt_70b()
-    table = str(accel.memory_report(model, torch.optim.AdamW(model.parameters()), ranks=(1, 8, 16, 64)))
+    table = str(accel.memory_report(model, torch.optim.AdamW(model.parameters()), ranks=[8]))
     page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text(encoding="utf-8")
     assert table in page, f"copy this into docs/memory.md, with the picture that the page's command makes:\n{table}"
 
@@ -384,8 +290,6 @@ def test_the_table() -> None:
         (human(1023.9 * MIB), "1.00 GiB"),
         (human(263 * 2**30), "263 GiB"),
         (human(5000 * 2**40), "5000 TiB"),
-        (count(999), "999"),
-        (count(70_553_706_496), "70.6 B"),
     ],
 )
 def test_units(text: str, expected: str) -> None:

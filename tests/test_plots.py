@@ -53,7 +53,7 @@ def test_the_memory_of_many_backends(tmp_path: Path, figures: list[Any]) -> None
     accel.memory_report(model, optimizer, ranks=(1, 2, 8)).save_plot(tmp_path / "memory.png")
     found = read(figures[0])
     assert "GiB per rank" in found
-    assert {"1 rank", "8 ranks", "for a while in a step"} <= set(found)
+    assert {"parameters", "gradients", "optimizer", "buckets", "8 ranks: fsdp"} <= set(found)
 
 
 def test_a_contender_has_one_colour_in_all_panels(tmp_path: Path, figures: list[Any]) -> None:

@@ -48,7 +48,7 @@ _COMMON: Final[Names] = (
     ("torch.nn.modules.batchnorm:", "_BatchNorm", "BatchNorm of any dimension"),
     ("torch.nn:RNNBase.", "_flat_weight_refs _init_flat_weights", "first values of deferred RNNs"),
     ("torch.distributed.distributed_c10d:", "_abort_process_group", "ending groups if a rank is gone"),
-    ("torch:Tensor.", "_base _indices _is_zerotensor _post_accumulate_grad_hooks", "views, sparse tensors, hooks"),
+    ("torch:Tensor.", "_base _is_zerotensor _post_accumulate_grad_hooks", "views, hooks"),
     ("torch:UntypedStorage.", "_cdata", "which storage was written"),
     ("torch:TypedStorage.", "_untyped_storage", "memory of pickled storages"),
     ("torch._ops:OpOverload.", "_schema", "operators that write"),

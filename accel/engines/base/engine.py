@@ -26,7 +26,7 @@ from ...process.control import raise_lost, require_equal
 from .drift import DriftGuard, watch_loads
 from .gradients import Gradients
 from .holdings import Holdings
-from .memory import Footprint, MemoryUse, whole
+from .memory import MemoryUse, TensorSize, add_uses
 from .sequence import SequenceParallel, sequence_size
 from .step import Stepper, refuse_changes, take_added_groups
 
@@ -212,12 +212,15 @@ class Engine(ABC):
         return process.place.rank // size, process.place.world_size // size
 
     @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """What each rank will hold, by rank; nothing where the backend does not take such a module. Pure.
+    def predict(
+        cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
+    ) -> MemoryUse | None:
+        """Return the bytes on the rank that needs the most. Pure.
 
-        It needs neither the backend's package nor a process group. As written here, everything on every rank.
+        By default every rank holds everything. None means that the backend can't train this module
+        on so many ranks. Neither the backend's package nor a process group is needed.
         """
-        return whole(footprint, world_size)
+        return add_uses(tensor.use() for tensor in tensors)
 
     # -- life -----------------------------------------------------------------------------------------------------
 

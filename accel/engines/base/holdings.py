@@ -1,7 +1,7 @@
 """What of a model and its optimizers lies on this rank, and one road for whole state in and out, for every engine.
 
 A backend says where things lie (``partial``, ``part``, ``entries``, ``has``); all the rest follows: what checkpoints write and
-fill, ``state_dict``, ``full_state_dict``, ``load_state_dict``, the gathering at an engine's end, copies and measures.
+fill, ``state_dict``, ``full_state_dict``, ``load_state_dict``, the gathering at an engine's end, and copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ...trees import inner_tensors, map_tensors, to_device
 from .absent import about
 from .drift import digest, digest_bytes
 from .gather import Item, gather
-from .memory import MemoryUse
 from .raw_objects import REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
 from .step import take_added_groups
 
@@ -99,20 +98,6 @@ class Holdings(Raw):
         Values that are read from files go into such parts only: until then the whole lies there untouched, and takes nothing.
         """
         return False
-
-    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What lives on this rank: tensors, each with the field of ``MemoryUse`` that it counts for. Local."""
-        parameters = self.engine.parameters
-        yield from (("parameters", parameter) for parameter in parameters)
-        yield from (("buffers", buffer) for buffer in self.module.buffers())
-        yield from (("gradients", p.grad) for p in parameters if p.grad is not None)
-        for optimizer in self.engine.optimizers:
-            for state in optimizer.state.values():
-                yield from (("optimizer_state", value) for value in state.values() if isinstance(value, torch.Tensor))
-
-    def hidden_buckets(self) -> int:
-        """Bytes of buckets that no tensor of ``storages`` lies in. Local."""
-        return 0
 
     # -- what checkpoints write and fill --------------------------------------------------------------------------------
 
@@ -410,26 +395,6 @@ class Holdings(Raw):
             told = agree(f"the weights of {engine.label}", _digest(values))
             if told[0] is None or len(set(told)) > 1:
                 broadcast_(values, engine.process.group, source)
-
-    # -- memory ---------------------------------------------------------------------------------------------------------
-
-    @final
-    def measure(self) -> MemoryUse:
-        """Bytes of the distinct storages of ``storages``, each counted once, for the first field that names it. Local."""
-        seen: set[int] = set()
-        sizes = {"buckets": self.hidden_buckets()}
-        for field, tensor in self.storages():
-            with torch._C.DisableTorchFunctionSubclass():  # also of a parameter whose class refuses its use
-                found = tensor.detach()
-                local = getattr(found, "to_local", None)
-                sparse = found.layout is torch.sparse_coo
-                parts = (found._indices(), found._values()) if sparse else (found if local is None else local(),)
-                storages = [part.untyped_storage() for part in parts]
-            for storage in storages:
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    sizes[field] = sizes.get(field, 0) + storage.nbytes()
-        return MemoryUse(**sizes)
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 import torch
@@ -23,7 +23,7 @@ from ...process.control import agree, raise_lost
 from ..base.engine import Context, Engine, SequenceOptions
 from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.holdings import Holdings
-from ..base.memory import Footprint, MemoryUse, whole
+from ..base.memory import MemoryUse, TensorSize, add_uses
 from .reduction import Reduction
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
@@ -236,7 +236,7 @@ class DDPGradients(Gradients):
 
 @final
 class DDPHoldings(Holdings):
-    """Everything on every rank, and the reducer's buckets."""
+    """Everything on every rank."""
 
     def kind(self, module: nn.Module) -> type[Any]:
         """Of a SyncBatchNorm that took another's place, that one's."""
@@ -247,12 +247,6 @@ class DDPHoldings(Holdings):
         """The group of such a SyncBatchNorm."""
         synchronized = isinstance(owner, nn.SyncBatchNorm) and self.kind(owner) is not type(owner)
         return super().added(owner) | ({"process_group"} if synchronized else set())
-
-    def hidden_buckets(self) -> int:
-        """Return the bytes of the reducer's buckets, without those that gradients are views of."""
-        view = self.engine.options.gradient_as_bucket_view
-        trained = self.engine.parameters if self.engine.gradients.ddp is not None else ()
-        return sum(p.nbytes for p in trained if p.requires_grad and not (view and p.grad is not None))
 
 
 class DDPEngine(Engine):
@@ -283,12 +277,11 @@ class DDPEngine(Engine):
             raise BackendError(f"{synchronized[0]} is a SyncBatchNorm, which torch does not run on CPU: use BatchNorm")
 
     @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything on every rank; the gradients once more in buckets, unless they are views of them."""
-        buckets = 0
-        if world_size > 1 and not options.gradient_as_bucket_view:
-            buckets = sum(p.nbytes for p in footprint.trainable)
-        return whole(footprint, world_size, buckets)
+    def predict(cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int) -> MemoryUse:
+        """Count the gradients twice, unless they are views of the reducer's buckets."""
+        use = add_uses(tensor.use() for tensor in tensors)
+        copied = world_size > 1 and not options.gradient_as_bucket_view
+        return replace(use, buckets=use.gradients) if copied else use
 
     def wrap(self) -> None:
         """Build the reducer, unless there is one process."""

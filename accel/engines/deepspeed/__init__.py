@@ -28,7 +28,7 @@ from ..base.gradients import (
     refuse_scripts,
     refuse_sparse,
 )
-from ..base.memory import Footprint, MemoryUse
+from ..base.memory import MemoryUse, TensorSize
 from .config import Configuration, check_stage, refuse_optimizer, refuse_parameters
 from .library import probe
 from .partitions import Flat, Partitions
@@ -344,8 +344,8 @@ class DeepSpeedEngine(Engine):
             refuse_overlaps(module, cls.name)
 
     @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        return Configuration(options).predicted(footprint, world_size)
+    def predict(cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int) -> MemoryUse:
+        return Configuration(options).predict(tensors, world_size)
 
     def wrap(self) -> None:
         """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""

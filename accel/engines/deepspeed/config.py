@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,9 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
-from ..base import memory
 from ..base.local import ELEMENTWISE, elementwise
-from ..base.memory import Footprint, MemoryUse
+from ..base.memory import MemoryUse, TensorSize, add_uses
 from .library import library
 
 #: Keys that DeepSpeed gets as they are.
@@ -93,6 +93,16 @@ def check_stage(stage: Any) -> None:
         raise BackendError("DeepSpeed(stage=0): stage 0 divides nothing: use backend='ddp'")
     if type(stage) is not int or stage not in (1, 2, 3):
         raise BackendError(f"DeepSpeed(stage={stage!r}): expected 1, 2 or 3")
+
+
+def _with_master(tensor: TensorSize) -> TensorSize:
+    """Return the sizes of a 2-byte parameter whose optimizer steps an fp32 copy."""
+    if tensor.is_buffer:
+        return tensor
+    state = tensor.state_bytes * 4 // tensor.itemsize
+    if tensor.trainable and tensor.optimizer is not None:
+        state += 4 * tensor.numel
+    return replace(tensor, itemsize=2, state_bytes=state)
 
 
 class Configuration:
@@ -202,13 +212,34 @@ class Configuration:
                 f"{name!r}"
             )
 
-    def predicted(self, footprint: Footprint, world_size: int) -> tuple[MemoryUse, ...]:
-        def size(key: str, usual: int) -> int:
-            given: Any = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
-            return int(given) if isinstance(given, int | float) else usual
+    def predict(self, tensors: Sequence[TensorSize], world_size: int) -> MemoryUse:
+        """Return the bytes on each rank, as in the ZeRO paper (Rajbhandari et al., 1910.02054).
 
-        below, bucket = size("stage3_param_persistence_threshold", 100_000), size("reduce_bucket_size", _BUCKET)
-        return memory.zero(footprint, world_size, self.stage, masters=self.masters, whole_below=below, bucket=bucket)
+        Stage 1 also keeps only its shards of the gradients after they are reduced. Stage 3 keeps
+        small weights in full in addition to their shards, and a bucket to reduce gradients in.
+        """
+        if world_size == 1:
+            return add_uses(tensor.use() for tensor in tensors)
+        if self.masters:
+            tensors = [_with_master(tensor) for tensor in tensors]
+        threshold = self._number("stage3_param_persistence_threshold", 100_000)
+        part = 1 / world_size
+        uses = []
+        for tensor in tensors:
+            kept = self.stage < 3 or tensor.numel <= threshold
+            weights = kept + (part if self.stage == 3 else 0)
+            uses.append(tensor.use(weights=weights, gradients=part, state=part))
+        use = add_uses(uses)
+        if self.stage < 3:
+            return use
+        parameters = [tensor for tensor in tensors if not tensor.is_buffer]
+        numel = sum(p.numel for p in parameters)
+        numel = min(self._number("reduce_bucket_size", _BUCKET), numel + numel % 2)
+        return replace(use, buckets=numel * max((p.itemsize for p in parameters), default=0))
+
+    def _number(self, key: str, default: int) -> int:
+        given: Any = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
+        return int(given) if isinstance(given, int | float) else default
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
         """The user's configuration, and what this engine needs, for the library; gradients travel by ``transport``."""

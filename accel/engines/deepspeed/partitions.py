@@ -150,10 +150,6 @@ class Partitions(ABC):
         weights = weights.pin_memory() if pinned else weights
         self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
 
-    def buckets(self) -> list[torch.Tensor]:
-        """Memory to reduce in that the library keeps from step to step."""
-        return []
-
     @plainly
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""

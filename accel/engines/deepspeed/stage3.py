@@ -303,9 +303,6 @@ class Stage3(Partitions):
         self.interruption.incomplete |= self.interruption.cut
         super().enter_backward()
 
-    def buckets(self) -> list[torch.Tensor]:
-        return [bucket.buffer for bucket in self.zero.ipg_buckets.values() if bucket.buffer is not None]
-
     @plainly
     def take(self, index: int) -> None:
         parameter = self.parameters[index]

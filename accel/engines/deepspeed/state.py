@@ -138,14 +138,3 @@ class DeepSpeedHoldings(Holdings):
         with without_groups():
             divided = zero.divides_weights
             zero.end([without_values(p, p.device) if divided else p.detach().clone() for p in self.engine.parameters])
-
-    def storages(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's, and the fragments'; weights that only the optimizer has count as its state."""
-        zero = self.engine.zero
-        fragments = [] if zero is None else list(zero.fragments.values())
-        again = (getattr(p, "ds_secondary_tensor", None) for p in self.engine.parameters)
-        yield from (("parameters", part) for part in (*(f.home for f in fragments), *again) if part is not None)
-        yield from super().storages()
-        yield from (("gradients", fragment.grad) for fragment in fragments if fragment.grad is not None)
-        yield from (("optimizer_state", fragment.weights) for fragment in fragments)
-        yield from (("buckets", bucket) for bucket in ([] if zero is None else zero.buckets()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -33,7 +34,7 @@ from ..base.gradients import (
 from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
 from ..base.local import LocalSteps, elementwise
-from ..base.memory import Footprint, MemoryUse, even_shards
+from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from .plan import (
@@ -45,7 +46,7 @@ from .plan import (
     check_mesh,
     check_module,
     check_plan,
-    shrunk,
+    cut_dims,
     text_of,
 )
 
@@ -368,16 +369,33 @@ class FSDPEngine(Engine):
         return super().replica(options, process) if alike == 1 else (place.rank // alike, place.world_size // alike)
 
     @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Everything cut along the first dimension, over the ranks of one copy of the model; layers of a plan before that."""
+    def predict(
+        cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
+    ) -> MemoryUse | None:
+        """Shard every parameter, gradient and state evenly along the first dimension, with padding.
+
+        Layers of a tensor-parallel plan are cut before that.
+        """
         try:
             sizes = axes_of(options, world_size)
-        except BackendError:  # so many processes do not divide so
-            return ()
-        if sizes["tensor"] > 1 and not (options.plan or footprint.plan):
-            return ()
-        uses = even_shards(shrunk(footprint, options.plan, sizes["tensor"]), sizes["shard"])
-        return tuple(use for use in uses for _ in range(sizes["tensor"])) * sizes["replicate"]
+            cuts = cut_dims(module, options.plan) if sizes["tensor"] > 1 else {}
+        except BackendError:
+            return None
+        if sizes["tensor"] > 1 and not cuts:
+            return None
+        uses = []
+        for tensor in tensors:
+            rows = next(iter(tensor.shape), 1)
+            fraction = 1.0
+            if (dim := cuts.get(tensor.name)) is not None:
+                if tensor.shape[dim] % sizes["tensor"]:
+                    return None
+                fraction /= sizes["tensor"]
+                rows //= sizes["tensor"] if dim == 0 else 1
+            if rows > 0:
+                fraction *= math.ceil(rows / sizes["shard"]) / rows
+            uses.append(tensor.use(fraction, fraction, fraction))
+        return add_uses(uses)
 
     def attach(self, optimizer: Optimizer) -> None:
         if not self.distributed:

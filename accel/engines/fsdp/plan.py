@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -15,7 +15,6 @@ from ...errors import BackendError
 from ...process import Process
 from ...process.startup import mesh_of
 from ..base.activations import Choice, chosen, is_container
-from ..base.memory import Footprint, ParameterSize, matches, own_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -225,6 +224,41 @@ def check_plan(plan: Any) -> None:
             raise BackendError(f"plan[{name!r}] is {style!r}: {known}")
 
 
+def own_plan(module: nn.Module) -> dict[str, str]:
+    """The plan for tensor parallelism of a model of transformers, which may be inside: styles by names of modules; else none."""
+    for prefix, child in module.named_modules():
+        if "_tp_plan" in vars(child) or hasattr(type(child), "tp_plan") or hasattr(type(child), "_tp_plan"):
+            own: Any = child
+            found = dict(getattr(own, "tp_plan", None) or own._tp_plan or {})
+            return _with_adapters(module, {f"{prefix}.{name}" if prefix else name: s for name, s in found.items()})
+    return {}
+
+
+def _with_adapters(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan as it is where peft has put its own layers into the places of planned ones.
+
+    Of an adapter's two matrices, one is cut as its layer is: the second by columns, the first by rows. The other one is whole.
+    """
+    names, found = dict(module.named_modules()), dict[str, str]()
+    for pattern, style in plan.items():
+        planned = [name for name in names if matches(name, pattern)]
+        if not any(f"{name}.{part}" in names for name in planned for part in ("base_layer", "original_module")):
+            found[pattern] = style
+            continue
+        matrix = "lora_B" if "colwise" in style else "lora_A"
+        for name in planned:
+            parts = (f"{name}.base_layer", f"{name}.{matrix}.*", f"{name}.original_module", f"{name}.modules_to_save.*")
+            mine = [other for other in names if any(matches(other, part) for part in parts)]
+            found |= dict.fromkeys(mine or [name], style)
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module's name is one that a pattern of a plan stands for, part by part."""
+    own, parts = (text.split(".") if text else [] for text in (name, pattern))  # "" is the model itself
+    return len(own) == len(parts) and all(map(fnmatch, own, parts))
+
+
 def text_of(plan: Plan) -> str:
     """A plan as text, the same on all ranks for styles of the same settings."""
 
@@ -344,17 +378,19 @@ def _dim(style: Any, child: nn.Module) -> int | None:
     return next((dim for (kind, layer), dim in _CUT.items() if kind == _kind(style) and isinstance(child, layer)), None)
 
 
-def shrunk(footprint: Footprint, plan: Plan, size: int) -> Footprint:
-    """A model as each rank of a plan has it, before its parts are divided further."""
-    chosen = plan or footprint.plan
+def cut_dims(module: nn.Module, plan: Plan) -> dict[str, int]:
+    """Return the dimension along which each parameter of a planned layer is cut, by name.
 
-    def part(p: ParameterSize) -> ParameterSize:
-        for pattern, style in chosen.items():
-            if matches(p.name.rpartition(".")[0], pattern):
-                dim = 0 if _kind(style) == "ColwiseParallel" else 1 if _kind(style) == "RowwiseParallel" else None
-                if dim is not None and dim < len(p.shape):
-                    shape = tuple(n // size if d == dim else n for d, n in enumerate(p.shape))
-                    return replace(p, shape=shape, state_bytes=p.state_bytes // size)
-        return p
-
-    return replace(footprint, parameters=tuple(map(part, footprint.parameters)))
+    BackendError: the plan names a module that doesn't exist.
+    """
+    chosen = dict(plan or own_plan(module))
+    for name in _tied(module, chosen, refuse=False):
+        del chosen[name]
+    dims = {}
+    for name, child, style in _planned(module, chosen):
+        dim = _dim(style, child)
+        if dim is not None:
+            dims[f"{name}.weight"] = dim
+            if dim == 0 and isinstance(child, nn.Linear):
+                dims[f"{name}.bias"] = 0
+    return dims

@@ -21,7 +21,7 @@ from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients, refuse_overlaps
 from ..base.holdings import Holdings
-from ..base.memory import Footprint, MemoryUse
+from ..base.memory import MemoryUse, TensorSize
 from ..base.raw_objects import refuse_call
 from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass, crc, meet
@@ -34,7 +34,7 @@ from .stages import (
     cut,
     flatten,
     listed,
-    predicted,
+    predict,
     run_here,
     split,
 )
@@ -258,9 +258,11 @@ class PipelineEngine(Engine):
             refuse_overlaps(module, cls.name)
 
     @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """A stage on each rank; by size, unless the balance is given for as many ranks."""
-        return predicted(footprint, options.balance, world_size)
+    def predict(
+        cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
+    ) -> MemoryUse | None:
+        """Balance by size, unless ``balance`` is a list for so many ranks."""
+        return predict(module, tensors, options.balance or "size", world_size)
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:

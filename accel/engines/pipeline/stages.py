@@ -14,7 +14,7 @@ from ...errors import BackendError
 from ...process import Process
 from ...trees import TensorPlace, map_tensors, put_back, to_device, walk
 from ..base.activations import run_again
-from ..base.memory import Footprint, MemoryUse, is_sequence, layers, stages
+from ..base.memory import MemoryUse, TensorSize, add_uses
 
 Named = tuple[str, nn.Module]
 
@@ -216,17 +216,26 @@ def split(children: Sequence[Named], balance: Sequence[int]) -> list[list[Named]
     return [[next(rest) for _ in range(count)] for count in balance]
 
 
-def predicted(footprint: Footprint, balance: Balance, world_size: int) -> tuple[MemoryUse, ...]:
-    """What each rank's stage needs; nothing where the module is no Sequential of so many children."""
-    number = len(footprint.layers)
-    if number < world_size:
-        return ()
+def predict(module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, world_size: int) -> MemoryUse | None:
+    """Return the bytes of the stage that needs the most; None unless there is a child per rank."""
+    number = len(module._modules)
+    if not is_sequence(module) or number < world_size:
+        return None
+    uses: dict[str, list[MemoryUse]] = {name: [] for name in module._modules}
+    for tensor in tensors:
+        uses[tensor.name.partition(".")[0]].append(tensor.use())
+    children = [add_uses(child) for child in uses.values()]
     counts: Sequence[int] = () if isinstance(balance, str) else balance
     if len(counts) != world_size or sum(counts) != number:
-        parameters = [sum(p.nbytes for p in layer) for layer in layers(footprint)]
-        sizes = zip(parameters, footprint.layers, strict=True)
-        counts = balanced([float(nbytes + buffers) for nbytes, (_, buffers) in sizes], world_size)
-    return stages(footprint, counts)
+        counts = balanced([use.parameters + use.buffers for use in children], world_size)
+    rest = iter(children)
+    stages = [add_uses(itertools.islice(rest, count)) for count in counts]
+    return max(stages, key=lambda use: use.total)
+
+
+def is_sequence(module: nn.Module) -> bool:
+    """Return True if the module only calls its children one after the other."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 # -- what cannot be cut -----------------------------------------------------------------------------------------------

@@ -25,11 +25,10 @@ from ...process.control import agree
 from ...process.packing import average_, reduce_to_owners
 from ...process.startup import unseen_group
 from ...shard import StateEntry, parameters_of
-from ..base import memory
 from ..base.engine import Engine, SequenceOptions
 from ..base.gradients import Gradients, refuse_scripts
 from ..base.holdings import Holdings
-from ..base.memory import Footprint, MemoryUse
+from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.step import refuse_steps
 from ..base.versions import check_version
 
@@ -325,9 +324,26 @@ class ShardedEngine(Engine):
             refuse_scripts(module, cls.name)
 
     @classmethod
-    def predict(cls, footprint: Footprint, options: Any, world_size: int) -> tuple[MemoryUse, ...]:
-        """Gradients and optimizer state of a parameter on its owner alone, after a step."""
-        return memory.owners(footprint, world_size)
+    def predict(cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int) -> MemoryUse:
+        """Deal the optimizers' parameters out, in the order in which ``Owners`` does.
+
+        A parameter's gradient and state stay on its owner. Without an optimizer, every rank
+        keeps the gradient.
+        """
+        dealt = [tensor for tensor in tensors if tensor.optimizer is not None]
+        dealt.sort(key=lambda t: (t.optimizer, not t.trainable, -t.numel))
+        loads = [0] * world_size
+        owned: list[list[TensorSize]] = [[] for _ in loads]
+        for tensor in dealt:
+            rank = loads.index(min(loads))
+            loads[rank] += tensor.numel
+            owned[rank].append(tensor)
+        uses = []
+        for own in owned:
+            here = {tensor.name for tensor in own}
+            kept = [t.name in here or t.optimizer is None for t in tensors]
+            uses.append(add_uses(t.use(1, k, k) for t, k in zip(tensors, kept, strict=True)))
+        return max(uses, key=lambda use: use.total)
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)

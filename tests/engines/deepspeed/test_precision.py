@@ -27,6 +27,7 @@ from tests.engines.deepspeed.training import (
     whole,
     zero,
 )
+from tests.measured import measured
 from tests.models import distance
 
 GATHERED_OTHERWISE = {
@@ -164,8 +165,7 @@ def kept_gradients(stage: int) -> None:
             if len(values) > 1:  # stage 1 leaves the sum to p.grad until something asks for the mean
                 accel.clip_grad_norm_(model, 1e9)
         optimizer.step()
-        measured = accel.memory_report(model, measured=True).rows[-1].use
-        assert measured.gradients == 64 * 64 * itemsize // accel.world_size()
+        assert measured(model).gradients == 64 * 64 * itemsize // accel.world_size()
         expected -= 0.5 * sum(values)
     accel.teardown(model)
     assert torch.equal(raw.weight, expected)

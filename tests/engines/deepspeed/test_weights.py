@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
-from accel.registry import registry
 from tests.distributed import run
+from tests.measured import measured
 from tests.models import distance
 
 #: No weight stays whole, however small.
@@ -236,7 +236,7 @@ def classes() -> None:
         model, _, _ = accel.setup(raw, sgd(raw), backend=backend)
         model(data(0)[0])
         assert isinstance(raw.mark, Marked)
-        assert registry.of_handle(model).holdings.measure().parameters >= sum(p.nbytes for p in raw.parameters()) // 2
+        assert measured(model).parameters >= sum(p.nbytes for p in raw.parameters()) // 2
         accel.teardown(model)
         assert [(type(p), vars(p)) for p in raw.parameters()] == before
         assert raw.mark.sum() == 3

@@ -22,6 +22,7 @@ from tests.distributed import refusals, run
 from tests.engines.fsdp.test_life import REFUSED
 from tests.engines.matrix import cells_of, check_cells, in_pairs
 from tests.engines.test_contract import check_state
+from tests.measured import measured
 from tests.models import adamw, distance, mlp
 from tests.test_loop import PATTERNS, compare
 from tests.test_memory import measure
@@ -79,14 +80,14 @@ def test_gradients_accumulate_inside_no_sync() -> None:
 def test_memory_is_that_of_one_copys_ranks() -> None:
     """A copy on two ranks is what a model on two ranks is."""
     alone = run(2, measure, accel.FSDP(), "adamw")
-    for rank, (predicted, measured) in enumerate(run(4, measure, TWO, "adamw")):
+    for rank, (predicted, found) in enumerate(run(4, measure, TWO, "adamw")):
         assert predicted == alone[rank % 2][0]
-        assert measured.total == pytest.approx(predicted.total, rel=0.02)
+        assert found.total == pytest.approx(predicted.total, rel=0.02)
 
 
 def test_memory_of_one_process() -> None:
     model = accel.setup(mlp(8, 8, 4), backend=TWO).model
-    assert [row.use.parameters for row in accel.memory_report(model, measured=True).rows[-2:]] == [432, 432]
+    assert measured(model).parameters == 432
 
 
 def drift(wrong: int) -> None:

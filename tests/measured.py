@@ -1,0 +1,44 @@
+"""Bytes of the tensors that exist on this rank, to compare them with predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.engines.base.memory import MemoryUse
+from accel.registry import registry
+
+
+def measured(model: nn.Module) -> MemoryUse:
+    """Return the bytes of distinct storages. The buckets of DDP, which are in C++, aren't seen."""
+    sizes: dict[str, int] = {}
+    seen: set[int] = set()
+    for field, tensor in _tensors(registry.of_handle(model)):
+        with torch._C.DisableTorchFunctionSubclass():  # ZeRO 3 refuses reads of sharded weights
+            value: Any = tensor.detach()
+            local = value.to_local() if hasattr(value, "to_local") else value
+            storage = local.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            sizes[field] = sizes.get(field, 0) + storage.nbytes()
+    return MemoryUse(**sizes)
+
+
+def _tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    zero = getattr(engine, "zero", None)
+    fragments = [] if zero is None else list(zero.fragments.values())
+    buckets = getattr(zero.zero, "ipg_buckets", {}) if zero is not None and engine.stage == 3 else {}
+    yield from (("parameters", fragment.home) for fragment in fragments if fragment.home is not None)
+    yield from (("parameters", parameter) for parameter in engine.parameters)
+    yield from (("buffers", buffer) for buffer in engine.module.buffers())
+    holders = [*engine.parameters, *fragments]
+    yield from (("gradients", holder.grad) for holder in holders if holder.grad is not None)
+    for optimizer in engine.optimizers:
+        for state in optimizer.state.values():
+            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            yield from (("optimizer_state", value) for value in values)
+    yield from (("optimizer_state", fragment.weights) for fragment in fragments)
+    yield from (("buckets", b.buffer) for b in buckets.values() if b.buffer is not None)
