@@ -59,8 +59,9 @@ def split(items: T, pad: bool = False) -> T:
         return leaf
 
     walk(measure, items, "items", has_parts)
-    if type(pad) is not bool:
-        problems.append(f"expected pad to be True or False, found {pad!r}")
+    given: Any = pad
+    if type(given) is not bool:
+        problems.append(f"expected pad to be True or False, found {given!r}")
     if len(set(lengths.values())) > 1:
         problems.append(f"expected equal lengths, found {lengths}")
     registry.sweep()
