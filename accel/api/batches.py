@@ -101,8 +101,8 @@ def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
 
 #: In the texts of RuntimeErrors of torch, cuBLAS and cuDNN.
 _MEMORY_TEXTS: Final = ("out of memory", "DefaultCPUAllocator", "STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED")
-#: How ``fn`` ended on a rank. The largest value of all ranks decides.
-_SUCCEEDED, _DISCONNECTED, _OUT_OF_MEMORY, _FAILED = range(4)
+#: Why ``fn`` did not succeed on a rank. The largest value of all ranks decides.
+_DISCONNECTED, _OUT_OF_MEMORY, _FAILED = range(3)
 
 
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
