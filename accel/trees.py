@@ -104,13 +104,13 @@ def _attributes(leaf: Any) -> dict[str, Any]:
     return vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) else {}
 
 
-def all_tensors(tree: Any, path: str = "", *, objects: bool = False) -> list[tuple[str, Tensor]]:
-    """The tensors in nested containers, in order, each with its path; with ``objects`` also those that other objects have."""
+def all_tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    """Return the tensors in nested containers, in order, each with its path."""
     found: list[tuple[str, Tensor]] = []
 
     def visit(path: str, leaf: Any) -> Any:
-        some = [leaf] if isinstance(leaf, Tensor) else _attributes(leaf).values() if objects else ()
-        found.extend((path, value) for value in some if isinstance(value, Tensor))
+        if isinstance(leaf, Tensor):
+            found.append((path, leaf))
         return leaf
 
     walk(visit, tree, path)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import os
 import sys
+from importlib.machinery import SourceFileLoader
+from types import CodeType
 from typing import Any
 
 from tests import interpreters
@@ -21,6 +24,13 @@ def _import(*names: str) -> None:
             importlib.import_module(name)
 
 
+def _code(name: str) -> CodeType | None:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return SourceFileLoader(name, spec.origin).get_code(name)
+
+
 def _rewrite_asserts() -> None:
     """Let a failed assert of a test module show its values on a rank too, as pytest does in its own process."""
     from _pytest.config import _prepareconfig
@@ -29,6 +39,8 @@ def _rewrite_asserts() -> None:
     _prepareconfig(["-s", "-p", "no:xdist", "--noconftest", "-W", "ignore::pytest.PytestAssertRewriteWarning"])
     hook: Any = next(finder for finder in sys.meta_path if type(finder).__name__ == "AssertionRewritingHook")
     hook.mark_rewrite("tests")
+    # A worker of `python -m tests.generated` asks the hook for the code of that module.
+    hook.get_code = _code
 
 
 _import("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api", "numpy")

@@ -1,4 +1,4 @@
-"""What must be equal on the ranks is compared while training goes on; a difference raises on every rank."""
+"""The drift guard: a difference between ranks raises on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 import accel
 from accel.engines import ENGINES
 from accel.engines.base import drift as guard
-from accel.engines.base.drift import digest, sums
+from accel.engines.base.digest import digest, sums
 from accel.process.control import agree
 from tests.backends import need
 from tests.distributed import outcomes, run
@@ -28,7 +28,7 @@ ZERO3 = ("deepspeed", {"stage": 3})
 DIVIDING: list[tuple[str, dict[str, Any]]] = [("sharded", {}), ("fsdp", {}), ("deepspeed", {"stage": 1})]
 WATCHED = [("ddp", {}), *DIVIDING, ZERO3]
 PIPELINE = ("pipeline", {"balance": (3, 2)})
-BACKENDS = [*WATCHED, ("deepspeed", {"stage": 2}), PIPELINE]
+BACKENDS = [*WATCHED, PIPELINE]
 
 
 def options(backend: tuple[str, dict[str, Any]], every: int | None) -> Any:
@@ -68,35 +68,35 @@ def by_group(model: Any, optimizer: Any) -> None:
         optimizer.param_groups[0]["weight_decay"] = 0.25
 
 
-def drifting(backend: Any, drift: Callable[[Any, Any], None], every: int | None, at: int) -> tuple[int, str]:
-    """After how many steps from the drift on it is found, and what is said; the ranks go on together after that."""
+def drifting(backend: Any, drift: Callable[[Any, Any], None]) -> tuple[int, str]:
+    """Return how many steps after the drift it is found, and the error."""
     raw = build()
     model, optimizer, _ = accel.setup(
-        raw, torch.optim.AdamW(raw.parameters(), lr=1e-3), backend=options(backend, every)
+        raw, torch.optim.AdamW(raw.parameters(), lr=1e-3), backend=options(backend, EVERY)
     )
-    for number in range(at):
+    for number in range(DRIFT_AT):
         step(model, optimizer, number)
     drift(model, optimizer)
-    for number in range(at, at + 20):
+    for number in range(DRIFT_AT, DRIFT_AT + 20):
         try:
             step(model, optimizer, number)
         except accel.RankMismatchError as error:
             accel.teardown(model)
-            return number - at + 1, str(error)
+            return number - DRIFT_AT + 1, str(error)
     return 0, ""
 
 
-def all_drifts(backend: Any, drifts: list[Any], starts: range) -> list[list[tuple[int, str]]]:
-    return [[drifting(backend, drift, EVERY, at) for at in starts] for drift in drifts]
+def all_drifts(backend: Any, drifts: list[Any]) -> list[tuple[int, str]]:
+    return [drifting(backend, drift) for drift in drifts]
 
 
-def found(backend: Any, drifts: list[Any], starts: range = range(DRIFT_AT, DRIFT_AT + 1)) -> list[str]:
-    """What is said of each drift, which every rank finds at the same step, in time."""
+def found(backend: Any, drifts: list[Any]) -> list[str]:
+    """Return the error for each drift, which every rank finds at the same step, in time."""
     need(backend[0], 2)
-    ours, theirs = run(2, all_drifts, backend, drifts, starts)
+    ours, theirs = run(2, all_drifts, backend, drifts)
     assert ours == theirs
-    assert all(0 < steps <= EVERY for results in ours for steps, _ in results), ours
-    return [results[0][1] for results in ours]
+    assert all(0 < steps <= EVERY for steps, _ in ours), ours
+    return [text for _, text in ours]
 
 
 @pytest.mark.parametrize("backend", WATCHED, ids=str)
@@ -149,14 +149,17 @@ def load_alone(backend: Any, what: str) -> None:
         step(model, optimizer, number)
 
 
-@pytest.mark.parametrize("what", ["model", "raw model", "optimizer"])
-@pytest.mark.parametrize("backend", [*WATCHED, PIPELINE], ids=str)
-def test_a_load_on_one_rank_ends_with_an_error_on_every_rank(backend: Any, what: str) -> None:
+LOADS = [("model", backend) for backend in BACKENDS]
+LOADS += [("optimizer", backend) for backend in WATCHED]
+LOADS += [("raw model", ("ddp", {})), ("raw model", ("sharded", {}))]  # the other backends raise for raw models
+
+
+@pytest.mark.parametrize(("what", "backend"), LOADS, ids=str)
+def test_a_load_on_one_rank_ends_with_an_error_on_every_rank(what: str, backend: Any) -> None:
     need(backend[0], 2)
     results = outcomes(2, load_alone, backend, what, breaks=True)
     assert all(result.error for result in results)
-    if what != "raw model" or backend[0] in ("ddp", "sharded"):  # which others refuse
-        assert any("load_state_dict" in result.message for result in results)
+    assert any("load_state_dict" in result.message for result in results)
 
 
 def copies_are_loaded() -> None:
@@ -204,21 +207,15 @@ def drift_by_hand(backend: Any) -> tuple[int, str]:
     return -1, ""
 
 
-WHOLE = [("ddp", {}), ("ddp", {"find_unused_parameters": True}), ("sharded", {})]
-
-
-@pytest.mark.parametrize("backend", WHOLE, ids=str)
-@pytest.mark.filterwarnings("ignore:find_unused_parameters")
-def test_a_drift_is_found_where_there_is_no_optimizer(backend: Any) -> None:
-    need(backend[0], 2)
-    ours, theirs = run(2, drift_by_hand, backend)
+def test_a_drift_is_found_where_there_is_no_optimizer() -> None:
+    ours, theirs = run(2, drift_by_hand, ("ddp", {}))
     assert ours == theirs
     assert 0 <= ours[0] <= EVERY
     assert "2.weight on ranks [1] is not what it is on rank 0" in ours[1]
 
 
 def by_hand_alike(backend: Any) -> None:
-    """Loops that are right raise nothing, one that evaluates on one rank, and a teacher without gradients among them."""
+    """A loop that updates by hand, a teacher without gradients, and evaluation on one rank."""
     model, _, _ = accel.setup(build(), backend=options(backend, 1))
     teacher, _, _ = accel.setup(build(1).requires_grad_(False), backend=options(backend, 1))
     for number in range(6):
@@ -228,16 +225,11 @@ def by_hand_alike(backend: Any) -> None:
             with torch.no_grad():
                 model.eval()(torch.ones(4, 6))
             model.train()
-        for p in model.parameters():
-            p.data.clamp_(-1, 1)
     accel.teardown()
 
 
-@pytest.mark.parametrize("backend", WHOLE, ids=str)
-@pytest.mark.filterwarnings("ignore:find_unused_parameters")
-def test_right_loops_without_an_optimizer_raise_nothing(backend: Any) -> None:
-    need(backend[0], 2)
-    run(2, by_hand_alike, backend)
+def test_right_loops_without_an_optimizer_raise_nothing() -> None:
+    run(2, by_hand_alike, ("ddp", {}))
 
 
 def switched_off() -> list[float]:
@@ -260,27 +252,6 @@ def test_an_option_that_is_no_number_of_steps_is_refused(value: Any) -> None:
         accel.FSDP(drift_check=value)
 
 
-def other_options() -> str:
-    raw = build()
-    accel.setup(raw, backend=accel.FSDP(drift_check=EVERY + accel.rank()))
-    return ""
-
-
-def test_ranks_with_other_options_are_refused() -> None:
-    results = outcomes(2, other_options)
-    assert all("drift_check of accel.FSDP is 3 on rank 0; 4 on rank 1" in result.message for result in results)
-
-
-def three_ranks() -> tuple[int, str]:
-    return drifting(("ddp", {}), by_weight, EVERY, DRIFT_AT)
-
-
-def test_the_ranks_that_differ_are_named() -> None:
-    results = run(3, three_ranks)
-    assert len(set(results)) == 1
-    assert "2.weight on ranks [1] is not what it is on rank 0" in results[0][1]
-
-
 # -- programs that go through -----------------------------------------------------------------------------------------
 
 
@@ -298,16 +269,6 @@ def clamp(model: Any, optimizer: Any) -> Iterator[None]:
         yield
         for p in model.parameters():
             p.data.clamp_(-0.05, 0.05)
-
-
-def average_weights(model: Any, optimizer: Any) -> Iterator[None]:
-    """As old code does; the second average on one rank only."""
-    averages = [[p.data.clone() for p in model.parameters()] for _ in range(2)]
-    while True:
-        yield
-        for average in averages[: 2 - accel.rank()]:
-            for a, p in zip(average, model.parameters(), strict=True):
-                a.mul_(0.9).add_(p.data, alpha=0.1)
 
 
 def freeze(model: Any, optimizer: Any) -> Iterator[None]:
@@ -339,24 +300,6 @@ def become_nan(model: Any, optimizer: Any) -> Iterator[None]:
         yield
 
 
-def look_on_one_rank(model: Any, optimizer: Any) -> Iterator[None]:
-    while True:
-        yield
-        if accel.is_main():
-            str(optimizer.param_groups), model.training, [p.shape for p in model.parameters()]
-            for group in optimizer.param_groups:
-                group["seen_at"] = object()
-        accel.barrier()
-
-
-def edit_and_restore(model: Any, optimizer: Any) -> Iterator[None]:
-    while True:
-        yield
-        accel.full_state_dict(model)
-        model.eval().train()
-        model.to(accel.device())
-
-
 def accumulate(model: Any, optimizer: Any) -> Iterator[None]:
     while True:
         yield
@@ -383,12 +326,9 @@ PROGRAMS = [
     go_back,
     schedule,
     clamp,
-    average_weights,
     freeze,
     reload,
     become_nan,
-    look_on_one_rank,
-    edit_and_restore,
     accumulate,
 ]
 
@@ -409,9 +349,8 @@ def pass_through(backend: Any, programs: list[Any], precision: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_usual_programs_raise_nothing(backend: Any) -> None:
     need(backend[0], 2)
-    # Where each rank has a part only, weights outside of forwards are refused by name or another stage's.
-    refused = (clamp, average_weights) if backend in (ZERO3, PIPELINE) else ()
-    programs = [program for program in PROGRAMS if program not in refused]
+    # ZeRO-3 and pipeline raise for weights that this rank doesn't hold.
+    programs = [program for program in PROGRAMS if program is not clamp or backend not in (ZERO3, PIPELINE)]
     run(2, pass_through, backend, programs, "32-true")
 
 
@@ -479,64 +418,23 @@ def test_ranks_with_uneven_inputs_are_compared_after_them() -> None:
     assert 0 <= first < 2
 
 
-def closures() -> None:
-    raw = build()
-    model, optimizer, _ = accel.setup(raw, torch.optim.LBFGS(raw.parameters()), backend=accel.DDP(drift_check=1))
-    for number in range(4):
-        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * number + accel.rank()))
-
-        def closure(batch: torch.Tensor = batch) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    torch.set_default_dtype(torch.float64)
-    try:
-        loss = optimizer.step(lambda: (closure(), 0.1)[1])
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert float(loss) == 0.1  # a number keeps the digits that it has in one process
-
-
-def test_closures_raise_nothing_and_their_steps_are_compared() -> None:
-    run(2, closures)
-
-
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64, torch.bool]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
 @pytest.mark.parametrize("take", [digest, lambda t: int(sums(t if not t.is_complex() else torch.view_as_real(t)))])
-def test_a_digest_sees_every_bit_and_every_place(dtype: torch.dtype, take: Callable[[torch.Tensor], int]) -> None:
-    values = torch.randint(0, 2, (5, 700)).to(dtype)
+def test_a_digest_sees_every_element_and_the_order(dtype: torch.dtype, take: Callable[[torch.Tensor], int]) -> None:
+    values = torch.arange(3500).remainder(100).to(dtype)
     before = take(values)
     assert take(values.clone()) == before
     for place in (0, 1023, 1024, 3499):
         edited = values.clone()
-        edited.view(-1)[place] = (
-            1 - edited.view(-1)[place].to(torch.int) if dtype is torch.bool else edited.view(-1)[place] + 1
-        )
+        edited[place] += 1
         assert take(edited) != before
-    flat = torch.arange(3500).to(dtype)
-    if flat[1] != flat[2]:
-        swapped = flat.clone()
-        swapped[1], swapped[2] = flat[2].clone(), flat[1].clone()
-        assert take(swapped) != take(flat)
-        moved = flat.clone()
-        moved[1], moved[1 + 1024] = flat[1 + 1024].clone(), flat[1].clone()
-        assert take(moved) != take(flat) or bool(flat[1] == flat[1025])
-
-
-def test_a_digest_of_a_tensor_that_is_made_of_others_sees_them() -> None:
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    first, second = torch.randn(4), torch.randn(4)
-    assert digest(TwoTensor(first, second)) == digest(TwoTensor(first.clone(), second.clone()))
-    assert digest(TwoTensor(first, second)) != digest(TwoTensor(first, first))
+    for other in (2, 1 + 1024):  # the next column and the next row of the table
+        swapped = values.clone()
+        swapped[[1, other]] = values[[other, 1]]
+        assert take(swapped) != before
 
 
 @pytest.mark.parametrize("take", [digest, sums])
@@ -546,11 +444,8 @@ def test_a_digest_sees_signs_of_eight_bytes(take: Callable[[torch.Tensor], Any])
         assert take(torch.where(torch.arange(5000) < count, -values, values)) != take(values)
 
 
-def test_a_digest_is_of_values_wherever_they_lie() -> None:
+def test_a_digest_does_not_depend_on_the_memory_format() -> None:
     values = torch.randn(8, 3, 5, 5)
     assert digest(values.to(memory_format=torch.channels_last)) == digest(values)
     assert digest(values[::2]) == digest(values[::2].clone())
-    assert digest(torch.empty(0)) == digest(torch.empty(0, 3))
     assert digest(torch.tensor(0.0)) != digest(torch.tensor(-0.0))
-    with contextlib.suppress(TypeError):
-        assert digest(torch.full((3,), float("nan"))) == digest(torch.full((3,), float("nan")))

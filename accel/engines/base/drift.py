@@ -6,7 +6,6 @@ Comparing replicas by a hash every so many steps is Megatron-LM's idea (``--chec
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import sys
 import weakref
@@ -22,6 +21,7 @@ from ...errors import RankMismatchError
 from ...process import current
 from ...process.control import agree
 from ...trees import all_tensors
+from .digest import digest, digest_bytes, digests
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -108,18 +108,18 @@ class DriftGuard:
         facts = _facts(engine)
         tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]}
         tensors |= {place: list(named) for place, named in engine.holdings.replicated_parts().items()}
-        digests = {place: _digests(named) for place, named in tensors.items()}
-        compared = {place: list(by_name.values()) for place, by_name in digests.items()} | {
-            "facts": sorted(facts.items())
-        }
-        summary = [(place, digest_bytes(repr(values).encode())) for place, values in compared.items()]
+        values = {place: digests([tensor for _, tensor in named]) for place, named in tensors.items()}
+        compared: dict[str, list[Any]] = {**values, "facts": sorted(facts.items())}
+        summary = [(place, digest_bytes(repr(each).encode())) for place, each in compared.items()]
         inputs = self.inputs.take() if self.inputs is not None else 0
         everyone = agree(f"the drift check of {self._label} at step {self.steps}", (summary, inputs))
         self._judge_inputs([theirs for _, theirs in everyone])
         different = {pair for theirs, _ in everyone for pair in theirs}
         if len(dict(different)) < len(different):
             # Names are exchanged only now.
-            details = agree(f"what differs in {self._label}", (facts, digests))
+            names = {place: [name for name, _ in named] for place, named in tensors.items()}
+            by_name = {place: dict(zip(names[place], values[place], strict=True)) for place in tensors}
+            details = agree(f"what differs in {self._label}", (facts, by_name))
             raise RankMismatchError(
                 f"{self._label} is not the same on all ranks at step {self.steps}: {_difference(details)}"
             )
@@ -204,19 +204,6 @@ def _facts(engine: Engine) -> dict[str, str]:
     return facts
 
 
-@torch.no_grad()
-def _digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Return digests by name, for which a device is waited for once."""
-    with torch._C.DisableTorchFunctionSubclass():
-        digests: dict[str, Any] = {name: digest(t) for name, t in tensors}
-    remote = {name: value for name, value in digests.items() if isinstance(value, torch.Tensor)}
-    if remote:
-        device = next(iter(remote.values())).device
-        values = torch.stack([value.to(device) for value in remote.values()]).tolist()
-        digests.update(zip(remote, values, strict=True))
-    return digests
-
-
 def _groups_of(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, dict[str, Any]]]:
     for number, optimizer in enumerate(optimizers):
         which = f" (optimizer {number})" if len(optimizers) > 1 else ""
@@ -227,9 +214,8 @@ def _groups_of(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, dict[str,
 def _tensors_of_groups(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, torch.Tensor]]:
     for place, group in _groups_of(optimizers):
         for key, value in group.items():
-            for number, item in enumerate(value if isinstance(value, tuple | list) and key != "params" else (value,)):
-                if isinstance(item, torch.Tensor):
-                    yield f"{key}[{number}] {place}" if item is not value else f"{key} {place}", item
+            if isinstance(value, torch.Tensor):
+                yield f"{key} {place}", value
 
 
 _TEXTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
@@ -237,7 +223,7 @@ _COMPARED: Final = (*_TEXTS, tuple, list, dict)
 
 
 def _plain(value: Any) -> str:
-    """Text that is the same on every rank where the value is; what has no such text is told by its class."""
+    """Return text that is the same on every rank if the value is. Other objects count by their class."""
     if isinstance(value, _TEXTS):
         return repr(value)
     if isinstance(value, tuple | list):
@@ -248,21 +234,22 @@ def _plain(value: Any) -> str:
 
 
 def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping[str, int]]]]) -> str:
-    facts, digests = zip(*everyone, strict=True)
+    facts, by_name = zip(*everyone, strict=True)
     if differing := _differing(facts):
         values = [theirs.get(differing[0], "none") for theirs in facts]
         by_value = {value: [r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)}
-        said = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-        return f"{differing[0]}: {said}{_more(differing[1:])}. {_GROUPS}"
-    for place in sorted({place for theirs in digests for place in theirs}):
-        first, *others = (rank for rank, theirs in enumerate(digests) if place in theirs)
-        if differing := _differing([digests[rank][place] for rank in (first, *others)]):
-            name, expected = differing[0], digests[first][place].get(differing[0])
-            others = [r for r in others if digests[r][place].get(name) != expected]
+        described = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
+        return f"{differing[0]}: {described}{_more(differing[1:])}. {_GROUPS}"
+    for place in sorted({place for theirs in by_name for place in theirs}):
+        digests_by_rank = {rank: theirs[place] for rank, theirs in enumerate(by_name) if place in theirs}
+        if differing := _differing(list(digests_by_rank.values())):
+            name, first = differing[0], min(digests_by_rank)
+            expected = digests_by_rank[first].get(name)
+            others = [rank for rank, theirs in digests_by_rank.items() if theirs.get(name) != expected]
             where = f" ({place})" if place else ""
             advice = _GRADIENTS if name.startswith(GRADIENT) else _WEIGHTS
             return f"{name}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}. {advice}"
-    raise AssertionError("summaries differ, and what they are of does not")
+    raise AssertionError
 
 
 def _differing(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -274,63 +261,3 @@ def _more(names: Sequence[str]) -> str:
     if not names:
         return ""
     return f"; also {', '.join(names[:_NAMED])}" + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-
-
-# -- digests ----------------------------------------------------------------------------------------------------------
-
-
-def digest(tensor: torch.Tensor) -> int | torch.Tensor:
-    """64 bits that differ where the tensor's bits do; on an accelerator a tensor, so that nothing waits for it."""
-    if hasattr(tensor, "__tensor_flatten__"):  # made of others; of a DTensor this rank has a part
-        inner = (
-            []
-            if hasattr(tensor, "full_tensor")
-            else [digest(getattr(tensor, n)) for n in tensor.__tensor_flatten__()[0]]
-        )
-        return digest_bytes(repr([int(d) for d in inner]).encode())
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense)
-    if dense.device.type != "cpu":
-        return sums(dense)
-    return digest_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
-
-
-def digest_now(tensor: torch.Tensor) -> int:
-    """``digest`` as a number, for which a device is waited for."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        return int(digest(tensor))
-
-
-def digest_bytes(data: Any) -> int:
-    """64 bits that differ where the bytes do."""
-    import xxhash  # when the first guard needs it
-
-    return xxhash.xxh3_64_intdigest(data)
-
-
-#: Of eight bytes both halves: a difference in the highest bit is lost when it is multiplied by a sum of two odd weights.
-_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_WIDTH: Final = 1024
-
-
-def sums(dense: torch.Tensor) -> torch.Tensor:
-    """A digest from integer sums, which any order of adding gives alike: of rows and of columns, each by weights of its own.
-
-    One changed element always shows, and two swapped ones.
-    """
-    flat = dense.reshape(-1).view(_INTEGERS[dense.element_size()])
-    whole = flat.numel() // _WIDTH * _WIDTH
-    table, rest = flat[:whole].view(-1, _WIDTH), flat[whole:].to(torch.int64)
-    rows, columns = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)
-    total = sum(
-        (part * _weights(len(part), part.device, salt)).sum() for salt, part in enumerate((rows, columns, rest))
-    )
-    assert isinstance(total, torch.Tensor)
-    return total
-
-
-def _weights(length: int, device: torch.device, salt: int) -> torch.Tensor:
-    """Odd numbers, mixed as by splitmix64's multiplications."""
-    mixed = torch.arange(1, length + 1, dtype=torch.int64, device=device) * (0x1E3779B97F4A7C15 + 2 * salt)
-    return ((mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9) | 1

@@ -21,7 +21,7 @@ from ...process.packing import broadcast_, writable
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
 from ...trees import inner_tensors, map_tensors, to_device
 from .absent import about
-from .drift import digest, digest_bytes
+from .digest import digest, digest_bytes
 from .gather import Item, gather
 from .raw_objects import REPLACED, Guard, Target, copied, copied_to, in_place_of, is_of
 from .step import take_added_groups

@@ -13,7 +13,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,6 @@ def sequence_size(options: Any, process: Process) -> int:
     if world > 1 and world % size:
         raise BackendError(f"sequence_parallel={size}: {world} processes do not divide into groups of {size}")
     return size if world > 1 else 1
-
-
-class _Shard(NamedTuple):
-    """Mark of a tensor that ``shard_sequence`` returned."""
-
-    length: int  # of the full sequence
 
 
 def _tokens(batch: Any) -> Tensor | None:
@@ -125,16 +119,13 @@ class SequenceParallel:
         if tokens is not None:
             batch = prepared(self._engine.module, batch)
             _drop_mask(batch, tokens)
-        shards: dict[int, Tensor] = {}
 
         def cut(_: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != length:
                 return leaf
-            if id(leaf) not in shards:
-                view = leaf.chunk(self.size, dim)[self.rank]
-                shard = shards[id(leaf)] = view.clone(memory_format=torch.contiguous_format)
-                HiddenAttribute.put(shard, _Shard(length))
-            return shards[id(leaf)]
+            shard = leaf.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
+            HiddenAttribute.put(shard, length)  # forward accepts marked tensors only
+            return shard
 
         return walk(cut, batch, "")
 
@@ -142,31 +133,27 @@ class SequenceParallel:
     def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
         """Exchange heads in the attention of a forward, or of a user's method, that is given shards."""
         tensors = [t for _, t in all_tensors((args, kwargs), "input")]
-        marks = [mark for t in tensors if isinstance(mark := HiddenAttribute.get(t), _Shard)]
-        lengths = {mark.length for mark in marks}
+        lengths = {length for t in tensors if isinstance(length := HiddenAttribute.get(t), int)}
         if len(lengths) > 1:
             raise BackendError(f"{self.label} got shards of sequences of different lengths: {sorted(lengths)}.")
-        if marks and self.whole:
+        if lengths and self.whole:
             raise BackendError(f"{self.label} got shards inside accel.whole_sequences. Pass full sequences there.")
-        if not marks and not self.whole and (any(t.dim() for t in tensors) or function is self._engine.entry):
+        if not lengths and not self.whole and (any(t.dim() for t in tensors) or function is self._engine.entry):
             raise BackendError(
                 f"{self.label} with sequence_parallel={self.size} got tensors that are not shards. Call "
                 "batch = accel.shard_sequence(model, batch) last, after .to(device) and slices."
             )
         self.lengths.update(length // self.size for length in lengths)
-        before, self.exchanges = self.exchanges, 0
         fast, outer = torch.backends.mha.get_fastpath_enabled(), getattr(_now, "sequence", None)
         # The fast path of nn.TransformerEncoder calls no attention function of torch.
-        torch.backends.mha.set_fastpath_enabled(fast and not marks)
-        self.running, _now.sequence = True, self if marks else None
+        torch.backends.mha.set_fastpath_enabled(fast and not lengths)
+        self.exchanges, self.running, _now.sequence = 0, True, self if lengths else None
         try:
             yield
-            exchanged = self.exchanges
         finally:
             self.running, _now.sequence = False, outer
-            self.exchanges = before
             torch.backends.mha.set_fastpath_enabled(fast)
-        if marks and not exchanged:
+        if lengths and not self.exchanges:
             raise BackendError(
                 f"{self.label} called no scaled_dot_product_attention, so its shards saw only themselves. "
                 "Use attn_implementation='sdpa' or need_weights=False."
@@ -193,19 +180,16 @@ class SequenceParallel:
 
     def _check_attention(self, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> None:
         query, key, _ = tensors
-        heads, problem = query.shape[1] if query.dim() == 4 else 0, ""
-        if any(t.dim() != 4 or t.shape[2] not in self.lengths for t in tensors):
+        problem = ""
+        if any(t.dim() != 4 or t.shape[2] not in self.lengths for t in tensors) or key.shape[2] != query.shape[2]:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             problem = (
                 f"got {shapes}, expected (batch, heads, {min(self.lengths)}, size). Cross attention, caches of "
                 "earlier tokens and tokens that the model adds are not supported"
             )
-        elif len({t.shape[2] for t in tensors}) > 1:
-            problem = "got queries and keys of different lengths, which is not supported"
-        elif heads % self.size or heads % math.lcm(key.shape[1], self.size):
-            problem = (
-                f"has {heads} heads of queries and {key.shape[1]} of keys, which do not divide over {self.size} ranks"
-            )
+        elif query.shape[1] % math.lcm(key.shape[1], self.size):
+            heads = f"{query.shape[1]} heads of queries and {key.shape[1]} of keys"
+            problem = f"has {heads}, which do not divide over {self.size} ranks"
         elif mask is not None and any(n not in (1, query.shape[2] * self.size) for n in mask.shape[-2:]):
             problem = (
                 f"got a mask of shape {tuple(mask.shape)}, expected all {query.shape[2] * self.size} tokens. Pass "

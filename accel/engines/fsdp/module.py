@@ -27,7 +27,7 @@ from ...process.control import Waiting, agree, announce
 from ...shard import Box
 from ...trees import exchange
 from ..base.absent import refuse_other_tensor
-from ..base.drift import digest_now
+from ..base.digest import digests
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
 
@@ -48,7 +48,7 @@ def _gather(what: str, shards: Sequence[DTensor]) -> list[torch.Tensor]:
 
 def require_same(what: str, values: Sequence[torch.Tensor]) -> None:
     """Refuse (RankMismatchError) values of which each rank would write a part, and that are not the same on all. Collective."""
-    told = agree(what, [digest_now(value) for value in values])
+    told = agree(what, digests(values))
     if any(theirs != told[0] for theirs in told):
         other = next(rank for rank, theirs in enumerate(told) if theirs != told[0])
         raise RankMismatchError(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
-from ...precision import convert_module, convert_optimizer
+from ...precision import convert_module
 from ...process import Process
 from ...shard import Shard, StateEntry
 from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, plainly, take_away
@@ -233,7 +233,7 @@ class PipelineGradients(Gradients):
 
 @final
 class PipelineEngine(Engine):
-    """Over several ranks each one runs, and holds, its stage; in one process all stages run on its devices."""
+    """Over several ranks each one runs, and holds, its stage; in one process all stages run on its device."""
 
     name = "pipeline"
     options_type = Pipeline
@@ -253,8 +253,13 @@ class PipelineEngine(Engine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        if len(process.devices) > 1 and process.request != "auto":
+            raise BackendError(
+                f"A pipeline uses one device per rank, but this process has {len(process.devices)}. Start one process per "
+                "device: torchrun --nproc-per-node=N train.py"
+            )
         check_module(module, options.balance, process)
-        if process.place.world_size > 1 or len(process.devices) > 1:
+        if process.place.world_size > 1:
             refuse_overlaps(module, cls.name)
 
     @classmethod
@@ -270,25 +275,17 @@ class PipelineEngine(Engine):
         return 0, 1
 
     def wrap(self) -> None:
-        """Place the stages on this process's devices, where it has the whole model."""
         if self.entry is not self.module or self.module._compiled_call_impl is not None:
             self.compile()
         if not self.distributed:
-            self._place(listed(self._balance, self._children, count_stages(self._balance, self.process)))
+            balance = listed(self._balance, self._children, count_stages(self._balance, self.process))
+            self._stages = [Stage(children) for children in split(self._children, balance)]
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise BackendError(
             "a pipeline calls the children of the Sequential, so a torch.compile of the whole never runs: compile "
             "the children instead (child.compile())"
         )
-
-    def _place(self, balance: Sequence[int]) -> None:
-        devices = self.process.devices
-        for number, children in enumerate(split(self._children, balance)):
-            stage = Stage(children, devices[number % len(devices)])
-            for _, child in children if len(devices) > 1 else ():
-                convert_module(child, stage.device, None, ExitStack())
-            self._stages.append(stage)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Rank 0's weights, then each rank keeps its own stage of them."""
@@ -304,7 +301,7 @@ class PipelineEngine(Engine):
         self.holdings.divide(stages)
         for _, child in stages[self._channel.rank] if self.reads else ():
             convert_module(child, self.process.device, None, ExitStack())
-        self._stages = [Stage(stages[self._channel.rank], self.process.device)]
+        self._stages = [Stage(stages[self._channel.rank])]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is not self.entry:
@@ -319,7 +316,7 @@ class PipelineEngine(Engine):
         keep = [number >= count - kept for number in range(count)]
         if self.distributed:
             return self._run_over_ranks(tensors, form, where, keep)
-        return run_here(self._stages, tensors, form, where, keep, self.process.device)
+        return run_here(self._stages, tensors, form, where, keep)
 
     def _run_over_ranks(
         self, tensors: list[torch.Tensor], form: Any, where: list[slice | None], keep: list[bool]
@@ -352,9 +349,4 @@ class PipelineEngine(Engine):
                 for optimizer in optimizers:
                     refuse_steps(optimizer, self.ended)
                 raise lost_weights(self)
-        elif len(self.process.devices) > 1 and self._stages:
-            for _, child in self._children:
-                convert_module(child, self.process.device, None, ExitStack())
-            for optimizer in optimizers:
-                convert_optimizer(optimizer, ExitStack())
         self._stages = []

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import BackendError
 from ...process import Process
-from ...trees import TensorPlace, map_tensors, put_back, to_device, walk
+from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.activations import run_again
 from ..base.memory import MemoryUse, TensorSize, add_uses
 
@@ -92,9 +92,8 @@ def put_together(outputs: Sequence[Any], where: Cut) -> Any:
 class Stage:
     """Neighbouring children of a Sequential, on one device."""
 
-    def __init__(self, children: Sequence[Named], device: torch.device) -> None:
+    def __init__(self, children: Sequence[Named]) -> None:
         self.names = [name for name, _ in children]
-        self.device = device
         self._children = [child for _, child in children]
         self.modules = list(dict.fromkeys(m for child in self._children for m in child.modules()))
         self.parameters = list(dict.fromkeys(p for child in self._children for p in child.parameters()))
@@ -139,22 +138,13 @@ class Stage:
         return value
 
 
-def run_here(
-    stages: Sequence[Stage], tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool], device: torch.device
-) -> Any:
-    """The output of all stages of this process, on ``device``; ``keep`` is for each micro-batch."""
-    several = len({stage.device for stage in stages}) > 1
-
-    def moved(value: Any, to: torch.device) -> Any:
-        return to_device(value, to) if several else value
-
+def run_here(stages: Sequence[Stage], tensors: list[torch.Tensor], form: Any, where: Cut, keep: list[bool]) -> Any:
+    """Return the output of all stages of this process. ``keep`` is for each micro-batch."""
     values = [put_back(form, piece) for piece in pieces(tensors, where)]
-    # At each moment a stage has the micro-batch after the one that its successor has: devices work at the same time.
-    for moment in range(len(values) + len(stages) - 1):
-        for at, stage in zip(range(moment, -1, -1), stages, strict=False):
-            if at < len(values):
-                values[at] = stage.run(moved(values[at], stage.device), keep[at], len(values) == 1)
-    return moved(put_together(values, where), device)
+    alone = len(values) == 1
+    for stage in stages:
+        values = [stage.run(value, kept, alone) for value, kept in zip(values, keep, strict=True)]
+    return put_together(values, where)
 
 
 @contextlib.contextmanager
@@ -195,12 +185,10 @@ def balanced(weights: Sequence[float], count: int) -> list[int]:
 
 
 def count_stages(balance: Balance, process: Process) -> int:
-    """One for each rank or device; on a single device, as many as the balance lists."""
+    """Return one stage for each rank. One process has as many as the balance lists."""
     if process.place.world_size > 1:
         return process.place.world_size
-    if len(process.devices) > 1 or isinstance(balance, str):
-        return len(process.devices)
-    return len(balance)
+    return 1 if isinstance(balance, str) else len(balance)
 
 
 def listed(balance: Balance, children: Sequence[Named], stages: int) -> list[int]:
@@ -260,8 +248,8 @@ def check_module(module: nn.Module, balance: Balance, process: Process) -> None:
             raise BackendError(f"{name} is a SyncBatchNorm, but a stage runs on one rank only: use BatchNorm")
     if not isinstance(balance, str):
         what = f"Pipeline(balance={list(balance)}) is for"
-        if (distributed or len(process.devices) > 1) and len(balance) != stages:
-            raise BackendError(f"{what} {len(balance)} stages; there are {stages} devices")
+        if distributed and len(balance) != stages:
+            raise BackendError(f"{what} {len(balance)} stages; there are {stages} ranks")
         if sum(balance) != len(children):
             raise BackendError(f"{what} {sum(balance)} children; this Sequential has {len(children)}")
     _check_tied(split(children, listed(balance, children, stages)))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from accel.process import current
 from tests.distributed import outcomes, refusals, run
 from tests.engines.pipeline.training import apart, batch, net, one_step
 from tests.models import sgd
@@ -64,6 +65,17 @@ def refused_setups() -> None:
 
 def test_what_cannot_be_a_pipeline_is_refused_before_anything_changes() -> None:
     run(2, refused_setups)
+
+
+def test_several_devices_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accel.init()
+    try:
+        monkeypatch.setattr(current(), "devices", (torch.device("cpu"),) * 2)
+        monkeypatch.setattr(current(), "request", 2)
+        with pytest.raises(accel.BackendError, match="one device per rank, but this process has 2"):
+            accel.setup(net(), backend="pipeline")
+    finally:
+        accel.teardown()
 
 
 class Total(nn.Module):
