@@ -13,8 +13,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import accel
 from accel.checkpoint.values import Decoder, Encoder
@@ -54,28 +52,6 @@ def test_types_are_kept() -> None:
             assert found.maxlen == value.maxlen
         if isinstance(value, collections.defaultdict):
             assert found.default_factory is value.default_factory
-
-
-NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False))
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(), st.binary())
-KEYS = st.one_of(st.text(), st.integers(), st.tuples(st.integers(), st.text()), st.booleans(), st.none())
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner),
-        st.tuples(inner, inner),
-        st.dictionaries(KEYS, inner),
-        st.dictionaries(st.text(), inner),
-    ),
-    max_leaves=20,
-)
-
-
-@given(TREES)
-def test_any_tree(value: Any) -> None:
-    found = there_and_back(value)
-    assert found == value
-    assert repr(found) == repr(value)
 
 
 def test_floats_that_json_has_not() -> None:
