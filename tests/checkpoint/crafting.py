@@ -34,23 +34,6 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     write_record(directory, text if isinstance(text, str) else json.dumps(body))
 
 
-def header_of(directory: Path) -> dict[str, Any]:
-    """The header of the shard."""
-    content = shard_of(directory).read_bytes()
-    header: dict[str, Any] = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return header
-
-
-def write_header(directory: Path, text: bytes, length: int | None = None) -> None:
-    """Give the shard another header, which says that it has ``length`` bytes, and the record its size and checksum."""
-    path = shard_of(directory)
-    content = path.read_bytes()
-    data = content[8 + int.from_bytes(content[:8], "little") :]
-    start = (len(text) if length is None else length).to_bytes(8, "little") + text
-    path.write_bytes(start + data)
-    rewrite(directory, lambda b: b["files"][0].update(size=len(start + data), header=[checksum(start)]))
-
-
 def as_version_0_1_0(directory: Path, leaf: str, frozen: list[str]) -> None:
     """Give an optimizer's record the form of accel 0.1.0, which named all that the model had frozen, in a group or not."""
     rewrite(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import layout, record, shards, storage
+from accel.checkpoint import record, shards, storage
 from accel.errors import CheckpointError
-from tests.distributed import outcomes, refusals, run, wait_for
+from tests.distributed import outcomes, run, wait_for
 from tests.faults import Fault, full_disk
 from tests.interpreters import executable
 from tests.programs import by_hand, free_port, scripts
@@ -79,41 +77,6 @@ def test_it_returns_before_the_files_are_written(tmp_path: Path, monkeypatch: py
     assert accel.load(directory)["n"] == 2.0
 
 
-def listed(directory: str) -> list[bool]:
-    """How many inventories each of some saves has sent: the first, one of the same ranges, others, and the same again."""
-    sent = 0
-    pack = layout.Inventory.pack
-
-    def count(self: layout.Inventory, same: int | None) -> layout.PackedInventory:
-        nonlocal sent
-        sent += 1
-        return pack(self, same)
-
-    layout.Inventory.pack = count  # type: ignore[method-assign]
-    net = torch.nn.Linear(4, 4)
-    model, optimizer, _ = accel.setup(net, torch.optim.AdamW(net.parameters()), backend="fsdp", devices="cpu")
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "own": torch.ones(3) * accel.rank()}
-    found = []
-    for step in range(5):
-        if step == 2:
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        if step == 4:
-            state["own"].fill_(1.0)  # the ranks had other values, of which rank 0's are saved, and now the same
-        sent = 0
-        accel.save(state, directory)
-        found.append(sent)
-        loaded = {"model": model, "optimizer": optimizer, "own": torch.zeros(3)}
-        accel.load(directory, loaded)
-        assert loaded["own"].tolist() == [1.0 if step == 4 else 0.0] * 3
-    accel.verify(directory)
-    return [bool(n) for n in found]
-
-
-def test_ranges_are_listed_to_others_only_when_they_changed(tmp_path: Path) -> None:
-    assert run(2, listed, str(tmp_path / "c")) == [[True, False, True, False, True]] * 2
-
-
 def test_load_and_latest_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accel.save(large(1.0), tmp_path / "1")
     gate = threading.Event()
@@ -173,150 +136,6 @@ def test_exit_waits_and_tells(how: str, status: int, value: int, tmp_path: Path)
     assert found.returncode == status, found.stderr
     assert ("File too large" in found.stderr) is (how == "fails")
     assert accel.load(tmp_path)["n"] == value
-
-
-def test_the_copy_is_used_again(tmp_path: Path) -> None:
-    from accel.checkpoint.background import background
-
-    places = set()
-    for value in range(3):
-        pending = accel.save(large(value), tmp_path, wait=False)
-        assert pending is not None
-        places.add(tuple(block.data_ptr() for block in background._blocks))
-        pending.result(30)
-    assert len(places) == 1
-    assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".lock", ".safetensors"]
-    assert os.path.getsize(next(tmp_path.glob("*.safetensors"))) > 12_000_000
-
-
-@pytest.mark.parametrize("moment", ["begins", "is waited for"])
-def test_a_save_that_is_interrupted_keeps_its_copy(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C while the thread begins, or while the next save waits for it: a save after that uses the same memory."""
-    go, write, begin, exception = threading.Event(), shards.write, threading.Thread.start, Future.exception
-    writers: list[threading.Thread] = []
-
-    def held_back(*args: Any) -> Any:
-        go.wait(30)
-        return write(*args)
-
-    def interrupted_start(thread: threading.Thread) -> None:
-        begin(thread)
-        if thread.name == "accel.save":
-            writers.append(thread)
-            if moment == "begins" and len(writers) == 1:
-                raise KeyboardInterrupt
-
-    def interrupted_wait(future: Any, timeout: float | None = None) -> Any:
-        monkeypatch.setattr(Future, "exception", exception)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shards, "write", held_back)
-    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
-
-    def two_saves() -> None:
-        accel.save(large(1.0), tmp_path / "first", wait=False)
-        monkeypatch.setattr(Future, "exception", interrupted_wait)
-        accel.save(large(2.0), tmp_path / "never", wait=False)
-
-    with pytest.raises(KeyboardInterrupt):
-        two_saves()
-    threading.Timer(0.3, go.set).start()
-    pending = accel.save(large(3.0), tmp_path / "last", wait=False)
-    assert pending is not None
-    pending.result(30)
-    for thread in writers:
-        thread.join()
-    for name, value in (("first", 1.0), ("last", 3.0)):
-        state = large(-1.0)
-        accel.load(tmp_path / name, state)
-        assert (state["x"] == value).all()
-
-
-def done_and_gone(root: Path, who: int, how: str) -> list[list[str]]:
-    """One rank renames or removes each checkpoint once its own future is done; what was left in them by then."""
-    left = []
-    for number in range(3):
-        directory = root / str(number)
-        pending = accel.save(large(number), directory, wait=False)
-        assert pending is not None
-        pending.result(20)
-        if accel.rank() == who:
-            left.append(sorted(p.suffix for p in directory.iterdir()))
-            shutil.rmtree(directory) if how == "removed" else directory.rename(root / f"final-{number}")
-    return left
-
-
-@pytest.mark.parametrize("how", ["removed", "renamed"])
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_is_done_may_take_the_directory_away(who: int, how: str, tmp_path: Path) -> None:
-    """The other rank's future is done as well, and no word of the ranks to each other is left."""
-    left = run(2, done_and_gone, tmp_path, who, how)
-    assert left[who] == [[".json", ".lock", ".safetensors", ".safetensors"]] * 3
-    assert how == "removed" or [accel.load(tmp_path / f"final-{n}")["n"] for n in range(3)] == [0, 1, 2]
-
-
-ONE_WAITS = """
-import sys, time, torch, torch.distributed as dist, accel
-from accel.checkpoint import shards
-
-accel.init(timeout=60)
-begin = time.monotonic()
-if accel.rank() == 1:
-    write = shards.write
-    shards.write = lambda *args: (time.sleep(0.5), write(*args))[1]
-pending = accel.save({{"x": torch.ones(3)}}, {directory!r}, wait=False)
-if accel.rank() == 1:
-    pending.result()
-dist.new_group()
-pending.result()
-assert time.monotonic() - begin < 50
-"""
-
-
-def test_one_rank_may_wait_for_it_while_another_waits_for_that_rank(tmp_path: Path) -> None:
-    """Rank 0 makes a process group, for which it waits in the store, and rank 1 comes once the save is done."""
-    port = free_port()
-    scripts(ONE_WAITS.format(directory=str(tmp_path / "c")), by_hand(0, 2, port), by_hand(1, 2, port))
-    assert accel.latest(tmp_path) == str(tmp_path / "c")
-
-
-AT_THE_END = """
-import atexit, torch, accel
-def save(step):
-    for rank in range(2):  # as a dead save of two ranks leaves them
-        open({directory!r} + f"/accel-0123456789ab-0000{{rank}}.safetensors", "w").close()
-    accel.save({{"net": torch.nn.Linear(2, 2), "step": step}}, {directory!r})
-accel.save({{"step": 1}}, {directory!r})
-atexit.register(save, 2)
-"""
-
-
-def test_a_program_saves_in_what_it_has_registered_with_atexit(tmp_path: Path) -> None:
-    """No thread begins any more then: two files of a dead save are removed without."""
-    scripts(AT_THE_END.format(directory=str(tmp_path / "c")), {})
-    assert accel.load(tmp_path / "c")["step"] == 2
-    assert len(list((tmp_path / "c").glob("*.safetensors"))) == 1
-
-
-def taken_away_too_early(directory: Path) -> None:
-    """Rank 0 has written, and rank 1 has not, when the directory goes."""
-    if accel.rank() == 1:
-        write = shards.write
-        shards.write = lambda *a: (wait_for(lambda: not directory.exists()), write(*a))[1]  # type: ignore[assignment]
-    pending = accel.save(large(1.0), directory, wait=False)
-    if accel.is_main():
-        wait_for(lambda: list(directory.glob("*-00000.safetensors")))
-        shutil.rmtree(directory)
-    assert pending is not None
-    pending.result(20)
-
-
-def test_a_directory_that_goes_meanwhile_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    first, second = refusals(2, taken_away_too_early, tmp_path / "c", error="CheckpointError", breaks=True)
-    assert "was removed or renamed" in first or "No such file" in first
-    assert "No such file" in second
 
 
 def fails_on_rank_0(directory: Path) -> str:
@@ -436,29 +255,3 @@ def test_a_rank_that_dies_with_the_store_is_not_waited_for(tmp_path: Path) -> No
     error, _, seconds = second.stdout.rpartition(" after ")
     assert "rank 0 " in error, second.stderr
     assert float(seconds) < 10
-
-
-def test_what_follows_a_save_may_use_the_library(tmp_path: Path) -> None:
-    """A callback of the future runs in the thread of the save; and what has begun cannot be cancelled."""
-    found = []
-    pending = accel.save(large(1.0), tmp_path / "1", wait=False)
-    assert pending is not None
-    assert not pending.cancel()
-    done = threading.Event()
-    pending.add_done_callback(lambda _: (found.append(accel.latest(tmp_path)), done.set()))
-    assert done.wait(30)
-    assert found == [str(tmp_path / "1")]
-    accel.save(large(2.0), tmp_path / "1")
-
-
-AT_EXIT = """
-import atexit, sys, torch, accel
-atexit.register(lambda: accel.save({"n": 2, "x": torch.ones(2_000_000)}, sys.argv[1], wait=False))
-accel.save({"n": 1}, sys.argv[1])
-"""
-
-
-def test_one_that_begins_at_the_very_end_is_waited_for(tmp_path: Path) -> None:
-    command = [executable(), "-c", AT_EXIT, str(tmp_path / "c")]
-    subprocess.run(command, check=True, timeout=120)
-    assert accel.load(tmp_path / "c")["n"] == 2

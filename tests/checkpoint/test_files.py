@@ -135,42 +135,8 @@ def test_files_follow_the_umask(tmp_path: Path) -> None:
     assert modes == {0o640}
 
 
-def large_state(value: float) -> dict[str, Any]:
-    return {f"t{i}": torch.full((3_000_000 + i,), value + i) for i in range(4)}
-
-
-def test_many_chunks(tmp_path: Path) -> None:
-    """Tensors that begin and end within chunks, and span several."""
-    accel.save(large_state(1.0), tmp_path / "c")
-    state = large_state(0.0)
-    state["t1"] = torch.zeros(2, 3_000_001)[1]
-    state["t2"] = torch.zeros(3_000_002, 2)[:, 0]  # not contiguous
-    accel.load(tmp_path / "c", state)
-    assert all(torch.equal(state[name], tensor) for name, tensor in large_state(1.0).items())
-
-
 def kilobytes(key: str) -> int:
     return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-
-
-class Embeddings(nn.Module):
-    """Two of 100 MB, or one under two names."""
-
-    def __init__(self, tied: bool) -> None:
-        super().__init__()
-        self.first = nn.Embedding(500_000, 50)
-        self.second = nn.Embedding(500_000, 50, _weight=self.first.weight.detach())
-        if tied:
-            self.second.weight = self.first.weight
-
-
-def test_comparing_tied_names_takes_little_memory(tmp_path: Path) -> None:
-    accel.save({"m": Embeddings(tied=False)}, tmp_path)
-    model = Embeddings(tied=True)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = kilobytes("VmRSS")
-    accel.load(tmp_path, {"m": model})
-    assert kilobytes("VmHWM") - before < 80 * 1000
 
 
 @pytest.mark.parametrize("wait", [True, False])

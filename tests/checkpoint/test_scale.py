@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import accel
-from accel.checkpoint import steps
 from accel.checkpoint.layout import Inventory, Row, inventory, make_layout
 from accel.checkpoint.record import Record, Stored, encode, parse
 from accel.checkpoint.shards import Written
@@ -105,24 +101,3 @@ def test_a_record_has_one_part_for_evenly_divided_rows_and_a_load_opens_what_it_
     # Per rank the record grows by the name of its file, not by the tensors.
     assert large.record_bytes - small.record_bytes < 96 * 110
     assert small.files_opened == large.files_opened == 2
-
-
-def test_a_rank_tells_a_bit_for_each_tensor_that_it_needs_nothing_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As each stage of a pipeline, or owner of parameters, does of all that others have."""
-    names = [f"parameter-{i:04}" for i in range(2000)]
-    accel.save({"m": nn.ParameterDict({name: torch.zeros(1) for name in names})}, tmp_path)
-    told: list[int] = []
-    agree = steps.agree
-
-    def noting(what: str, value: Any) -> Any:
-        told.append(len(pickle.dumps(value)))
-        return agree(what, value)
-
-    monkeypatch.setattr(steps, "agree", noting)
-    accel.load(tmp_path, {"m": nn.ParameterDict({name: torch.zeros(1) for name in names[7:9]})}, strict=False)
-    assert max(told) < 3000
-    assert f'in the checkpoint, not in the state: state["m"], {names[0]}, state["m"], {names[1]}' in caplog.text
-    assert names[7] not in caplog.text
-    assert "and 1988 more" in caplog.text

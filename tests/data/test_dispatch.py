@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import accel
 from accel import LoaderError
 from accel.data import LoaderOptions, check
 from tests.data.loaders import Counting, make, numbers, ragged
-from tests.distributed import outcomes, refusals, run
+from tests.distributed import outcomes, run
 
 
 def _text(call: Any) -> str:
@@ -28,7 +29,7 @@ def _text(call: Any) -> str:
 # -- without a model --------------------------------------------------------------------------------------------------
 
 
-def _alone(directory: str) -> list[str]:
+def _alone(directory: str) -> None:
     rank, world = accel.rank(), accel.world_size()
     raw: Any = DataLoader(torch.arange(10), batch_size=3)  # type: ignore[arg-type]
     handles = accel.setup(None, dataloaders=raw)
@@ -52,42 +53,40 @@ def _alone(directory: str) -> list[str]:
     lists = accel.setup(None, dataloaders=[raw, {"b": DataLoader(range(4))}]).dataloaders  # type: ignore[type-var,arg-type]
     assert lists[0] is loader
     assert len(lists[1]["b"]) == 4 // world  # type: ignore[call-overload,index]
-    found = [
-        _text(lambda: accel.setup(None)),
-        _text(lambda: accel.setup(None, torch.optim.SGD(net.parameters(), lr=0.1), raw)),
-        _text(lambda: accel.setup(None, dataloaders=raw, backend="ddp")),
-        _text(lambda: accel.setup(None, dataloaders=raw, precision="bf16-mixed")),
-        _text(lambda: accel.setup(None, dataloaders=[1])),  # type: ignore[type-var]
-        _text(lambda: accel.setup(None, dataloaders=raw, loader_options=LoaderOptions(move=False))),
+    refused: list[tuple[Any, str]] = [
+        (lambda: accel.setup(None), "AccelError: .*nothing to set up"),
+        (
+            lambda: accel.setup(None, torch.optim.SGD(net.parameters(), lr=0.1), raw),
+            "OptimizerError: .*need their model",
+        ),
+        (
+            lambda: accel.setup(None, dataloaders=raw, backend="ddp"),
+            "AccelError: .*backend and precision are a model's",
+        ),
+        (lambda: accel.setup(None, dataloaders=[1]), "LoaderError: .*is an int"),  # type: ignore[type-var]
+        (
+            lambda: accel.setup(None, dataloaders=raw, loader_options=LoaderOptions(move=False)),
+            "AlreadySetUpError: .*already set up with",
+        ),
+        (
+            lambda: accel.setup(None if rank else nn.Linear(2, 2), dataloaders=DataLoader(range(4))),  # type: ignore[arg-type]
+            "RankMismatchError: .*the ranks differ",
+        ),
     ]
+    for call, text in refused[: 5 if world == 1 else 6]:
+        assert re.match(text, _text(call), re.DOTALL)
     if world > 1:
         whole: Any = accel.setup(nn.Linear(4, 4), None, raw, backend=accel.DDP(sequence_parallel=2)).dataloaders
         assert [len(batch) for batch in whole] == [3, 3, 3, 1]
         assert whole is not loader
-        found += [
-            _text(lambda: accel.setup(None, dataloaders=whole)),
-            _text(lambda: accel.setup(None if rank else nn.Linear(2, 2), dataloaders=DataLoader(range(4)))),  # type: ignore[arg-type]
-        ]
     accel.teardown()
     with pytest.raises(LoaderError, match=r"has ended" if world > 1 else "ended"):
         iter(loader)
-    return found
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_loader_needs_no_model(world: int, tmp_path: Path) -> None:
-    expected = [
-        "AccelError: accel.setup(None) has nothing to set up: give it the model, or dataloaders=...",
-        "OptimizerError: accel.setup(None, optimizers): optimizers need their model; give it in the place of None",
-        *["AccelError: accel.setup(None, dataloaders=...): backend and precision are a model's; leave them out"] * 2,
-    ]
-    for found in run(world, _alone, str(tmp_path / f"{world}")):
-        assert found[:4] == expected
-        assert found[4].startswith("LoaderError: dataloaders[0] is an int")
-        assert found[5].startswith("AlreadySetUpError: dataloaders is already set up with")
-        if world > 1:
-            assert "of rank 0 of 1, on cpu, of an earlier setup; accel.setup(None, ...) needs that of rank" in found[6]
-            assert "RankMismatchError: accel.setup: the ranks differ: parameter weight is" in found[7]
+    run(world, _alone, str(tmp_path / f"{world}"))
 
 
 # -- batches that are split -------------------------------------------------------------------------------------------
@@ -113,30 +112,20 @@ def test_the_batches_of_all_ranks_are_split_and_resume_anywhere() -> None:
         assert [sorted(batch) for batch in wide][:2] == [sorted(a + b) for a, b in zip(*parts, strict=True)][:2]
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "message"),
-    [
-        (
-            lambda: numbers(9, 4),
-            {"split_batches": True},
-            "batch_size=4 does not divide over 3 ranks: use a multiple of 3",
-        ),
-        (lambda: numbers(9, 3), {"split_batches": True, "shard": False}, "nothing to split"),
-        (ragged, {"split_batches": True}, "no batch_size of its own"),
-        (lambda: numbers(9, None), {"split_batches": True}, "no batch_size of its own"),
-        (lambda: numbers(9, 3), {"split_batches": 3}, "expected a bool"),
-        (lambda: numbers(9, 3), {"dispatch": True}, "is for iterable datasets"),
-        (
-            lambda: DataLoader(Counting(9), 3),
-            {"dispatch": True, "shard": False},
-            "with shard=False each rank reads by itself",
-        ),
-        (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "even_batches": False}, "equally many"),
-    ],
-)
-def test_what_cannot_be_split_or_dispatched_is_refused(build: Any, options: Any, message: str) -> None:
-    with pytest.raises(LoaderError, match=message):
-        check(build(), LoaderOptions(**options), 3)
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: numbers(9, 4), {"split_batches": True}, "batch_size=4 does not divide over 3 ranks"),
+    (lambda: numbers(9, 3), {"split_batches": True, "shard": False}, "nothing to split"),
+    (ragged, {"split_batches": True}, "no batch_size"),
+    (lambda: numbers(9, 3), {"dispatch": True}, "iterable datasets"),
+    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "shard=False"),
+    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "even_batches": False}, "equally many"),
+]
+
+
+def test_what_cannot_be_split_or_dispatched_is_refused() -> None:
+    for build, options, message in REFUSED:
+        with pytest.raises(LoaderError, match=message):
+            check(build(), LoaderOptions(**options), 3)
 
 
 # -- rank 0 reads -----------------------------------------------------------------------------------------------------
@@ -238,29 +227,13 @@ def _fails(directory: str) -> str:
     return f"{failed} / {caught.value}"
 
 
-class _Functions(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter([lambda: 1, lambda: 2])
-
-
-def _not_sent() -> None:
-    raw = DataLoader(_Functions(), batch_size=1, collate_fn=list)
-    loader: Any = accel.setup(None, dataloaders=raw, loader_options=LoaderOptions(dispatch=True)).dataloaders
-    next(iter(loader))
-
-
-def test_a_batch_that_cannot_be_sent_is_an_error_of_all() -> None:
-    messages = refusals(2, _not_sent, error="LoaderError")
-    assert all("a batch cannot be sent to the other ranks: " in message for message in messages)
-
-
 def test_an_error_of_rank_0_and_a_loop_left_by_one_rank_are_errors_of_all(tmp_path: Path) -> None:
     mine, other = (one.value for one in outcomes(2, _fails, str(tmp_path), breaks=True))
     assert mine.startswith("KeyError('the disk')")
     assert other.startswith(
         "LoaderError(\"a batch that rank 0 reads failed on rank 0, so on every rank: KeyError: 'the disk'"
     )
-    assert "rank 0 is in 'accel.setup'; rank 1 is in 'barrier'" in mine or "a batch that rank 0 reads" in mine
+    assert "rank 0 is in 'accel.setup'; rank 1 is in 'barrier'" in mine, mine
 
 
 def test_the_log_tells_the_batch_of_all_ranks(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from typing import Any
 
@@ -47,18 +46,6 @@ def test_two_iterators_do_not_disturb_each_other(kind: Any, kwargs: Any) -> None
     assert [[a for a, _ in pairs], [b for _, b in pairs]] == alone
 
 
-class Modes(Numbers):
-    """How many modes calls of torch's go through where a sample is made."""
-
-    def __getitem__(self, i: int) -> int:
-        return len(torch.overrides._get_current_function_mode_stack())
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_are_made_outside_of_any_mode(workers: int) -> None:
-    assert list(make(DataLoader(Modes(4), batch_size=2, collate_fn=list, num_workers=workers))) == [[0, 0]] * 2
-
-
 @pytest.mark.parametrize("kind", [Numbers, Counting])
 def test_persistent_workers_live_on_and_see_new_epochs(kind: Any) -> None:
     class Where(kind):  # type: ignore[misc]
@@ -76,28 +63,6 @@ def test_persistent_workers_live_on_and_see_new_epochs(kind: Any) -> None:
     assert list(handle) == list(plain)
     assert handle._accel.persistent[0]._iterator._workers is workers  # type: ignore[index, union-attr]
     assert handle._accel.raw._iterator is None
-
-
-def test_the_next_loader_ends_persistent_workers_of_dropped_ones() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        handle = make(numbers(4, 2, num_workers=1, persistent_workers=True))
-        list(handle)
-        (worker,) = handle._accel.persistent[0]._iterator._workers  # type: ignore[index, union-attr]
-        del handle
-        make(numbers(4, 2, num_workers=1, persistent_workers=True))
-        assert not worker.is_alive()
-    finally:
-        gc.enable()
-
-
-def test_the_raw_loaders_persistent_workers_stay_its_own() -> None:
-    raw = numbers(8, 2, num_workers=1, persistent_workers=True)
-    iterator = iter(raw)
-    assert next(iterator) == [0, 1]
-    assert list(make(raw, 1, 2)) == [[2, 3], [6, 7]]
-    assert list(iterator) == [[2, 3], [4, 5], [6, 7]]
 
 
 # -- workers' seeds ---------------------------------------------------------------------------------------------------

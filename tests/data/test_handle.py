@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import itertools
 import pickle
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     RandomSampler,
     Sampler,
@@ -27,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 import accel
 from accel import LoaderError
 from accel.data import LoaderOptions, check, describe
-from tests.data.loaders import Counting, EndlessSized, Numbers, flat, make, numbers, sampled
+from tests.data.loaders import EndlessSized, Numbers, flat, make, numbers, sampled
 from tests.distributed import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -69,20 +65,6 @@ def test_pickle_is_refused_and_deepcopy_gives_a_raw_copy() -> None:
     assert list(clone) == [[0, 1], [2, 3]]
 
 
-def test_a_dropped_handle_is_freed_at_once() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        handle = make(numbers(4, 2, num_workers=1, persistent_workers=True))
-        iterator = iter(handle)
-        next(iterator)
-        gone = [weakref.ref(handle), weakref.ref(handle._accel.persistent[1])]  # type: ignore[index]
-        del handle, iterator
-        assert [ref() for ref in gone] == [None, None]
-    finally:
-        gc.enable()
-
-
 def test_off_is_raw_pytorch() -> None:
     for kwargs in ({"shuffle": True}, {"shuffle": True, "generator": torch.Generator()}, {"num_workers": 1}):
         raw, handle = numbers(20, 3, **kwargs), make(numbers(20, 3, **copy.deepcopy(kwargs)), 1, 2, shard=False)
@@ -121,37 +103,6 @@ def test_subclasses_keep_their_class_and_must_obey_their_sampler() -> None:
     with pytest.raises(LoaderError, match="without asking its sampler"):
         next(iter(make(Ready(Numbers(5)))))
 
-    class Skipping(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return (batch for k, batch in enumerate(super().__iter__()) if k != 1)
-
-    with pytest.raises(LoaderError, match="gave 4"):
-        list(make(Skipping(Numbers(5))))
-    with pytest.raises(LoaderError, match="__iter__"):
-        make(Skipping(Counting(5)))
-
-
-def test_a_loader_that_repeats_its_batch_sampler_for_ever_is_refused() -> None:
-    class Repeated:
-        def __init__(self, sampler: Any) -> None:
-            self.sampler = sampler
-
-        def __iter__(self) -> Any:
-            return itertools.chain.from_iterable(itertools.repeat(self.sampler))
-
-    class Repeating(DataLoader[Any]):  # as in timm
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            vars(self).update(batch_sampler=Repeated(self.batch_sampler))
-            self.ready = super().__iter__()
-
-        def __iter__(self) -> Any:
-            return itertools.islice(self.ready, len(self.batch_sampler.sampler))  # type: ignore[union-attr]
-
-    assert len(list(Repeating(Numbers(5), batch_size=2))) == 3
-    with pytest.raises(LoaderError, match="without asking its sampler"):
-        list(make(Repeating(Numbers(5), batch_size=2)))
-
 
 class Foreign(Sampler[int]):
     num_replicas = 2
@@ -160,33 +111,19 @@ class Foreign(Sampler[int]):
         return 5
 
 
-@pytest.mark.parametrize(
-    ("loader", "options", "message"),
-    [
-        (lambda: sampled(DistributedSampler(Numbers(4), 1, 0)), {}, "distributed already, by a DistributedSampler"),
-        (
-            lambda: sampled(BatchSampler(DistributedSampler(Numbers(4), 2, 0), 2, False), batch_size=None),
-            {},
-            "distributed already",
-        ),
-        (lambda: sampled(Foreign()), {}, "distributed already, by a Foreign"),
-        (lambda: numbers(4, num_workers=1, in_order=False), {}, "in_order"),
-        (lambda: numbers(4), {"seed": 1.5}, "seed"),
-        (lambda: numbers(4), {"even_batches": 1}, "even_batches"),
-    ],
-)
-def test_check_refuses(loader: Any, options: Any, message: str) -> None:
-    with pytest.raises(LoaderError, match=message):
-        check(loader(), LoaderOptions(**options), 2)
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (lambda: sampled(DistributedSampler(Numbers(4), 1, 0)), {}, "distributed already, by a DistributedSampler"),
+    (lambda: sampled(Foreign()), {}, "distributed already, by a Foreign"),
+    (lambda: numbers(4, num_workers=1, in_order=False), {}, "in_order"),
+    (lambda: numbers(4), {"seed": 1.5}, "seed"),
+    (lambda: numbers(4), {"even_batches": 1}, "even_batches"),
+]
 
 
-def test_other_refusals() -> None:
-    from torch.utils.data.datapipes.iter import IterableWrapper
-
-    with pytest.raises(LoaderError, match="DataPipes"):
-        check(DataLoader(IterableWrapper([1])), LoaderOptions(), 1)
-    with pytest.raises(LoaderError, match="LoaderOptions"):
-        check(numbers(4), {"shard": True}, 1)
+def test_check_refuses() -> None:
+    for build, options, message in REFUSED:
+        with pytest.raises(LoaderError, match=message):
+            check(build(), LoaderOptions(**options), 2)
 
 
 def test_describe_tells_apart_what_must_be_equal() -> None:
@@ -246,11 +183,3 @@ def test_a_handle_with_other_options_is_refused(world: int) -> None:
     """As its loader is: a cell that is run again gives the handle."""
     for messages in run(world, other_options):
         assert all("is already set up with" in message for message in messages)
-
-
-def test_effective_batch_size_follows_the_batch_sampler() -> None:
-    loader = accel.setup(None, dataloaders=DataLoader(range(8), 2)).dataloaders
-    assert accel.effective_batch_size(loader) == 2
-    loader.batch_sampler.batch_size = 4
-    assert accel.effective_batch_size(loader) == 4
-    assert [len(batch) for batch in loader] == [4, 4]

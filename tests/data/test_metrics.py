@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import gc
 import multiprocessing
-import warnings
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -87,15 +84,6 @@ def test_moves_reach_every_tensor_and_keep_the_containers() -> None:
     pinned, paged = Transfer(meta)([Movable(True), Movable(False)])
     assert pinned.calls == [(meta, {"non_blocking": True})]
     assert paged.calls == [(meta, {})]
-
-
-def test_all_epochs_take_the_memory_of_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or device)
-    device = torch.device("cuda", 99)
-    for _ in range(3):
-        Transfer(device)
-    assert made == [device]
 
 
 def test_batches_arrive_on_the_device_unless_it_is_switched_off() -> None:
@@ -191,13 +179,6 @@ def _gather_never() -> None:
     gather_for_metrics(torch.ones(2), loader)
 
 
-def _gather_what_a_thread_read() -> None:
-    loader = _here(_tensors(11, batch_size=2))
-    with ThreadPoolExecutor(1) as pool:
-        first, *_ = pool.submit(list, loader).result()
-    gather_for_metrics(first)  # by the padding of the last batch it would lose a sample
-
-
 def _gather_other_epochs(shuffle: bool) -> None:
     import accel
 
@@ -217,7 +198,6 @@ def test_metrics_whose_padding_is_unknown_are_refused_on_the_first_batch() -> No
     for fn in (_gather_scalar, _gather_wrong_rows):
         assert all("dim 0" in message for message in refusals(2, fn, error="LoaderError"))
     assert all("no loader" in message for message in refusals(2, _gather_never, error="LoaderError"))
-    assert all("another thread" in message for message in refusals(2, _gather_what_a_thread_read, error="LoaderError"))
 
 
 def test_gather_on_one_process_is_the_identity() -> None:
@@ -228,33 +208,6 @@ def test_gather_on_one_process_is_the_identity() -> None:
     assert gather_for_metrics(data) is data
     with pytest.raises(LoaderError, match="expected the loader that accel.setup returned"):
         gather_for_metrics(data, numbers(4))  # type: ignore[arg-type]
-
-
-def test_no_warning_is_given_that_torch_does_not_give() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        handle = make(DataLoader(Counting(7), batch_size=2), 1, 2)
-        assert len(handle) == 2
-        assert len(list(handle)) == 2
-
-
-def _changed_replicas() -> tuple[list[int], list[int]]:
-    """What one loader gives to a pipeline, and then to ranks that each have a replica."""
-    net, raw = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), numbers(8, batch_size=2)
-    stages = accel.setup(net, None, raw, backend="pipeline")
-    whole = samples(stages.dataloaders)
-    accel.teardown(stages.model)
-    with pytest.raises(LoaderError, match="raw DataLoader"):
-        accel.setup(net, None, stages.dataloaders, backend="ddp")
-    replicas = accel.setup(net, None, raw, backend="ddp")
-    assert accel.setup(net, None, raw).dataloaders is replicas.dataloaders
-    assert accel.setup(copy.deepcopy(net), None, raw, backend="pipeline").dataloaders is stages.dataloaders
-    return whole, samples(replicas.dataloaders)
-
-
-def test_a_loader_is_divided_for_the_engine_that_it_is_set_up_with() -> None:
-    every = list(range(8))
-    assert run(2, _changed_replicas) == [(every, [0, 1, 4, 5]), (every, [2, 3, 6, 7])]
 
 
 def _ended() -> list[int]:
@@ -268,14 +221,6 @@ def _ended() -> list[int]:
 
 def test_a_loader_ends_with_the_process_that_it_was_divided_for() -> None:
     assert run(2, _ended) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-
-
-def _refused_options() -> None:
-    accel.setup(nn.Linear(1, 1), None, numbers(8), loader_options={"shard": False})  # type: ignore[arg-type]
-
-
-def test_options_of_another_type_are_refused() -> None:
-    assert all("LoaderOptions" in message for message in refusals(2, _refused_options, error="LoaderError"))
 
 
 def _gather_texts(n: int) -> tuple[list[str], list[int]]:

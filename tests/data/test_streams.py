@@ -13,13 +13,11 @@ from torch import nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
-    Subset,
     get_worker_info,
 )
 
 import accel
 from accel.data import LoaderOptions
-from accel.data.sampling import fingerprint, first_sample
 from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, flat, make, samples
 from tests.distributed import refusals, run
 
@@ -158,15 +156,3 @@ def _legitimate() -> None:
 
 def test_streams_that_are_alike_pass() -> None:
     run(2, _legitimate)
-
-
-def test_objects_without_a_text_of_their_own_do_not_tell_items_apart() -> None:
-    alike = [np.array([object()], dtype=object) for _ in range(2)]  # their texts are their addresses
-    one, other = (fingerprint([item]) for item in alike)
-    assert not one.differs(other)
-    one, other = (fingerprint([np.array([object(), name], dtype=object)]) for name in ("one", "other"))
-    assert one.differs(other)
-
-
-def test_a_first_sample_that_cannot_be_read_tells_nothing() -> None:
-    assert not first_sample(Subset([1], [7]))  # type: ignore[arg-type]

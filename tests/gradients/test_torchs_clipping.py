@@ -114,30 +114,6 @@ def test_a_frozen_parameter_whose_owner_alone_has_zeros_is_clipped() -> None:
         torch.testing.assert_close(found, expected)
 
 
-def after_accels(backend: Any, clip: Any) -> list[torch.Tensor]:
-    """What accel has clipped may lie on its owner alone."""
-    net, _ = nets()
-    model, optimizer, _ = accel.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1), backend=backend)
-    for step in range(1, 3):
-        model(torch.ones(2, 4) * step).square().sum().backward()
-        accel.clip_grad_norm_(model, 1.0)
-        clip(net.parameters(), 0.1)
-        if step == 2:
-            model(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    accel.teardown(model)
-    return [p.detach().clone() for p in net.parameters()]
-
-
-@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
-def test_torch_clips_what_accel_has_clipped(clip: Any) -> None:
-    need("sharded", 2)
-    expected = run(1, after_accels, "single", clip)[0]
-    for found in run(2, after_accels, "sharded", clip):
-        torch.testing.assert_close(found, expected)
-
-
 def other_parameters() -> None:
     """Each rank clips what has a gradient there, which is not the same."""
     net, _ = nets()
