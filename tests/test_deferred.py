@@ -110,7 +110,6 @@ def test_each_rank_reads_its_part(tmp_path: Path) -> None:
 # -- Memory -----------------------------------------------------------------------------------------------------------
 
 WIDTH, LAYERS = 1448, 16
-TENSOR = WIDTH * WIDTH * 4  # bytes
 PLAN = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range(LAYERS)}
 #: How much of the model a rank of two holds, and what else its backend takes while it starts.
 HELD: dict[str, tuple[Any, float]] = {
@@ -256,30 +255,6 @@ def test_values_that_would_be_lost_are_refused(write: Any) -> None:
     assert net[0].gain.tolist() == [1.0, 1.0]
 
 
-def again_after_a_failure(directory: str, backend: Any) -> str:
-    """The files cannot be read to the end, and the program tries once more."""
-    with accel.deferred_init(weights=directory):
-        net = Net()
-    raw = torch.optim.SGD(net.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match="is damaged between bytes"):
-        accel.setup(net, raw, backend=backend)
-    with pytest.raises(accel.AccelError) as caught:
-        accel.setup(net, raw, backend=backend)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp", accel.DeepSpeed(stage=3)], ids=["ddp", "fsdp", "zero-3"])
-def test_no_setup_after_one_that_failed_takes_memory_for_values(tmp_path: Path, backend: Any) -> None:
-    accel.save({"model": source()}, tmp_path)
-    (path,) = tmp_path.glob("*.safetensors")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    for text in run(2, again_after_a_failure, str(tmp_path), backend):
-        what = "is damaged between bytes" if backend == "ddp" else "has failed, and they have none: build it again"
-        assert what in text
-
-
 def recurrent(backend: Any) -> list[dict[str, torch.Tensor]]:
     """A model set up and trained for a step, after a setup that failed; the last one on one rank without accel."""
     found = []
@@ -304,19 +279,6 @@ def recurrent(backend: Any) -> list[dict[str, torch.Tensor]]:
 def test_an_rnn_gets_its_values(backend: str) -> None:
     for ours, plain in run(2, recurrent, backend):
         assert distance(ours, plain) < 1e-6
-
-
-def two_places(directory: str) -> None:
-    with accel.deferred_init(weights=directory):
-        first = nn.Linear(2, 2)
-    with accel.deferred_init():
-        net = nn.Sequential(first, nn.Linear(2, 2))
-    accel.setup(net)
-
-
-def test_two_places_are_refused() -> None:
-    for message in refusals(1, two_places, "x", error="BackendError"):
-        assert "from several places" in message
 
 
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
@@ -427,12 +389,6 @@ def test_weights_that_have_more_or_lack_buffers(backend: str, tmp_path: Path) ->
         assert "[3] in the checkpoint, [8] here" in message
         assert "kept" not in message
         assert "lm_head" not in message
-
-
-def test_options_that_mean_nothing_are_refused() -> None:
-    for options, text in (({"strict": False}, "with which weights"), ({"strict": 1}, "expected True or False")):
-        with pytest.raises(CheckpointError, match=text), accel.deferred_init(**options):  # type: ignore[arg-type]
-            pass
 
 
 def test_integers_are_no_weights(tmp_path: Path) -> None:

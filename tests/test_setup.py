@@ -264,19 +264,6 @@ def test_conflicts_are_refused_by_name() -> None:
     already_set_up()
 
 
-def part_of_another_class() -> None:
-    raw = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    part = accel.setup(raw[0], backend="fsdp").model  # FSDP2 makes another class of it
-    refuse(accel.SharedParametersError, r"live engine \(fsdp\) of a \w*Linear: 0\.weight", lambda: accel.setup(raw))
-    accel.teardown(part)
-    accel.setup(raw)
-
-
-def test_a_part_with_an_engine_of_another_class_is_no_strangers_wrapper() -> None:
-    run(2, part_of_another_class)
-    run(2, already_set_up)
-
-
 def foreign_wrapper() -> None:
     wrapped = DistributedDataParallel(normalised())
     refuse(accel.BackendError, "DistributedDataParallel", lambda: accel.setup(wrapped), wrapped)
@@ -414,17 +401,6 @@ def made_in_inference(backend: str) -> float:
 def test_a_model_that_was_made_in_inference_mode_is_called(backend: str) -> None:
     need(backend)
     assert run(2, made_in_inference, backend) == [0, 0]
-
-
-def scripted() -> None:
-    net = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 2)))
-    accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="fsdp")
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_modules_that_take_no_hooks_are_named() -> None:
-    for message in refusals(2, scripted, error="BackendError"):
-        assert "what torch.jit.script or trace has made does not take: 1;" in message
 
 
 def views(second: str) -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import io
 import pickle
@@ -253,101 +252,9 @@ def test_of_tied_weights_lists_of_weights_blocks_and_other_classes() -> None:
         2,
         kinds,
         accel.DDP(activation_checkpointing=blocks),
-        "sharded",
         accel.FSDP(activation_checkpointing=blocks),
-        accel.FSDP(tensor_parallel=2, plan={"blocks.*.0": "colwise_rep"}),
-        accel.DeepSpeed(stage=2),
         accel.DeepSpeed(stage=3, activation_checkpointing=blocks),
     )
-
-
-class Abstract(nn.Linear, metaclass=abc.ABCMeta):
-    """What a library derives of it names the module of the metaclass."""
-
-
-class Twice(nn.Module):
-    """Copies itself, and what is in it by the state that it is in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.made = nn.Linear(4, 4), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x)
-        return out
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made: Any = Twice()
-        memo[id(self)] = made
-        made.load_state_dict(self.state_dict())
-        made.made = self.made + 1
-        return made
-
-
-def rebuild(state: dict[str, torch.Tensor]) -> Any:
-    made: Any = Reduced(4, 4)
-    made.load_state_dict(state)
-    made.made = 1
-    return made
-
-
-class Reduced(nn.Linear):
-    made = 0
-
-    def __reduce__(self) -> Any:
-        return rebuild, ({name: value.clone() for name, value in self.state_dict().items()},)
-
-
-class Ways(nn.Sequential):
-    """Children whose classes say how they are copied, one of them in two places, and a list of weights."""
-
-    def __init__(self) -> None:
-        twice = Twice()
-        normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
-        traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-        super().__init__(nn.Sequential(twice, normed), traced, Abstract(4, 4), Reduced(4, 4), nn.Sequential(twice))
-        self.weights = [self[2].weight]
-        self.settings = ["a"]
-
-
-def ways(*backends: Any) -> None:
-    x = torch.ones(2, 4)
-    plain: Any = Ways()
-    for backend in backends:
-        torch.manual_seed(0)
-        raw: Any = Ways()
-        model, optimizer, _ = accel.setup(raw, sgd(raw), backend=backend)
-        model(x).square().mean().backward()
-        optimizer.step()
-        expected = {name: value.clone() for name, value in accel.full_state_dict(model).items()}
-        settings = [raw.settings]
-        together: Any = [settings, model, settings, {"model": model}]
-        before, made, after, handle = copy.deepcopy(together)
-        assert handle["model"] is made
-        assert before is after
-        assert before[0] is made.settings is not raw.settings
-        assert equal(made.state_dict(), expected)
-        assert {type(made)} == {Ways}
-        assert type(made[0][1]) is not nn.Linear
-        assert set(vars(made[0][1])) == set(vars(plain[0][1]))
-        assert type(made[2]) is Abstract
-        assert (made[3].made, made[4][0].made) == (1, 1)
-        assert made[4][0] is made[0][0]
-        assert made.weights[0] is made[2].weight
-        assert torch.equal(made(x), copy.deepcopy(made)(x))
-        assert all(p.data_ptr() != q.data_ptr() for p, q in zip(made.parameters(), raw.parameters(), strict=True))
-        with pytest.raises(RuntimeError, match="parametrized modules"):  # torch's own words, of a raw one too
-            pickle.dumps(model)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        accel.teardown(model)
-    model, _, _ = accel.setup(nn.Sequential(Abstract(4, 4), Twice()), backend="fsdp")
-    assert [type(part) for part in pickled(model)] == [Abstract, Twice]
-
-
-def test_of_classes_that_say_how_they_are_copied() -> None:
-    blocks = (Abstract, Twice)
-    run(2, ways, "ddp", "sharded", accel.FSDP(wrap=blocks), accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3))
 
 
 def alone(backend: Any) -> None:

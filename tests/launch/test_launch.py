@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.launch import Memory, stateful
+from accel.launch import stateful
 from tests.distributed import GUARD, wait_for
 from tests.interpreters import executable
 from tests.programs import ROOT
@@ -342,17 +341,14 @@ def fail_together(how: str) -> None:
     if how == "setup on rank 0":
         if os.environ["RANK"] == "0":
             accel.setup(nn.Linear(1, 1))
-    elif how == "main_first":
+    else:
         accel.init()
         with accel.main_first():
             raise OSError("no route")
-    else:
-        accel.largest_batch(lambda size: 1 // (1 - accel.rank()), 4)
 
 
 TOGETHER = {
     "main_first": (r"rank 0 of 2 .*raised; its traceback:(?s:.*)OSError: no route$", OSError),
-    "largest_batch": (r"rank 1 of 2 .*raised; its traceback:(?s:.*)ZeroDivisionError: ", ZeroDivisionError),
     "setup on rank 0": (
         "rank 1 has returned from its function and does not come to accel.setup or accel.init, which every rank calls: not "
         r"under accel.is_main\(\)",
@@ -445,15 +441,10 @@ def test_what_cannot_be_sent_is_named_by_its_path() -> None:
     accel.teardown()
 
 
-@pytest.mark.parametrize("number", [0, -1, True, "2"])
-def test_a_wrong_number_of_processes(number: Any) -> None:
-    with pytest.raises(accel.LaunchError, match="num_processes="):
-        accel.launch(place, num_processes=number)
-
-
 def test_calls_that_cannot_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(accel.LaunchError, match="expects a function and its arguments, got a NoneType"):
-        accel.launch(None, num_processes=2)  # type: ignore[arg-type]
+    for number in (0, True, "2"):
+        with pytest.raises(accel.LaunchError, match="num_processes="):
+            accel.launch(place, num_processes=number)  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(accel.LaunchError, match="rank 1 of 2 already"):
@@ -471,30 +462,6 @@ def test_cuda_in_the_caller_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 # -- the parts --------------------------------------------------------------------------------------------------------
 
 
-def test_each_reader_of_a_memory_has_a_copy_of_its_own() -> None:
-    memory = Memory()
-    model = nn.Linear(300, 300)
-    memory.write((model, [model.weight]), "it")
-    (one, alias), (other, _) = memory.read(mmap=True), memory.read(mmap=True)
-    memory.close()
-    assert one.weight is alias[0]
-    with torch.no_grad():
-        one.weight.fill_(5)
-    assert torch.equal(other.weight, model.weight)
-
-
-def test_a_script_of_a_spawned_process_is_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There ``multiprocessing`` has given the script, and what it defines, another name."""
-    script = types.ModuleType("__mp_main__")
-    exec("def add(x): return x + 1", vars(script))
-    monkeypatch.setitem(sys.modules, "__mp_main__", script)
-    memory = Memory()
-    memory.write(script.add, "it")
-    monkeypatch.delitem(sys.modules, "__mp_main__")
-    assert memory.read(mmap=True)(1) == 2
-    memory.close()
-
-
 def test_what_has_a_state_is_found_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -502,25 +469,6 @@ def test_what_has_a_state_is_found_once() -> None:
     found = stateful({"fn": lambda: model[1], "args": [{"o": optimizer}, model[0], scheduler, model]})
     assert {id(item) for item in found} == {id(model), id(optimizer), id(scheduler)}
     assert len(found) == 3
-
-
-class Odd:
-    @property
-    def __dict__(self) -> Any:
-        raise RuntimeError("odd")
-
-    def __reduce__(self) -> Any:
-        raise RuntimeError("odd")
-
-    def __repr__(self) -> str:
-        raise RuntimeError("odd")
-
-
-def nested() -> Any:
-    class Local(nn.Module):
-        pass
-
-    return Local()
 
 
 def test_check_picklable_names_the_paths() -> None:
@@ -539,21 +487,6 @@ def test_check_picklable_names_the_paths() -> None:
     model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(accel.LaunchError, match=r"obj.0._forward_hooks\[\d+\]: lambda at test_launch.py"):
         accel.check_picklable(model)
-    loop: list[Any] = [{"a": (1, {Odd()})}]
-    loop.append(loop)
-    with pytest.raises(
-        accel.LaunchError, match=r"x\[0\]\['a'\]\[1\].*: tests.launch.test_launch.Odd \(RuntimeError: odd\)"
-    ):
-        accel.check_picklable(loop, "x")
-    with pytest.raises(accel.LaunchError, match=r"obj: tests.launch.test_launch.nested.<locals>.Local \("):
-        accel.check_picklable(nested())
-    with pytest.raises(accel.LaunchError, match=r"obj\[Odd\]\[0\]: builtins.module \("):
-        accel.check_picklable({Odd(): [sys]})
-    deep: list[Any] = []
-    for _ in range(50_000):
-        deep = [deep]
-    with pytest.raises(accel.LaunchError, match="nested too deeply"):
-        accel.check_picklable(deep)
     with pytest.raises(accel.LaunchError, match=r"obj\[0\]: lambda.*; obj\[4\]: lambda.* and 2 more$"):
         accel.check_picklable([eval("lambda: 0") for _ in range(7)])
 
@@ -617,7 +550,7 @@ def returned(backend: str) -> Any:
     return {"all": (model, optimizer, loader), "weight": accel.full_state_dict(model)["weight"]}
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed:3"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_handles_come_back_as_what_they_stand_for(backend: str) -> None:
     result = accel.launch(returned, backend, num_processes=2)
     model, optimizer, loader = result["all"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.registry import registry
@@ -22,38 +19,6 @@ from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, 
 from tests.models import FailingBackward, rows
 
 # -- gradients --------------------------------------------------------------------------------------------------------
-
-
-class Again(nn.Module):
-    """Blocks that FSDP2 gathers one by one, each computed again in a backward of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True).tanh()
-        return x
-
-
-def one_loss_of_two_forwards() -> None:
-    torch.manual_seed(3)
-    raw = Again()
-    reference = copy.deepcopy(raw)
-    model, _, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.FSDP(wrap=(nn.Sequential,)))
-    norms = []
-    for net, x in ((reference, rows(0, 4, 4)), (model, rows(0, 4, 4).chunk(2)[accel.rank()])):
-        x = x.requires_grad_()
-        (net(x).square().mean() + net(x * 0.5).abs().mean()).backward()
-        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.1))
-    assert float(norms[1]) == pytest.approx(float(norms[0]), rel=1e-5)
-    for mine, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(mine.grad.full_tensor(), whole.grad, atol=1e-6)
-
-
-def test_a_block_in_two_reentrant_checkpoints_of_one_loss() -> None:
-    run(2, one_loss_of_two_forwards)
 
 
 def dropped(how: str) -> float:
@@ -142,24 +107,6 @@ def reads_of_a_step(what: str) -> dict[str, int]:
 def test_the_host_does_not_read_the_device(what: str) -> None:
     for places in run(2, reads_of_a_step, what):
         assert not places
-
-
-def assigned_at_first() -> list[float]:
-    model, handle, net, raw = start(None, "sgd")
-    values = []
-    for step in range(2):
-        before = net.scale.item()
-        model.zero_grad()
-        net.scale.grad = torch.tensor(float(accel.rank() + step))
-        handle.step()
-        values += [before - net.scale.item()]
-        raw.state.clear()
-    return values
-
-
-def test_a_scalars_gradient_that_was_assigned_is_averaged_from_the_first_step_on() -> None:
-    for found in run(2, assigned_at_first):
-        assert found == pytest.approx([0.05 * 0.5, 0.05 * 1.5])
 
 
 def exceptions() -> float:
@@ -389,29 +336,6 @@ def test_a_forward_may_return_objects_and_views_that_are_written_to(reshard: boo
     assert max(run(2, returned, reshard)) < 1e-5
 
 
-class Refusing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise ValueError("this forward fails")
-
-
-def kept_input() -> bool:
-    model = accel.setup(Refusing(), backend="fsdp").model
-    x = torch.ones(1, 2)
-    reference = weakref.ref(x)
-    with contextlib.suppress(ValueError):
-        model(x)
-    del x
-    return reference() is not None
-
-
-def test_what_a_failed_forward_was_given_is_let_go() -> None:
-    assert run(2, kept_input) == [False, False]
-
-
 def converted() -> None:
     model, optimizer, _, _ = start(optimizer="sgd")
     model.double()
@@ -427,58 +351,6 @@ def test_a_dtype_that_changed_since_setup_is_refused() -> None:
 
 
 # -- writes in place --------------------------------------------------------------------------------------------------
-
-
-class Column(nn.Module):
-    """Returns a view; may write to its own input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.writes = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x.tanh_() if self.writes else x.tanh()).unsqueeze(1)
-        return out
-
-
-class Columns(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Column() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            y = block(x).squeeze(1)
-            y += x
-            x = y
-        return x[:, :2]
-
-
-def written_views() -> None:
-    plain = Columns()
-    net = copy.deepcopy(plain)
-    optimizer, its = (torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, plain))
-    model, optimizer, _ = accel.setup(net, optimizer, backend="fsdp")
-    x = torch.linspace(-1, 1, 12).view(3, 4)
-    for one, steps in ((model, optimizer), (plain, its)):
-        for _ in range(2):
-            steps.zero_grad()
-            out = one(x)
-            out *= 2
-            (out.square().mean() + one(x + 1).sum()).backward()
-            steps.step()
-    assert distance(accel.full_state_dict(model), plain.state_dict()) < 1e-6
-    net.blocks[1].writes = True
-    with pytest.raises(accel.BackendError, match="A block of Columns.*writes in place to its own input"):
-        model(x)
-    net.blocks[1].writes = False
-    model(x).sum().backward()
-    optimizer.step()
-
-
-def test_views_that_blocks_return_are_written_to_and_their_inputs_are_not() -> None:
-    run(2, written_views)
 
 
 def as_alone(function: Callable[..., dict[str, torch.Tensor]], *args: Any, rtol: float) -> None:

@@ -65,16 +65,6 @@ def patterns(option: str) -> dict[str, Any]:
     return found
 
 
-def chosen_elsewhere() -> None:
-    choices = [eval("lambda m: isinstance(m, nn.Sequential)") for _ in range(2)]
-    accel.setup(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), backend=accel.FSDP(wrap=choices[accel.rank()]))
-    accel.teardown()
-
-
-def test_a_function_that_chooses_may_lie_elsewhere_on_each_rank() -> None:
-    run(2, chosen_elsewhere)
-
-
 @pytest.mark.parametrize("option", WRAPS)
 def test_patterns(option: str) -> None:
     for found in run(2, patterns, option, timeout=180):
@@ -182,22 +172,6 @@ def test_an_optimizer_after_an_evaluation_only_setup() -> None:
     assert max(run(2, evaluation_then_training)) < 1e-5
 
 
-def named() -> list[str]:
-    raw, optimizer = start()[0], torch.optim.SGD([{"params": []}], lr=0.1)
-    said = []
-    for refused in (lambda: accel.setup(raw, backend="ddp"), lambda: accel.setup(raw, optimizer)):
-        with pytest.raises(accel.AccelError) as caught:
-            refused()
-        said.append(str(caught.value))
-    return said
-
-
-def test_errors_name_the_models_own_class() -> None:
-    for live, empty in run(2, named):
-        assert "this Net is already set up" in live
-        assert "holds no parameter of this Net: its groups are empty" in empty
-
-
 def stopped_gathering() -> float:
     """A forward is stopped between two parameters that become whole."""
     model, optimizer, plain, plain_optimizer = start()
@@ -211,21 +185,6 @@ def stopped_gathering() -> float:
 
 def test_a_forward_that_is_interrupted_while_weights_are_gathered() -> None:
     assert max(run(2, stopped_gathering)) <= 1e-5
-
-
-def inference_then_training() -> float:
-    model, _, *_ = start()
-    with torch.inference_mode():
-        local_loss(model, 0)
-    reference, _ = build()
-    local_loss(model, 1).backward()
-    mean_loss(reference, 1).backward()
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
-    return float((accel.clip_grad_norm_(model, 1.0) - norm).abs())
-
-
-def test_a_first_forward_in_inference_mode() -> None:
-    assert max(run(2, inference_then_training)) < 1e-5
 
 
 class Branches(nn.Module):
@@ -365,21 +324,3 @@ def test_muon_orthogonalises_whole_matrices(world: int, tmp_path: Path) -> None:
         assert weights <= 1e-5
         assert momenta <= 1e-5
         assert undone
-
-
-def scaled_steps() -> tuple[int, int]:
-    raw = nn.Linear(4, 2)
-    model, optimizer, _ = accel.setup(
-        raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="fsdp", precision="16-mixed"
-    )
-    for _ in range(3):
-        optimizer.zero_grad()
-        accel.backward(model(torch.ones(3, 4)).sum())
-        optimizer.step()
-    noted = len(registry.of_handle(model).gradients.log.entries)
-    accel.teardown()
-    return noted, sum(len(p._post_accumulate_grad_hooks or ()) for p in raw.parameters())  # type: ignore[attr-defined]
-
-
-def test_nothing_is_noted_for_ever_where_the_loss_is_scaled() -> None:
-    assert run(2, scaled_steps) == [(0, 0), (0, 0)]

@@ -14,63 +14,57 @@ from torch.distributed.tensor import DTensor
 
 import accel
 from accel.engines.fsdp.plan import blocks
-from tests import models
-from tests.distributed import refusals, run
-from tests.engines.fsdp.training import Block, Net, build, local_loss, train
+from tests.distributed import run
+from tests.engines.fsdp.training import Block, Net, build
 
 
-def refused(kind: str) -> None:
-    net, optimizer = build()
-    options: Any = accel.FSDP()
-    if kind in ("Adafactor", "LBFGS", "SparseAdam"):
-        optimizer = getattr(torch.optim, kind)(net.parameters())
-    elif kind == "kernels":
-        optimizer = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})(
-            net.parameters()
-        )
-    elif kind == "SGD":
-        optimizer = type("SGD", (torch.optim.SGD,), {"step": lambda self: None})(net.parameters(), lr=0.1, fused=True)
-    elif kind == "Rprop":
-        optimizer = torch.optim.Rprop(net.parameters(), differentiable=True)
-    elif kind == "hook":
-        net.embed.weight.register_hook(lambda g: g)
-    elif kind == "dtype":
-        net.blocks[1].up.bfloat16()
-    elif kind == "container":
-        options = accel.FSDP(wrap=(nn.ModuleList,))
-    elif kind == "max_norm":
-        net.embed.max_norm = 1.0
-    elif kind == "no forward":
-        accel.setup(nn.ModuleDict({"net": net}), optimizer, backend=options)
+class Fused(torch.optim.SGD):
+    """Has another step than torch's."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+Kernels = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+#: What is changed before setup, the class of the error, and words of its text.
+OPTIMIZERS: list[tuple[Callable[[Any], Any], str]] = [
+    (torch.optim.Adafactor, "Adafactor cannot train sharded parameters"),
+    (torch.optim.LBFGS, "LBFGS cannot train sharded parameters"),
+    (Kernels, "AdamW8bit cannot train sharded parameters"),
+    (lambda p: Fused(p, lr=0.1, fused=True), "Fused"),
+]
+MODELS: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda net: net.embed.weight.register_hook(lambda g: g), "embed.weight has gradient hooks"),
+    (lambda net: net.blocks[1].up.bfloat16(), "blocks.1.up.weight \\(bfloat16\\)"),
+    (lambda net: setattr(net.embed, "max_norm", 1.0), "embed has max_norm"),
+]
+
+
+def check_refused(net: Any, optimizer: Any, options: Any, error: type[Exception], text: str) -> None:
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    try:
+    with pytest.raises(error, match=text):
         accel.setup(net, optimizer, backend=options)
-    finally:
-        assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
-        assert type(net) is Net
-        assert all(type(p) is nn.Parameter for g in optimizer.param_groups for p in g["params"])
-        optimizer.state_dict()
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert type(net) is Net
+    assert all(type(p) is nn.Parameter for g in optimizer.param_groups for p in g["params"])
+    optimizer.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "text"),
-    [
-        ("Adafactor", "OptimizerError", "Adafactor cannot train sharded parameters"),
-        ("LBFGS", "OptimizerError", "LBFGS cannot train sharded parameters"),
-        ("Rprop", "OptimizerError", "Rprop cannot train sharded parameters"),
-        ("SparseAdam", "OptimizerError", "SparseAdam cannot train sharded parameters"),
-        ("kernels", "OptimizerError", "AdamW8bit cannot train sharded parameters"),
-        ("SGD", "OptimizerError", "SGD(fused=True) cannot train sharded parameters"),
-        ("hook", "BackendError", "embed.weight has gradient hooks"),
-        ("dtype", "BackendError", "blocks.1.norm.weight (float32), blocks.1.up.weight (bfloat16)"),
-        ("container", "BackendError", "blocks, which has no forward"),
-        ("max_norm", "BackendError", "embed has max_norm"),
-        ("no forward", "BackendError", "a ModuleDict has no forward"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused_and_left_as_it_was(kind: str, error: str, text: str) -> None:
-    for message in refusals(2, refused, kind, error=error):
-        assert text in message
+def refused() -> None:
+    for make, text in OPTIMIZERS:
+        net, _ = build()
+        check_refused(net, make(net.parameters()), accel.FSDP(), accel.OptimizerError, text)
+    for change, text in MODELS:
+        net, optimizer = build()
+        change(net)
+        check_refused(net, optimizer, accel.FSDP(), accel.BackendError, text)
+    check_refused(*build(), accel.FSDP(wrap=(nn.ModuleList,)), accel.BackendError, "blocks, which has no forward")
+    with pytest.raises(accel.BackendError, match="a ModuleDict has no forward"):
+        accel.setup(nn.ModuleDict({"net": build()[0]}), backend="fsdp")
+
+
+def test_what_cannot_be_sharded_is_refused_and_left_as_it_was() -> None:
+    run(2, refused)
 
 
 def test_blocks_that_share_a_parameter_are_gathered_with_the_whole() -> None:
@@ -86,43 +80,6 @@ def test_options_are_checked() -> None:
     for wrong in ({"wrap": "Block"}, {"wrap": Block}, {"param_dtype": torch.float16}, {"reduce_dtype": torch.int8}):
         with pytest.raises(accel.BackendError, match=next(iter(wrong))):
             accel.FSDP(**wrong)
-
-
-def old_objects() -> None:
-    net, raw = build()
-    old = list(net.parameters())
-    model, handle, _ = accel.setup(net, raw, backend="fsdp")
-    local_loss(model, 0).backward()
-    grads = [p.grad for p in model.parameters()]
-    assert all(p.grad is g for p, g in zip(old, grads, strict=True))
-    assert [tuple(p.shape) for p in old] == [tuple(p.shape) for p in model.parameters()]
-    norm = nn.utils.clip_grad_norm_([p for p in old if p.dim()], 1e-3).full_tensor()
-    assert norm > 1e-3
-    assert nn.utils.get_total_norm([p.grad for p in model.parameters() if p.dim()]).full_tensor() < 1.01e-3
-    for use in (lambda p: p + 1, torch.sum, lambda p: torch._foreach_add([p], 1), lambda p: F.linear(torch.ones(1), p)):
-        with pytest.raises(accel.BackendError, match="taken from the module before accel.setup"):
-            use(old[1])
-    stranger = torch.optim.SGD(old, lr=0.1)
-    with pytest.raises(accel.BackendError, match="taken from the module before accel.setup"):
-        stranger.step()
-    old[2].requires_grad_(False)
-    assert not list(model.parameters())[2].requires_grad
-    old[2].requires_grad = True
-    assert list(model.parameters())[2].requires_grad
-    # Between a forward and its backward the module has shards.
-    handle.zero_grad()
-    loss = local_loss(model, 1)
-    assert all(isinstance(p, DTensor) for p in model.parameters() if p.dim())
-    loss.backward()
-    net.embed.weight.requires_grad_(False)
-    handle.zero_grad()
-    before = accel.full_state_dict(model)["embed.weight"]
-    train(model, handle, range(2, 4))
-    assert torch.equal(accel.full_state_dict(model)["embed.weight"], before)
-
-
-def test_parameter_objects_that_were_replaced_work_or_raise() -> None:
-    run(2, old_objects)
 
 
 def numbers() -> None:
@@ -203,128 +160,6 @@ def test_a_row_of_a_part_is_no_place_to_write() -> None:
     run(2, cuts)
 
 
-def hooks_and_inputs() -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    old = list(net.parameters())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model, optimizer, _ = accel.setup(net, optimizer, backend="fsdp")
-    shards = list(model.parameters())
-    hooks = [p.register_hook(lambda g: g * 0.5) for p in shards]
-    for inputs in (None, shards[2:], old[:1], shards[3], None):
-        optimizer.zero_grad()
-        model(torch.arange(8.0).view(2, 4)).square().mean().backward(inputs=inputs)
-        optimizer.step()
-    hooks[0].remove()
-    optimizer.zero_grad()
-    model(torch.arange(8.0).view(2, 4)).square().mean().backward(inputs=list(model.parameters()))
-    optimizer.step()
-    return {k: v.cpu() for k, v in accel.full_state_dict(model).items()}
-
-
-def test_tensor_hooks_and_backward_with_inputs() -> None:
-    (single,) = run(1, hooks_and_inputs)
-    for full in run(2, hooks_and_inputs):
-        for name, value in single.items():
-            torch.testing.assert_close(full[name], value)
-
-
-def step_before_a_backward(backend: Any, biases: bool) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD([p for n, p in net.named_parameters() if "bias" in n or not biases], lr=0.1)
-    model: Any = net
-    if backend is not None:
-        model, optimizer, _ = accel.setup(net, optimizer, backend=backend)
-    x = torch.ones(2, 4)
-    model(x).sum().backward()
-    out = model(x).sum()
-    optimizer.step()
-    if biases:  # of which no backward needs the values
-        out.backward()
-        optimizer.step()
-    else:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.backward()
-    return dict(net.state_dict()) if backend is None else accel.full_state_dict(model)
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_backward_of_a_forward_before_the_step_is_an_error_where_torch_has_one(reshard: bool) -> None:
-    """FSDP2 alone computes with the weights from before."""
-    run(2, step_before_a_backward, accel.FSDP(reshard_after_forward=reshard), False)
-    expected = step_before_a_backward(None, True)
-    for found in run(2, step_before_a_backward, accel.FSDP(reshard_after_forward=reshard), True):
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def fields(module: nn.Module) -> list[tuple[type, set[str], list[int]]]:
-    """Of each module its class, its attributes, and how many hooks and the like it has."""
-    tables = (vars(m) for m in module.modules())
-    sizes = [[len(value) for value in table.values() if isinstance(value, dict)] for table in tables]
-    return [(type(m), set(vars(m)), size) for m, size in zip(module.modules(), sizes, strict=True)]
-
-
-def failing_inside_torch(everywhere: bool, inside: bool) -> str:
-    class Sealed(Net):
-        """Refuses subclasses, of which FSDP2 makes one at the end of its work, where it is told to."""
-
-        closed = everywhere or accel.rank() == 1
-
-        def __init_subclass__(cls) -> None:
-            if Sealed.closed:
-                raise TypeError("this class is final")
-
-    net = Sealed()
-    optimizer = torch.optim.AdamW(net.parameters())
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    whole, state, before = copy.deepcopy((net.state_dict(), optimizer.state_dict())), dict(optimizer.state), fields(net)
-    objects = list(net.parameters())
-    options: Any = accel.FSDP(wrap=(Block, Sealed)) if inside else "fsdp"
-    with pytest.raises(accel.BackendError) as caught:
-        accel.setup(nn.Sequential(net, nn.Linear(2, 2)) if inside else net, optimizer, backend=options)
-    Sealed.closed = False
-    assert all(p is q for p, q in zip(net.parameters(), objects, strict=True))
-    assert fields(net) == before
-    assert models.distance((net.state_dict(), optimizer.state_dict()["state"]), (whole[0], whole[1]["state"])) == 0.0
-    assert all(optimizer.state[p] is state[p] for p in objects)
-    net.load_state_dict(whole[0])
-    handle, stepper, _ = accel.setup(net, optimizer, backend="fsdp")
-    train(handle, stepper, range(2))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_what_torch_refuses_is_said_on_every_rank_and_changes_nothing(everywhere: bool, inside: bool) -> None:
-    for message in run(2, failing_inside_torch, everywhere, inside):
-        assert "torch's fully_shard refuses" in message
-        assert "TypeError: this class is final" in message
-
-
-class TrainsItself(nn.Linear):
-    """Steps inside of a method, more than once."""
-
-    def fit(self, x: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        for _ in range(2):
-            torch.mm(x, self.weight.T).square().sum().backward()
-            optimizer.step()
-
-
-def fit() -> None:
-    net = TrainsItself(4, 4)
-    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="fsdp")
-    model.fit(torch.ones(2, 4), optimizer)
-
-
-def test_a_method_that_goes_on_after_a_backward_is_named() -> None:
-    for message in refusals(2, fit, error="BackendError"):
-        assert "TrainsItself" in message
-        assert "after a backward in a method" in message
-
-
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -363,22 +198,3 @@ def uses_weights_of_a_block() -> None:
 
 def test_a_forward_that_uses_weights_of_a_block_is_told_what_to_choose() -> None:
     run(2, uses_weights_of_a_block)
-
-
-def test_options_as_text() -> None:
-    assert repr(accel.FSDP()).startswith("FSDP(wrap=None, plan=None, ")
-    assert repr(accel.FSDP(wrap=(nn.Linear,))).startswith("FSDP(wrap=['Linear'], ")
-
-
-def stepped_in_backward() -> None:
-    """As in torch's tutorial, an optimizer for each parameter, which steps where its gradient is there."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    model, optimizers, _ = accel.setup(net, [torch.optim.SGD([p], 0.1) for p in net.parameters()], backend="fsdp")
-    for parameter, optimizer in zip(model.parameters(), optimizers, strict=True):
-        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
-    with pytest.raises(accel.BackendError, match="an optimizer steps inside a backward"):
-        model(torch.ones(2, 4)).sum().backward()
-
-
-def test_an_optimizer_that_steps_inside_a_backward_is_refused() -> None:
-    run(2, stepped_in_backward)

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from accel.process import current
-from accel.process.transfer import Prints, refuse_other_values
 from tests.device_reads import DeviceReads
 from tests.distributed import live_tensors, run
 from tests.engines.pipeline.training import apart, batch, net, one_step
@@ -73,42 +71,6 @@ def test_the_host_reads_sums_of_the_batch_and_of_the_gradient_and_no_more(large:
     for rank in ranks:
         stage_reads = 4 if large and rank is ranks[0] else 0
         assert rank == [{"step": 2 + stage_reads, "evaluation": 1}] * 3
-
-
-class _Sizes(TorchDispatchMode):
-    """Bytes of each tensor that is made in other memory than a given one's."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self._place = tensor.untyped_storage().data_ptr()
-        self.found: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != self._place:
-            self.found.append(out.nbytes)
-        return out
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-def test_sums_of_a_gradient_are_taken_without_a_copy(dtype: torch.dtype) -> None:
-    rows = torch.randn(300, 7, 11).abs().to(dtype) * torch.arange(300).view(-1, 1, 1)
-    for gradient in (rows, rows.transpose(1, 2)):
-        with _Sizes(gradient) as sizes:
-            (first,) = Prints([gradient]).read()
-        assert max(sizes.found) <= 300 * 8
-        assert gradient.dtype is dtype
-        for other in (gradient.flip(0), gradient * 0.9):
-            with pytest.raises(accel.RankMismatchError, match="tensor 0 has other values on rank 1"):
-                refuse_other_values("this", {0: [first], 1: Prints([other]).read()}, "")
-        refuse_other_values("this", {0: [first], 1: Prints([gradient.clone()]).read()}, "")
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.uint8, torch.bool])
-def test_sums_of_a_batch_of_few_bits(dtype: torch.dtype) -> None:
-    for values in (torch.arange(6).view(2, 3).to(dtype), torch.zeros(0, 3).to(dtype), torch.ones(()).to(dtype)):
-        (sums,) = Prints([values]).read()
-        refuse_other_values("this", {0: [sums], 1: Prints([values.clone()]).read()}, "")
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

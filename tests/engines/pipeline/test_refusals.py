@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import namedtuple
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 import accel
 from accel.process import current
-from tests.distributed import outcomes, refusals, run
+from tests.distributed import refusals, run
 from tests.engines.pipeline.training import apart, batch, net, one_step
 from tests.models import sgd
 
@@ -116,25 +115,6 @@ def written_buffers() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_buffers_that_each_micro_batch_would_write_are_refused(world: int) -> None:
     run(world, written_buffers)
-
-
-class Pairs(nn.Module):
-    def forward(self, x: torch.Tensor) -> Any:
-        return namedtuple("Here", "x")(x)  # of a class that no other process finds
-
-
-def unsendable() -> None:
-    for layers in ([nn.Linear(6, 6), Pairs(), nn.Linear(6, 6)], [nn.Linear(6, 6), nn.Linear(6, 6), Pairs()]):
-        model = accel.setup(nn.Sequential(*layers), backend=accel.Pipeline(balance=[2, 1])).model
-        with pytest.raises(
-            accel.AccelError, match="output of . goes to other processes, and cannot be sent.*Here|output goes to"
-        ):
-            model(batch(0)[0])
-        accel.teardown(model)
-
-
-def test_a_class_that_another_process_does_not_find_is_named_on_every_rank() -> None:
-    run(2, unsendable)
 
 
 def refused_forwards() -> None:
@@ -286,14 +266,3 @@ def failures() -> None:
 
 def test_an_error_in_one_stage_is_every_ranks_and_the_engine_goes_on() -> None:
     run(4, failures)
-
-
-def lose_the_groups() -> None:
-    model = accel.setup(net(), backend="pipeline").model
-    accel.process.end_groups("the test")  # type: ignore[attr-defined]
-    with pytest.raises(accel.AccelError, match="load a checkpoint"):
-        accel.teardown(model)
-
-
-def test_weights_that_are_lost_are_said_to_be() -> None:
-    assert not any(o.error for o in outcomes(2, lose_the_groups, breaks=True))

@@ -215,25 +215,6 @@ def test_a_foreign_optimizer_steps_whole() -> None:
         assert entries == 10
 
 
-def one_gradient_for_all(size: int) -> list[float]:
-    # With the large one on one rank, the small ones come to another rank one after the other.
-    sizes = [3 * size, *[size] * (4 * accel.world_size() - 1)]
-    raw = nn.ParameterList([torch.zeros(n) for n in sizes])
-    model, handle = sharded(raw, torch.optim.SGD(raw.parameters(), lr=1.0))
-    gradient = torch.full((size,), accel.rank() + 1.0)
-    for parameter in raw.parameters():
-        parameter.grad = gradient if len(parameter) == size else torch.full_like(parameter, accel.rank() + 1.0)
-    handle.step()
-    return [float(p.mean()) for p in model.parameters()]
-
-
-@pytest.mark.parametrize("size", [3, 700_000])  # in one exchange, and in several
-def test_a_gradient_under_several_parameters_is_averaged_once(size: int) -> None:
-    for world, mean in ((2, 1.5), (4, 2.5)):
-        for values in run(world, one_gradient_for_all, size):
-            assert values == [-mean] * (4 * world)
-
-
 class Scored(nn.Linear):
     def score(self, x: torch.Tensor) -> torch.Tensor:
         return self(x).square().mean()
@@ -267,31 +248,3 @@ def kept(how: str) -> float:
 @pytest.mark.parametrize("how", ["raw", "method", "backward after the step"])
 def test_gradients_kept_over_a_step_are_added_to_by_any_backward(how: str) -> None:
     assert max(run(2, kept, how)) < 1e-5
-
-
-def replaced(how: str) -> float:
-    """Other tensors in the places of gradients that only their owners still have, before and after a further backward."""
-    raw, model, optimizer, reference, plain = beside_plain()
-
-    def play(called: Any, clip: Any, stepped: Any, x: Any) -> None:
-        for step in range(4):
-            called(x(step)).square().mean().backward()
-            if how == "clipped" or step % 2:
-                clip(called)
-            else:
-                stepped.step()
-            for parameter in called.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad * 0.5
-            stepped.step()
-            if step != 1:
-                stepped.zero_grad()
-
-    play(model, lambda called: accel.clip_grad_norm_(called, 1e6), optimizer, lambda step: data(step, accel.rank()))
-    play(reference, lambda called: nn.utils.clip_grad_norm_(called.parameters(), 1e6), plain, everywhere)
-    return distance(raw, reference)
-
-
-@pytest.mark.parametrize("how", ["clipped", "stepped"])
-def test_a_final_gradient_that_its_owner_replaces_is_final(how: str) -> None:
-    assert max(run(2, replaced, how)) < 1e-5
