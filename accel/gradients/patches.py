@@ -150,7 +150,7 @@ class _Filters:
 # autograd finds no way, and without a word leaves their gradients alone, or gives None.
 
 
-_CREATE_GRAPH, _INPUTS = 3, 4  # their places among the arguments
+_INPUTS = 4  # its place among the arguments
 #: What torch says by itself where a backward cannot go on, and what is meant.
 _MEANT: Final = {
     re.compile("mark a variable ready only once|undefined, but still allreduced"): (
@@ -177,7 +177,7 @@ def _raise_meant(error: RuntimeError) -> None:
 class BackwardListener(Protocol):
     """What hears of all backwards, those inside of others too; ``run`` is the same object when one begins and has ended."""
 
-    def begin(self, run: object, create_graph: bool) -> None: ...
+    def begin(self, run: object) -> None: ...
     def end(self, run: object) -> None: ...
 
 
@@ -202,7 +202,7 @@ def run_patches(
             try:
                 for reference in heard:
                     if (listener := reference()) is not None:
-                        listener.begin(run, args[_CREATE_GRAPH])
+                        listener.begin(run)
                 return found(*args, **kwargs)
             except RuntimeError as error:
                 raise_lost("a backward", error)

@@ -98,7 +98,7 @@ class Reduction:
 
     # -- backwards ------------------------------------------------------------------------------------------------
 
-    def begin(self, run: object, create_graph: bool) -> None:
+    def begin(self, run: object) -> None:
         """A backward begins, maybe inside of another one."""
         running = self.running
         if not running:

@@ -136,7 +136,7 @@ class ZeROGradients(Gradients):
         self.engine.compare("a new start after an exception")
         zero.reset()
 
-    def begin(self, run: object, create_graph: bool) -> None:
+    def begin(self, run: object) -> None:
         """A backward whose forward may have been called around the engine, since an exception ended another one."""
         if (zero := self.engine.zero) is None or zero.divides_weights:  # there such a forward has begun already
             return

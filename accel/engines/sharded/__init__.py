@@ -167,7 +167,7 @@ class ShardedGradients(Gradients):
         super().follow(parameters)
         self._index = {id(p): i for i, p in enumerate(parameters)}
 
-    def begin(self, run: object, create_graph: bool) -> None:
+    def begin(self, run: object) -> None:
         """Before a backward: see to the gradients that a loop keeps from before the last step or clipping. Local."""
         for key, (parameter, _) in self._left.items():
             if parameter.grad is not None and key not in self._spreading:
@@ -392,6 +392,6 @@ class ShardedEngine(Engine):
         self.gradients.publish()  # a step raised half-way
         out = function(*args, **kwargs)
         if torch.is_grad_enabled():
-            self.gradients.begin(None, False)  # which not every way to begin one calls
+            self.gradients.begin(None)  # which not every way to begin one calls
             self.gradients.buffers.touch()
         return out
