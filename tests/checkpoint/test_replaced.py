@@ -29,10 +29,10 @@ for line in sys.stdin:
 
 
 @contextlib.contextmanager
-def saver(directory: str) -> Iterator[Callable[[], None]]:
+def saver(directory: str, python: str) -> Iterator[Callable[[], None]]:
     """Context: what lets another process save the next state into the directory; it has saved the first, whose number is 1."""
     numbers = iter(range(1, 100))
-    command, pipe = [executable(), "-c", _SAVER, directory], subprocess.PIPE
+    command, pipe = [python, "-c", _SAVER, directory], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=clean_environ(), text=True) as job:
         assert job.stdin is not None
         assert job.stdout is not None
@@ -69,10 +69,10 @@ def load(directory: str, **options: Any) -> float:
 TARGETS = {"the sizes": (folder, "check_sizes"), "half-way": (Loading, "apply")}
 
 
-def loaded_twice(directory: str, where: str) -> tuple[str, float]:
+def loaded_twice(directory: str, where: str, python: str) -> tuple[str, float]:
     with contextlib.ExitStack() as stack:
         if accel.rank() == 0:
-            stack.enter_context(before(*TARGETS[where], stack.enter_context(saver(directory)), 1))
+            stack.enter_context(before(*TARGETS[where], stack.enter_context(saver(directory, python)), 1))
         accel.barrier()
         with pytest.raises(CheckpointError) as caught:
             load(directory)
@@ -82,14 +82,14 @@ def loaded_twice(directory: str, where: str) -> tuple[str, float]:
 @pytest.mark.parametrize("where", TARGETS)
 def test_a_load_says_so_and_the_next_takes_the_new_one(where: str, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
-    for text, value in run(2, loaded_twice, path, where):
+    for text, value in run(2, loaded_twice, path, where, executable()):
         assert text == f"{path} was replaced while it was read: load it again"
         assert value == 2.0
 
 
 def test_others_say_so_and_latest_takes_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path / "c")
-    with saver(path) as save:
+    with saver(path, executable()) as save:
         for act in (
             lambda: accel.verify(path),
             lambda: accel.link(path, tmp_path / "second"),
