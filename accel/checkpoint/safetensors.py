@@ -34,8 +34,6 @@ BY_NAME: Final[dict[str, torch.dtype]] = {
     "C128": torch.complex128,
 }
 NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in BY_NAME.items()}
-#: A record that claims more is refused.
-MAX_DIMS: Final = 64
 #: The size of one element.
 ITEM_BYTES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in BY_NAME.items()}
 #: Those that a file's entry has as several elements of another one.
@@ -83,8 +81,6 @@ def check_tensor(value: torch.Tensor, path: str) -> None:
         problem = f"of dtype {value.dtype}"
     elif value.is_meta:
         problem = "on the meta device"
-    elif value.dim() > MAX_DIMS:
-        problem = f"of {value.dim()} dimensions"
     elif type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         problem = f"of class {type(value).__name__}"
     if problem:

@@ -10,7 +10,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError
-from .safetensors import BY_NAME, ITEM_BYTES, MAX_DIMS, NAMES, check_tensor, from_bytes, to_bytes
+from .safetensors import BY_NAME, ITEM_BYTES, NAMES, check_tensor, from_bytes, to_bytes
 from .steps import MALFORMED
 
 #: A JSON object with this key is not a dict, but the value of the type that it names.
@@ -31,11 +31,7 @@ INLINE_BYTES: Final = 1024
 Json = Any
 #: Stores a tensor under a name of its own, and returns that name.
 Store = Callable[[torch.Tensor, str], str]
-_PAIR: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 _NUMPY: Final = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]*[A-Za-z\u03bc]{1,9}\])?")
-_INT: Final = re.compile("-?0x[0-9a-f]+")
-#: A dict of very many keys with one hash takes time that grows with the square of their number.
-_SAME_HASH: Final = 100
 _FACTORIES: Final[dict[str, Callable[[], Any]]] = {t.__name__: t for t in (list, dict, set, int, float, str, bool)}
 
 
@@ -62,7 +58,7 @@ class Encoder:
         if value is None or kind is bool:
             return value
         if kind is str:
-            return _string(value, path)
+            return value
         if kind in _SCALARS:
             return _SCALARS[kind](value)
         if kind in _CONTAINERS:
@@ -107,7 +103,7 @@ class Encoder:
     def _mapping(self, value: Any, path: str, depth: int) -> Json:
         kind = type(value)
         if kind is dict and {*map(type, value)} <= {str} and TAG not in value:
-            names = [key if key.isascii() else _string(key, path) for key in value]
+            names = list(value)
             return dict(zip(names, self._each(value.items(), path, depth), strict=True))
         tagged = {TAG: kind.__name__, "items": self._items(value, path, depth)}
         if kind is collections.defaultdict:
@@ -135,10 +131,6 @@ class Encoder:
                     f"the key {key!r} of {path} would be another one when it is loaded: NaN, NaT and tensors are equal to "
                     "nothing else; use a number or a string"
                 )
-        try:
-            _check_hashes(value)
-        except ValueError as error:
-            raise CheckpointError(f"{path} cannot be stored: {error}") from error
         return [key if _is_json(key) else self.encode(key, f"the key {key!r} of {path}", depth + 1) for key in value]
 
     def _tensor(self, value: torch.Tensor, path: str) -> Json:
@@ -182,12 +174,6 @@ def _is_known_by_value(key: Any) -> bool:
     return not isinstance(key, torch.Tensor) and bool(key == key)
 
 
-def _check_hashes(keys: Collection[Any]) -> None:
-    """Refuse (ValueError) keys of which very many have one hash, as only numbers do that were chosen so."""
-    if len(keys) > _SAME_HASH and max(collections.Counter(map(hash, keys)).values(), default=0) > _SAME_HASH:
-        raise ValueError(f"more than {_SAME_HASH} keys of one dict or set have the same hash")
-
-
 #: Of the types that JSON has: whether a value surely is as it stands in a file.
 _AS_IT_IS: Final[dict[type, Callable[[Any], bool]]] = {
     type(None): operator.not_,
@@ -201,12 +187,6 @@ _AS_IT_IS: Final[dict[type, Callable[[Any], bool]]] = {
 def _is_json(value: Any) -> bool:
     check = _AS_IT_IS.get(type(value))
     return check is not None and check(value)
-
-
-def _string(value: str, path: str) -> str:
-    if not value.isascii() and _PAIR.search(value):
-        raise CheckpointError(f"{path}: text with a surrogate pair cannot be stored: JSON has one character for it")
-    return value
 
 
 def _float(value: float) -> Json:
@@ -333,7 +313,7 @@ def _bytes(data: Json) -> bytes:
 
 def _shape(data: Json) -> tuple[int, ...]:
     shape = _of(list, data, "shape")
-    if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    if not all(type(n) is int and 0 <= n < 2**48 for n in shape):
         raise ValueError(f"shape {shape!r}")
     return tuple(shape)
 
@@ -351,12 +331,6 @@ def _arguments(items: dict[str, Any]) -> argparse.Namespace:
     return made
 
 
-def _int(data: Json) -> int:
-    if not _INT.fullmatch(_of(str, data, "value")):
-        raise ValueError(f"{data['value']!r} is no hexadecimal number")
-    return int(data["value"], 16)
-
-
 def _numbers(items: Sequence[Any], count: int, *kinds: type) -> Sequence[Any]:
     if len(items) != count or not all(type(item) in kinds for item in items):
         raise ValueError(f"expected {count} numbers")
@@ -364,8 +338,7 @@ def _numbers(items: Sequence[Any], count: int, *kinds: type) -> Sequence[Any]:
 
 
 def members(items: list[Any]) -> list[Any]:
-    """The keys of a dict or the members of a set; a ValueError where two are equal, or very many have one hash."""
-    _check_hashes(items)
+    """Return the keys of a dict or the members of a set. ValueError if two are equal."""
     if len(set(items)) != len(items):
         raise ValueError("a set or dict has the same key twice")
     return items
@@ -379,15 +352,8 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
     return dict(items)
 
 
-def _deque(items: list[Any]) -> collections.deque[Any]:
-    content, length = items
-    if type(content) is not list or (length is not None and (type(length) is not int or len(content) > length)):
-        raise ValueError("a deque that is longer than it may be")
-    return collections.deque(content, length)
-
-
 _DECODERS: Final[dict[str, Callable[[Json], Any]]] = {
-    "int": _int,
+    "int": lambda d: int(_of(str, d, "value"), 16),
     "float": lambda d: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[d["value"]],
     "bytes": _bytes,
     "bytearray": lambda d: bytearray(_bytes(d)),
@@ -399,7 +365,7 @@ _DECODERS: Final[dict[str, Callable[[Json], Any]]] = {
 _COLLECTIONS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "tuple": tuple,
     "size": torch.Size,
-    "deque": _deque,
+    "deque": lambda items: collections.deque(*items),
     "set": lambda items: set(members(items)),
     "frozenset": lambda items: frozenset(members(items)),
     "complex": lambda items: complex(*_numbers(items, 2, float, int)),

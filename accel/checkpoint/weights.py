@@ -30,7 +30,6 @@ from .record import FILE_NAME, Record, Stored
 from .safetensors import (
     BY_NAME,
     ITEM_BYTES,
-    MAX_DIMS,
     METADATA,
     NAMES,
     Entry,
@@ -213,10 +212,8 @@ def _read_file(directory: str, name: str) -> tuple[_File, str]:
         for key in header.offset_keys():
             described = header.get_slice(key)
             dtype, shape = described.get_dtype(), tuple(described.get_shape())
-            if dtype not in BY_NAME or len(shape) > MAX_DIMS:
-                raise CheckpointError(
-                    f"{path}: {key!r} has dtype {dtype} and {len(shape)} dimensions, which accel cannot load"
-                )
+            if dtype not in BY_NAME:
+                raise CheckpointError(f"{path}: {key!r} has dtype {dtype}, which accel cannot load")
             entry = entries[key] = Entry(key, dtype, shape, 0, math.prod(shape))
             forms[key], end = entry.described(end)[1], end + entry.nbytes
     # The package has made sure that the data fills the rest of the file.
