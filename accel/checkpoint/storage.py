@@ -85,8 +85,6 @@ class StoreError(OSError):
 
 def unreadable(error: OSError) -> str:
     """What to say of a file of a checkpoint that cannot be read."""
-    if error.errno == errno.ELOOP:
-        return f"{error.filename}: is a symbolic link, which accel does not follow: put the file itself there"
     missing = "; the checkpoint is not complete, load another one" if error.errno == errno.ENOENT else ""
     return f"{explain(error)}{missing}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import glob
 import importlib
 import importlib.metadata
 import inspect
@@ -276,7 +275,6 @@ def run(args: argparse.Namespace) -> int:
     except signals.SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from error
-        _end_children()
         raise LaunchError(f"ended by {signal.Signals(error.sigval).name}, and so were all processes") from error
     except errors.ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -285,14 +283,6 @@ def run(args: argparse.Namespace) -> int:
         others = ". The others were ended" if processes > 1 or args.hosts else ""
         raise LaunchError(f"rank {rank} {how}; its own error is above{others}") from error
     return 0
-
-
-def _end_children() -> None:
-    """Those that torchrun had begun and not noted yet when a signal came, which would live on. Linux tells of them."""
-    for path in glob.glob("/proc/self/task/*/children"):
-        with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
-            for child in file.read().split():
-                os.kill(int(child), signal.SIGKILL)
 
 
 def _for_torchrun(args: argparse.Namespace, processes: int) -> list[str]:

@@ -10,7 +10,6 @@ import copy
 import functools
 import gc
 from collections.abc import Mapping
-from threading import get_ident
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -338,8 +337,8 @@ def gather_for_metrics(
             ``all_gather``.
 
     Raises:
-        LoaderError: no loader gave a batch, dim 0 is not the batch, or another thread reads the loader, so that its padding is
-            not known; the other ranks raise it too, or AccelError, which names the rank.
+        LoaderError: no loader gave a batch, or dim 0 is not the batch. The other ranks raise it too, or an AccelError that
+            names the rank.
     """
     try:
         kept, replica = _kept(loader, data, objects)
@@ -376,11 +375,6 @@ def _kept(loader: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int] 
             "gather_for_metrics: no loader of accel has given a batch yet, or accel.split has cut since, so that the padding is "
             "not known: pass the loader to accel.setup, give the loader or the items that were cut, or use accel.all_gather"
         )
-    if kept.pads and kept.thread != get_ident():
-        raise LoaderError(
-            "gather_for_metrics: another thread reads this loader, perhaps ahead of the batch that this is of, whose padding is "
-            "not known then: let num_workers of the DataLoader read ahead, or use drop_last=True"
-        )
     return kept, replica
 
 
@@ -406,7 +400,7 @@ def _cut(items: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int]]:
     way = next((way for way in ways if found == {(way.share(length).size,)}), ways[0])
     share = way.share(length)
     about = "the number of items that accel.split has cut"
-    return Kept(True, share.size, share.real, length, get_ident(), about), (way.rank, way.world)
+    return Kept(True, share.size, share.real, length, about), (way.rank, way.world)
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

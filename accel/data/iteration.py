@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, final
 
 import torch
@@ -238,7 +237,7 @@ class Iteration:
             self._comparison.gave(reader.given - reader.start.skip, reader.tag.first)
         state.batches = self.last = state.batches + 1
         order = None if reader.first is None or not state.options.shard else (state.name, reader.first)
-        state.kept = latest.kept = reader.kept._replace(order=order, thread=get_ident())
+        state.kept = latest.kept = reader.kept._replace(order=order)
         latest.replica = state.place[:2]
         return batch if self._transfer is None else self._transfer(batch)
 

@@ -88,8 +88,6 @@ class Kept(NamedTuple):
     real: int
     #: What is the same on all ranks whose batches belong together: their loader's name and how its order began.
     order: Any = None
-    #: That asked for it: one that reads ahead of the loop may be in its next epoch on some ranks.
-    thread: int = 0
     #: What ``order`` is, for messages.
     about: str = ORDER
 
