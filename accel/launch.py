@@ -65,19 +65,12 @@ class Memory:
         """Put ``value`` there: tensors as their bytes, the rest pickled, functions and classes of ``__main__`` by value."""
         import cloudpickle
 
-        # The script's name in a process that multiprocessing has spawned.
-        script = sys.modules.get("__mp_main__")
         try:
-            if script is not None:
-                cloudpickle.register_pickle_by_value(script)
             with open(self.fd, "wb", closefd=False) as file:
                 torch.save(value, file, pickle_module=cloudpickle)
         except Exception as error:
             require(value, name)
             raise LaunchError(f"{name} cannot be sent to another process: {error}") from error
-        finally:
-            if script is not None:
-                cloudpickle.unregister_pickle_by_value(script)
 
     def read(self, *, mmap: bool) -> Any:
         """What was put there, on the CPU; with ``mmap`` the tensors' bytes are copied only where they are written to."""

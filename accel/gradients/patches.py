@@ -154,16 +154,13 @@ _INPUTS = 4  # its place among the arguments
 #: What torch says by itself where a backward cannot go on, and what is meant.
 _MEANT: Final = {
     re.compile("mark a variable ready only once|undefined, but still allreduced"): (
-        "torch's reducer met a parameter a second time in one backward, or after it had taken it for unused: a layer runs in "
-        "several checkpoint(..., use_reentrant=True), or, with find_unused_parameters=True, a loss does not come from what the "
-        "forward returned in tensors, lists and dicts, or comes in two backwards. Change that, or run this forward and backward "
-        "inside of accel.no_sync(model): optimizer.step() then averages all gradients"
+        "torch's reducer met a parameter a second time in one backward, or after it had taken it for unused. Use "
+        "checkpoint(..., use_reentrant=False), and add up the losses of one forward. Or run forward and backward inside "
+        "accel.no_sync(model): optimizer.step() then averages all gradients."
     ),
     re.compile(r"storage of size 0|size of tensor [ab] \(0\)|mat2 must be a matrix"): (
-        "this backward needs divided weights that are not gathered any more: it is a second one of one forward (add the losses "
-        "up and call backward() once), or differentiates a gradient, or what the forward returned has tensors where they are not "
-        "found, in a set, a closure or an object inside of another: return them in lists, dicts or dataclasses; or use a backend "
-        "that keeps weights whole"
+        "This backward needs sharded weights that are no longer gathered. Add up the losses of one forward and call backward() "
+        "once, and let forward return tensors in lists, dicts or dataclasses. Or use a backend that keeps weights whole."
     ),
 }
 

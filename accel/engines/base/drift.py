@@ -34,8 +34,6 @@ _NEVER: Final = sys.maxsize
 #: How many names an error gives, and how many forwards' inputs are noted from one check to the next.
 _NAMED: Final = 5
 _NOTED: Final = 8
-#: The first letters of a gradient's name. Other names are those of weights, or of tensors in groups.
-GRADIENT: Final = "the gradient of "
 _SAME_INPUTS: Final = (
     "%s is given the same inputs on all %d ranks, so every rank computes the same gradients. Pass the loader to accel.setup, or "
     "choose different data by accel.rank(). If you mean it, ignore this warning."
@@ -47,10 +45,6 @@ _GROUPS: Final = (
 _WEIGHTS: Final = (
     "Load state and change weights on every rank, never under accel.is_main(). If ranks have different kinds of devices, "
     "which round differently, use drift_check=0."
-)
-_GRADIENTS: Final = (
-    "Ranks that share layers need the same labels. If the plan leaves a weight whole that each rank uses with its shard of a "
-    "layer, add its module to the plan as 'replicated_with_grad_allreduce'."
 )
 
 
@@ -247,8 +241,9 @@ def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping
             expected = digests_by_rank[first].get(name)
             others = [rank for rank, theirs in digests_by_rank.items() if theirs.get(name) != expected]
             where = f" ({place})" if place else ""
-            advice = _GRADIENTS if name.startswith(GRADIENT) else _WEIGHTS
-            return f"{name}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}. {advice}"
+            return (
+                f"{name}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}. {_WEIGHTS}"
+            )
     raise AssertionError
 
 

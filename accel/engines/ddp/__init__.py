@@ -91,11 +91,7 @@ class DDPGradients(Gradients):
         """A new reducer of the parameters that are trainable now, around what a forward calls."""
         self.let_go()
         self._incomplete = False
-        parameters = self.engine.parameters
-        # What torch leaves to the program is averaged like everything that comes without the reducer.
-        names = getattr(core, "_ddp_params_and_buffers_to_ignore", ())
-        ignored = {id(p) for name, p in core.named_parameters() if name in names} if names else ()
-        trainable = [i for i, p in enumerate(parameters) if p.requires_grad and id(p) not in ignored]
+        trainable = [i for i, p in enumerate(self.engine.parameters) if p.requires_grad]
         if not trainable:
             self.reduction.reset(None, ())
             return

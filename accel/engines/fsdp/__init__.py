@@ -21,7 +21,6 @@ from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry, parameters_of
 from ..base.activations import Choice
-from ..base.drift import GRADIENT
 from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
 from ..base.gradients import (
     Gradients,
@@ -137,10 +136,7 @@ class FSDPHoldings(Holdings):
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
     def replicated_parts(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
-        """The shards that other ranks have too, by their place along the axes that they are divided along.
-
-        With parts of layers, the gradients of what is whole there too: they tell at the first step what its weights tell later.
-        """
+        """The shards that other ranks have too, by their place along the axes that they are divided along."""
         mesh, shards = self.engine.parts.sharded.mesh, self._shards()
         found: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for name, p in super().replicas():
@@ -149,8 +145,6 @@ class FSDPHoldings(Holdings):
             those = found.setdefault(f"part {' of part '.join(map(str, place))}" if place else "whole", [])
             if id(p) in shards and any(mesh.sizes[axis] > 1 for axis in copies):
                 those.append((name, here(p)))
-            if mesh.parallel and "tensor" in copies and p.grad is not None:
-                those.append((f"{GRADIENT}{name}", here(p.grad)))
         return {place: those for place, those in found.items() if those}
 
     def _shards(self) -> set[int]:
