@@ -69,11 +69,7 @@ class ModelHandle(nn.Module):
     Calling it, or a method of the user's, goes through the engine. It has no attribute of its own.
     """
 
-    def __init__(self, engine: Any = None, *args: object, **kwargs: object) -> None:
-        if not hasattr(engine, "module"):
-            raise AccelError(
-                "the class of a model that accel.setup returned makes no other one: type(accel.unwrap(model))(...)"
-            )
+    def __init__(self, engine: Any) -> None:
         _set(self, "_accel_engine", engine)
         _set(self, "_accel_raw", engine.module)
 

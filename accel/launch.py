@@ -466,11 +466,6 @@ def require(obj: object, name: str, plainly: bool = False) -> list[Any]:
     """What of ``obj`` has a state to load; a LaunchError names what cannot be pickled, ``plainly`` or by value."""
     try:
         return _attempt(obj, plainly)
-    except RecursionError as error:
-        raise LaunchError(
-            f"cannot be pickled, and so not sent to another process: {name} is nested too deeply, such as a long chain of "
-            "objects that each hold the next one: keep them in a list"
-        ) from error
     except Exception as error:
         culprits = list(dict.fromkeys(_culprits(obj, name, plainly, set())))
         more = f" and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""

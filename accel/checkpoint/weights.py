@@ -119,23 +119,8 @@ def is_named(path: str) -> bool:
 
 
 def is_weights_alone(directory: str) -> bool:
-    """Whether a directory has weights under other libraries' names, and no checkpoint; raises where its directories have some."""
-    if record.exists(directory):
-        return False
-    if is_named(directory) or present(directory):
-        return True
-    try:
-        inside = [
-            name for name in sorted(storage_of(directory).names(directory)) if present(os.path.join(directory, name))
-        ]
-    except OSError:
-        inside = []  # `record.read` tells
-    if inside:
-        raise CheckpointError(
-            f"{directory} has no weights itself, but in its directories {', '.join(inside[:10])}, each for a model of its own: "
-            f"name one, such as {os.path.join(directory, inside[0])!r}"
-        )
-    return False
+    """True if a directory has weights under other libraries' names, and no checkpoint."""
+    return not record.exists(directory) and (is_named(directory) or bool(present(directory)))
 
 
 def _models(state: Any) -> list[tuple[str, str]]:

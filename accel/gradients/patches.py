@@ -159,7 +159,7 @@ _MEANT: Final = {
         "accel.no_sync(model): optimizer.step() then averages all gradients."
     ),
     re.compile(r"storage of size 0|size of tensor [ab] \(0\)|mat2 must be a matrix"): (
-        "This backward needs sharded weights that are no longer gathered. Add up the losses of one forward and call backward() "
+        "This backward needs weights that are no longer gathered. Add up the losses of one forward and call backward() "
         "once, and let forward return tensors in lists, dicts or dataclasses. Or use a backend that keeps weights whole."
     ),
 }

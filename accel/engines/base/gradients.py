@@ -149,16 +149,19 @@ class Gradients:
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip by the global norm of the model's gradients; return the norm before, 0-dim. Collective."""
-        if not self.in_parts:
-            self.settle()  # every rank clips all parameters, so there is nothing to compare
-        norm = nn.utils.clip_grad_norm_(self.engine.parameters, max_norm, norm_type, error_if_nonfinite)
-        return here(norm)
+        parameters = self.engine.parameters
+        if self.in_parts:
+            self.finalize("accel.clip_grad_norm_", parameters)
+            return self.clip_parts(max_norm, norm_type, error_if_nonfinite)
+        self.settle()  # every rank clips all parameters, so there is nothing to compare
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     @final
     def clip_parts(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip gradients that are final and lie in parts. Collective."""
         counted, copies = self.parts(self.engine.parameters)
-        norm = norm_over_ranks(self.engine.parameters, counted, norm_type, self.process)
+        with Waiting(self.process, "clipping of gradients"):
+            norm = norm_over_ranks(self.engine.parameters, counted, norm_type, self.process)
         if error_if_nonfinite:
             refuse_nonfinite(norm, norm_type)
         scale_([*counted, *copies], max_norm, norm)

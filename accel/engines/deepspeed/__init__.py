@@ -30,7 +30,7 @@ from ..base.gradients import (
 )
 from ..base.memory import MemoryUse, TensorSize
 from .config import Configuration, check_stage, refuse_optimizer, refuse_parameters
-from .library import probe
+from .library import probe, release_groups
 from .partitions import Flat, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
@@ -428,3 +428,8 @@ class DeepSpeedEngine(Engine):
             self.holdings.leave(zero, optimizers)
             if self.stage == 3:
                 raise lost_weights(self)
+
+    def abandon(self, reason: str) -> None:
+        super().abandon(reason)
+        if self.zero is not None and hasattr(self.zero, "library"):
+            release_groups([self.zero.library, *self.parameters])
