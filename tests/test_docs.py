@@ -78,13 +78,3 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 def test_every_page_is_in_the_navigation() -> None:
     config = (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8")
     assert not [page for page in PAGES if page.startswith("docs/") and f": {Path(page).name}\n" not in config]
-
-
-FEATURES = (ROOT / "docs/features.md").read_text(encoding="utf-8")
-CITED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", FEATURES)))
-
-
-def test_every_test_that_is_cited_is_there() -> None:
-    assert len(CITED) > 100
-    missing = [f"{file}::{name}" for file, name in CITED if f"\ndef {name}(" not in (ROOT / file).read_text("utf-8")]
-    assert not missing
