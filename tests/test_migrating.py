@@ -48,7 +48,7 @@ def two_backwards(prepare, no_sync):
     optimizer.step()
     return [p.detach() for p in net.parameters()]
 """
-#: The rows in bold: each function gives what the library does and what accel does.
+#: The rows: each function gives what the library does and what accel does.
 SAME = {
     "Accelerate": """
 
