@@ -300,8 +300,6 @@ class Registry:
 
     def parameters_of(self, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the engines' parameters whose gradients these are, and the other gradients."""
-        if not gradients:
-            self._refuse_hidden()
         parameters = {id(p.grad): p for e in self.engines if e.distributed for p in e.parameters if p.grad is not None}
         own: list[torch.Tensor] = [parameters[id(g)] for g in gradients if id(g) in parameters]
         return own, [g for g in gradients if id(g) not in parameters]

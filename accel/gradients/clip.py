@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -103,15 +103,7 @@ def scale_(gradients: Iterable[torch.Tensor], max_norm: float, norm: torch.Tenso
         torch._foreach_mul_(gradients_there, factor.to(device))
 
 
-def refuse_nonfinite(norm: torch.Tensor, norm_type: float) -> None:
-    """Raise RuntimeError, as torch does, if a norm is inf or nan."""
-    if not here(norm).isfinite():
-        raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
-        )
-
-
-# -- torch's functions --------------------------------------------------------------------------------------------------
+# -- clipping gradients in parts -----------------------------------------------------------------------------------------
 
 
 class ClippedGradients(Protocol):
@@ -130,6 +122,68 @@ class ClippedGradients(Protocol):
 
 #: Engines' gradients, with the parameters of each.
 Owners: TypeAlias = list[tuple[ClippedGradients, list[torch.Tensor]]]
+
+
+class Part(NamedTuple):
+    """The final gradients of some parameters of one engine that are on this rank."""
+
+    gradients: ClippedGradients
+    parameters: Sequence[torch.Tensor]
+    #: The gradients that this rank counts in a norm, and those that a different rank counts.
+    counted: list[torch.Tensor]
+    copies: list[torch.Tensor]
+
+
+def part_of(gradients: ClippedGradients, parameters: Sequence[torch.Tensor]) -> Part:
+    """Return what this rank has of the gradients of these parameters. They are final. Local."""
+    return Part(gradients, parameters, *gradients.parts(parameters))
+
+
+def clip_parts_(
+    parts: Sequence[Part], rest: Sequence[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """Clip gradients in parts, and the full gradients of ``rest``, by one norm. Return the norm before. Collective.
+
+    Raises:
+        RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
+    """
+    norm = _norm(parts, rest, norm_type, error_if_nonfinite)
+    scale_(_on_this_rank(parts, rest), max_norm, norm)
+    return norm
+
+
+def _norm(parts: Sequence[Part], rest: Sequence[Any], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+    """Return the norm of gradients in parts and of full ones together. Collective."""
+    by_part: list[torch.Tensor] = []
+    for part in parts:
+        process = part.gradients.process
+        with Waiting(process, "clipping of gradients"):
+            by_part.append(norm_over_ranks(part.parameters, part.counted, norm_type, process))
+    norm = by_part[0]
+    if len(by_part) > 1 or rest:
+        full = [here(p.grad) for p in rest if p.grad is not None]
+        stacked = [n.to(norm) for by_dtype in norms(full, float(norm_type)) for n in by_dtype]
+        norm = torch.linalg.vector_norm(torch.stack([*by_part, *stacked]), norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
+        )
+    return norm
+
+
+def _on_this_rank(parts: Sequence[Part], rest: Sequence[Any]) -> list[torch.Tensor]:
+    gradients: list[torch.Tensor] = []
+    for part in parts:
+        gradients += part.counted + part.copies
+    return gradients + [here(p.grad) for p in rest if p.grad is not None]
+
+
+def _for_user(parts: Sequence[Part], rest: Sequence[Any], norm: torch.Tensor) -> torch.Tensor:
+    """Return the norm in the form in which torch returns that of such parameters."""
+    return norm if len(parts) > 1 or rest else parts[0].gradients.norm_for_user(norm)
+
+
+# -- torch's functions --------------------------------------------------------------------------------------------------
 
 
 class Owning(Protocol):
@@ -186,18 +240,15 @@ class _Clip:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        divided, rest = self._finalize("torch.nn.utils.clip_grad_norm_", _as_list(parameters))
-        if not divided:
+        parts, rest = self._finalize("torch.nn.utils.clip_grad_norm_", _as_list(parameters))
+        if not parts:
             return self._call(original, rest, max_norm, norm_type, error_if_nonfinite, foreach)
-        norm = _norm(divided, rest, norm_type)
-        if error_if_nonfinite:
-            refuse_nonfinite(norm, norm_type)
-        self._scale(divided, rest, max_norm, norm)
-        return norm
+        norm = clip_parts_(parts, rest, max_norm, norm_type, error_if_nonfinite)
+        return _for_user(parts, rest, norm)
 
     def by_value(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
-        divided, rest = self._finalize("torch.nn.utils.clip_grad_value_", _as_list(parameters))
-        gradients = _local(divided) + [p.grad for p in rest if p.grad is not None]
+        parts, rest = self._finalize("torch.nn.utils.clip_grad_value_", _as_list(parameters))
+        gradients = _on_this_rank(parts, ()) + [p.grad for p in rest if p.grad is not None]
         if gradients:  # torch cannot clip nothing, which may be all that this rank has
             original([SimpleNamespace(grad=gradient) for gradient in gradients], *args, **kwargs)
 
@@ -209,23 +260,23 @@ class _Clip:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
+        if self._inside:
+            return original(tensors, norm_type, error_if_nonfinite, foreach)
         given = _as_list(tensors)
-        parameters, others = ([], given) if self._inside else self._registry.parameters_of(given)
-        if others and not parameters or self._inside:
+        parameters, others = self._registry.parameters_of(given)
+        if others and not parameters:  # none of an engine's
             return original(given, norm_type, error_if_nonfinite, foreach)
-        divided, rest = self._finalize("torch.nn.utils.get_total_norm", parameters)
-        if any(gradients.spread for gradients, _ in divided):
+        parts, rest = self._finalize("torch.nn.utils.get_total_norm", parameters)
+        if any(part.gradients.spread for part in parts):
             raise BackendError(
                 "torch.nn.utils.get_total_norm sees the gradients of this rank only: accel.clip_grad_norm_(model, "
                 'float("inf")) measures those of all ranks'
             )
         others += [p.grad for p in rest if p.grad is not None]
-        if not divided:
+        if not parts:
             return original(others, norm_type, error_if_nonfinite, foreach)
-        norm = _norm(divided, [SimpleNamespace(grad=gradient) for gradient in others], norm_type)
-        if error_if_nonfinite:
-            refuse_nonfinite(norm, norm_type)
-        return norm
+        holders = [SimpleNamespace(grad=gradient) for gradient in others]
+        return _for_user(parts, holders, _norm(parts, holders, norm_type, error_if_nonfinite))
 
     def with_norm(
         self,
@@ -238,9 +289,9 @@ class _Clip:
         if self._inside:
             original(parameters, max_norm, total_norm, foreach)
             return
-        divided, rest = self._finalize("torch.nn.utils.clip_grads_with_norm_", _as_list(parameters))
-        if divided:
-            self._scale(divided, rest, max_norm, total_norm)
+        parts, rest = self._finalize("torch.nn.utils.clip_grads_with_norm_", _as_list(parameters))
+        if parts:
+            scale_(_on_this_rank(parts, rest), max_norm, here(total_norm))
         else:
             original(rest, max_norm, total_norm, foreach)
 
@@ -251,46 +302,14 @@ class _Clip:
         finally:
             self._inside = False
 
-    def _finalize(self, what: str, parameters: list[torch.Tensor]) -> tuple[Owners, list[torch.Tensor]]:
-        """Make the gradients of these parameters final. Return those in parts, and the parameters whose gradients are whole."""
+    def _finalize(self, what: str, parameters: list[torch.Tensor]) -> tuple[list[Part], list[torch.Tensor]]:
+        """Make the gradients of these parameters final. Return those in parts, and the parameters with full gradients."""
         owners, rest = self._registry.owners(parameters)
         for gradients, own in owners:
             gradients.finalize(what, own)
-        divided = [(gradients, own) for gradients, own in owners if gradients.in_parts]
-        return divided, rest + [p for gradients, own in owners if not gradients.in_parts for p in own]
-
-    @staticmethod
-    def _scale(divided: Owners, rest: Sequence[Any], max_norm: float, norm: torch.Tensor) -> None:
-        gradients = _local(divided) + [here(p.grad) for p in rest if p.grad is not None]
-        scale_(gradients, max_norm, here(norm))
+        parts = [part_of(gradients, own) for gradients, own in owners if gradients.in_parts]
+        return parts, rest + [p for gradients, own in owners if not gradients.in_parts for p in own]
 
 
 def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _local(divided: Owners) -> list[torch.Tensor]:
-    """Return the gradients of these parameters that lie on this rank."""
-    found: list[torch.Tensor] = []
-    for gradients, parameters in divided:
-        counted, copies = gradients.parts(parameters)
-        found += counted + copies
-    return found
-
-
-def _norm(divided: Owners, rest: Sequence[Any], norm_type: float) -> torch.Tensor:
-    """Return the norm of gradients in parts and of whole ones together."""
-    norms: list[torch.Tensor] = []
-    for gradients, parameters in divided:
-        with Waiting(gradients.process, "clipping of gradients"):
-            norms.append(norm_over_ranks(parameters, gradients.parts(parameters)[0], norm_type, gradients.process))
-    if len(norms) == 1 and not rest:
-        return divided[0][0].norm_for_user(norms[0])
-    whole = [here(p.grad) for p in rest if p.grad is not None]
-    norms += [norm.to(norms[0]) for norm in _torchs_norms(whole, norm_type)]
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return total
-
-
-def _torchs_norms(gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    return [norm for stacked in norms(gradients, float(norm_type)) for norm in stacked]

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
-from ...gradients.clip import norm_over_ranks, refuse_nonfinite, scale_
+from ...gradients.clip import clip_parts_, part_of
 from ...gradients.log import BackwardEnd, GradientLog
 from ...gradients.patches import BackwardListener
 from ...precision import Accumulator, all_finite, here
@@ -159,13 +159,7 @@ class Gradients:
     @final
     def clip_parts(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip gradients that are final and lie in parts. Collective."""
-        counted, copies = self.parts(self.engine.parameters)
-        with Waiting(self.process, "clipping of gradients"):
-            norm = norm_over_ranks(self.engine.parameters, counted, norm_type, self.process)
-        if error_if_nonfinite:
-            refuse_nonfinite(norm, norm_type)
-        scale_([*counted, *copies], max_norm, norm)
-        return norm
+        return clip_parts_([part_of(self, self.engine.parameters)], (), max_norm, norm_type, error_if_nonfinite)
 
     def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor:
         """Return a norm over all ranks in the form in which torch returns that of such parameters. Local."""
