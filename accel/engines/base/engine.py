@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import logging
-import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -17,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError, OptimizerError, refuse_unknown
+from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.log import TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
@@ -27,93 +25,14 @@ from .drift import DriftGuard, watch_loads
 from .gradients import Gradients
 from .holdings import Holdings
 from .memory import MemoryUse, TensorSize, add_uses
+from .options import LayerOptions as LayerOptions
+from .options import Options as Options
+from .options import SequenceOptions as SequenceOptions
+from .placement import REPLICATED, Placements
 from .sequence import SequenceParallel, sequence_size
 from .step import Stepper, refuse_changes, take_added_groups
 
 logger = logging.getLogger("accel")
-
-# -- What an engine is built with --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Base of the backends' options.
-
-    Args:
-        drift_check: compare what must be equal on all ranks at steps 1, 10, 100 and then every so many (None: 1,000, 0: never).
-    """
-
-    drift_check: int | None = None
-
-    #: Options with which the engine works in another way than with the default ones; the contract's tests run them too.
-    variants: ClassVar[tuple[Options, ...]] = ()
-    #: Options of several ranks that a prediction of memory shows beside these.
-    shown: ClassVar[tuple[Options, ...]] = ()
-    #: The option that a value without a name is for, as in ``ACCEL_BACKEND=deepspeed:3``; none where this is empty.
-    leading: ClassVar[str] = ""
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Refuse (BackendError) other options than there are."""
-        refuse_unknown(cls, args, options, BackendError)
-        return object.__new__(cls)
-
-    @final
-    def __post_init__(self) -> None:
-        """Refuse (BackendError) what is no value of an option by its type, and what ``check_values`` refuses."""
-        for option in dataclasses.fields(self):
-            value, kind = getattr(self, option.name), getattr(option.type, "__name__", option.type)
-            if expected := _expected(kind, value):
-                raise BackendError(f"{type(self).__name__}({option.name}={value!r}): expected {expected}")
-        every = self.drift_check
-        if every is not None and (type(every) is not int or every < 0):
-            raise BackendError(f"{type(self).__name__}(drift_check={every!r}): expected a number of steps, 0 or None")
-        self.check_values()
-
-    def check_values(self) -> None:
-        """Refuse (BackendError) other values that these options cannot have."""
-
-
-def _expected(kind: Any, value: object) -> str:
-    """What was expected of an option, by its type as the class declares it; empty where the value is one, or nothing is known."""
-    if kind == "bool":
-        return "" if type(value) is bool else "True or False"
-    if kind == "int":
-        return "" if type(value) is int and value > 0 else "a whole number of at least 1"
-    if kind.startswith("Literal["):
-        known: list[object] = [*re.findall(r"['\"](\w+)['\"]", kind), *([None] if kind.endswith("| None") else [])]
-        return "" if value in known else f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
-    if kind.startswith("bool | tuple[type"):
-        classes = type(value) is tuple and all(isinstance(c, type) for c in value)
-        return "" if type(value) is bool or classes else "True, False or a tuple of module classes"
-    return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerOptions(Options):
-    """Of engines whose forward is the model's own.
-
-    Args:
-        activation_checkpointing: blocks keep only their inputs, and compute their activations again in backward: those that
-            repeat in a ModuleList or Sequential and have submodules (with ``wrap``: those that it chooses), or modules of
-            the classes in a tuple.
-    """
-
-    activation_checkpointing: bool | tuple[type[nn.Module], ...] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceOptions(LayerOptions):
-    """Of engines whose ranks compute whole layers each, and average gradients.
-
-    Args:
-        sequence_parallel: so many neighbouring ranks have parts of each sequence (``accel.shard_sequence``), and exchange them
-            for heads in attention. They read one batch.
-        auto_refresh: look for a change of ``requires_grad`` before each forward, and compare it over the ranks.
-    """
-
-    sequence_parallel: int = 1
-    auto_refresh: bool = True
-
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -190,6 +109,11 @@ class Engine(ABC):
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)
         self.gradients.follow(self.parameters)
+
+    @property
+    def placements(self) -> Placements:
+        """How weights, gradients and optimizer state lie on the ranks now. Local."""
+        return REPLICATED
 
     # -- before there is an engine --------------------------------------------------------------------------------
 
