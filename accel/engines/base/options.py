@@ -32,6 +32,9 @@ class Options:
     leading: ClassVar[str] = ""
     #: Options that the contract tests run too.
     variants: ClassVar[tuple[Options, ...]] = ()
+    #: Options with which training differs from one process, as with weights that are averaged every
+    #: few steps. The contract tests check that the ranks agree.
+    approximate: ClassVar[tuple[Options, ...]] = ()
     #: Options that a memory report shows beside these on several ranks.
     shown: ClassVar[tuple[Options, ...]] = ()
 
