@@ -283,9 +283,9 @@ class Engine(ABC):
         if self.sequence is not None and not self.sequence.running:
             with self.sequence.forward(function, args, kwargs):
                 return self.call(function, args, kwargs)
-        if self._watches_mask and function is self.entry and torch.is_grad_enabled():
-            if self.mask.changed():
-                self.refresh()
+        watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
+        if watches_mask and self.mask.changed():
+            self.refresh()
         if self.drift.inputs is not None:
             self.drift.inputs.note(self, args, kwargs)
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None
