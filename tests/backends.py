@@ -18,6 +18,9 @@ from tests.distributed import run
 #: Names, and options where an engine lists variants.
 BACKENDS: list[Any] = [option for name, engine in ENGINES.items() for option in (name, *engine.options_type.variants)]
 
+#: Options with which training differs from one process. They are tested for agreement between ranks only.
+APPROXIMATE: list[Any] = [options for engine in ENGINES.values() for options in engine.options_type.approximate]
+
 
 def engine_of(backend: Any) -> type[Engine]:
     """The engine's class, whether or not its package is installed."""

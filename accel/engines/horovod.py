@@ -126,6 +126,8 @@ class Horovod(AveragingOptions):
 
     compression: Literal["fp16"] | None = None
 
+    choices = {"compression": ("fp16", None)}
+
 
 @final
 class HorovodEngine(AveragingEngine):

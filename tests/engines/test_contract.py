@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import accel
 from accel.registry import registry
-from tests.backends import BACKENDS, engine_of, need
+from tests.backends import APPROXIMATE, BACKENDS, engine_of, need
 from tests.distributed import run
 from tests.engines.matrix import Cell, cells_of, check_cells, in_pairs
 
@@ -159,3 +160,61 @@ def test_whole_state(backend: Any) -> None:
     world = 2 if engine_of(backend).synchronizes else 1
     need(backend, world)
     run(world, check_state, backend)
+
+
+# -- the ranks agree -----------------------------------------------------------------------------------------------------
+
+
+def train_apart(model: Any, optimizer: Any, steps: range) -> None:
+    """Train on a batch of this data-parallel place."""
+    for step in steps:
+        seed = 100 * step + accel.data_parallel_place(model).rank
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).to(accel.device())
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_equal_on_ranks(read_state: Callable[[], Any], title: str) -> None:
+    """Fail if ranks read different states. Reading may raise AccelError, if it does on every rank."""
+    try:
+        state, refused = read_state(), False
+    except accel.AccelError:
+        state, refused = None, True
+    states = accel.all_gather((copy.deepcopy(state), refused), objects=True)
+    assert len({refused for _, refused in states}) == 1, f"{title}: refused on some ranks only"
+    wrong = [text for other, _ in states for text in differences(other, states[0][0], title, 0.0)]
+    assert not wrong, wrong
+
+
+def check_agreement(backend: Any) -> None:
+    """Ranks with different batches have one state after three steps, also in the middle of an interval of two."""
+    torch.manual_seed(accel.rank())
+    raw = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 3))
+    raw_optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01)
+    model, optimizer, _ = accel.setup(raw, raw_optimizer, backend=backend)
+    train_apart(model, optimizer, range(3))
+    for name, wrapped, original in (("model", model, raw), ("optimizer", optimizer, raw_optimizer)):
+        assert_equal_on_ranks(wrapped.state_dict, f"{name}.state_dict()")
+        assert_equal_on_ranks(original.state_dict, f"the raw {name}'s state_dict()")
+        assert_equal_on_ranks(lambda: accel.full_state_dict(wrapped), f"full_state_dict({name})")  # noqa: B023
+    train_apart(model, optimizer, range(3, 5))
+
+    def step_unknown() -> Any:
+        """Step an optimizer that ``setup`` never saw."""
+        unknown = torch.optim.SGD(raw.parameters(), lr=0.1)
+        train_apart(model, unknown, range(5, 6))
+        return accel.full_state_dict(model)
+
+    assert_equal_on_ranks(step_unknown, "the weights after a step of an optimizer that setup never saw")
+    accel.teardown(model)
+    assert_equal_on_ranks(raw.state_dict, "the model after teardown")
+    assert_equal_on_ranks(raw_optimizer.state_dict, "the optimizer after teardown")
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, *APPROXIMATE], ids=str)
+def test_ranks_agree(backend: Any) -> None:
+    if not engine_of(backend).synchronizes:
+        pytest.skip("trains one model per process")
+    need(backend, 2)
+    run(2, check_agreement, backend)

@@ -57,6 +57,8 @@ class DDP(SequenceOptions):
     comm_hook: Literal["fp16", "bf16", "powersgd"] | None = None
     powersgd_rank: int = 1
 
+    choices = {"comm_hook": ("fp16", "bf16", "powersgd", None)}
+
     def check_values(self) -> None:
         name, size = type(self).__name__, self.bucket_cap_mb
         if size is not None and (type(size) not in (int, float) or not size > 0):

@@ -189,6 +189,8 @@ class Pipeline(Options):
     chunks: int = 1
     checkpoint: Literal["always", "except_last", "never"] = "except_last"
 
+    choices = {"checkpoint": ("always", "except_last", "never")}
+
     def check_values(self) -> None:
         balance: Any = "size" if self.balance is None else self.balance
         if isinstance(balance, Sequence) and not isinstance(balance, str):

@@ -1,0 +1,110 @@
+"""The option dataclasses of backends, as in ``backend=accel.FSDP(replicas=2)``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from torch import nn
+
+from ...errors import BackendError, refuse_unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Base class of the option dataclasses.
+
+    If the default of an option is a bool, only bools are accepted. If it is an int, only ints from 1
+    on are accepted. ``choices`` and ``check_values`` check the other options.
+
+    Args:
+        drift_check: compare replicated state at steps 1, 10, 100 and then every ``drift_check``
+            steps. None: every 1,000 steps. 0: never.
+    """
+
+    drift_check: int | None = None
+
+    #: The allowed values of options that have a fixed set of them.
+    choices: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    #: The option that a value without a name sets, as in ``ACCEL_BACKEND=deepspeed:3``.
+    leading: ClassVar[str] = ""
+    #: Options that the contract tests run too.
+    variants: ClassVar[tuple[Options, ...]] = ()
+    #: Options with which training differs from one process, as with weights that are averaged every
+    #: few steps. The contract tests check that the ranks agree.
+    approximate: ClassVar[tuple[Options, ...]] = ()
+    #: Options that a memory report shows beside these on several ranks.
+    shown: ClassVar[tuple[Options, ...]] = ()
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Raise BackendError for an unknown option."""
+        refuse_unknown(cls, args, options, BackendError)
+        return object.__new__(cls)
+
+    @final
+    def __post_init__(self) -> None:
+        """Raise BackendError for a value that an option can't have."""
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if "or_classes" in option.metadata:
+                valid = type(value) is bool or _are_classes(value)
+                self.expect(option.name, valid, "True, False or a tuple of module classes")
+            elif type(option.default) is bool:
+                self.expect(option.name, type(value) is bool, "True or False")
+            if type(option.default) is int:
+                valid = type(value) is int and value > 0
+                self.expect(option.name, valid, "a whole number of at least 1")
+        for name, allowed in self.choices.items():
+            *others, last = map(repr, allowed)
+            self.expect(name, getattr(self, name) in allowed, f"{', '.join(others)} or {last}")
+        interval = self.drift_check
+        valid = interval is None or (type(interval) is int and interval >= 0)
+        self.expect("drift_check", valid, "a number of steps, 0 or None")
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Raise BackendError for other values that these options can't have."""
+
+    @final
+    def expect(self, name: str, valid: bool, expected: str) -> None:
+        """Raise BackendError, naming the option and its value, unless the value is valid."""
+        if not valid:
+            value = getattr(self, name)
+            raise BackendError(f"{type(self).__name__}({name}={value!r}): expected {expected}")
+
+
+def _are_classes(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, type) for item in value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerOptions(Options):
+    """Options of backends that run the model's own forward.
+
+    Args:
+        activation_checkpointing: keep only the inputs of blocks, and compute their activations
+            again in backward. True selects the blocks that repeat in a ModuleList or Sequential
+            and have submodules (with ``wrap``: the blocks that it selects). A tuple of classes
+            selects the modules of these classes.
+    """
+
+    activation_checkpointing: bool | tuple[type[nn.Module], ...] = dataclasses.field(
+        default=False, metadata={"or_classes": True}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOptions(LayerOptions):
+    """Options of backends that average gradients and run whole layers on each rank.
+
+    Args:
+        sequence_parallel: the number of neighboring ranks that share each sequence
+            (``accel.shard_sequence``). They read the same batch and exchange attention heads.
+        auto_refresh: before each forward, look for a change of ``requires_grad`` and compare it
+            over the ranks.
+    """
+
+    sequence_parallel: int = 1
+    auto_refresh: bool = True
