@@ -121,6 +121,7 @@ class DDPGradients(Gradients):
         given: Any = {name: getattr(options, name) for name in _PASSED if name in _KNOWN}
         group = self.process.group
         self.ddp = DistributedDataParallel(core, process_group=group, init_sync=False, **_NO_BUFFERS, **given)
+        self.ddp.require_backward_grad_sync = not self.accumulating
         self.first = parameters[self._trained[0]]
         self.dtype = self.first.dtype
         if options.comm_hook is not None:
@@ -134,6 +135,11 @@ class DDPGradients(Gradients):
     @property
     def spares(self) -> bool:
         return self.engine.distributed
+
+    def accumulate(self, accumulating: bool) -> None:
+        super().accumulate(accumulating)
+        if self.ddp is not None:
+            self.ddp.require_backward_grad_sync = not accumulating
 
     # -- forwards -------------------------------------------------------------------------------------------------
 
@@ -248,7 +254,7 @@ class DDPGradients(Gradients):
             )
         what = f"a reduction of gradients accumulated without the reducer ({engine.label})"
         average_gradients_(what, engine.parameters, engine.names, self.process)
-        self._local = False
+        self._local, self.explained = False, True
 
     def _end_without(self, missing: Sequence[int]) -> None:
         """Let the reducer end a backward that left parameters without a gradient. Collective."""
@@ -301,10 +307,9 @@ class DDPGradients(Gradients):
             self._refuse_interrupted()
         if optimizer is not None and torch._C._current_graph_task_id() != -1:
             refuse_inside_backward()
-        if self._local or not self.explained or id(optimizer) in self.stepped:
-            if any(p.grad is not None for p in self.engine.parameters):
-                self._average()
-                self.explained = True
+        unknown = self._local or not self.explained or id(optimizer) in self.stepped
+        if unknown and any(p.grad is not None for p in self.engine.parameters):
+            self._average()
         if optimizer is None:
             return
         first = not self.stepped
@@ -407,14 +412,10 @@ class DDPEngine(Engine):
             gradients.recover()
         if buffers.stale and trains and synchronizes and not (gradients.graph_open or gradients.joining):
             buffers.synchronize()  # a backward came without a step
-        if gradients.stepped and trains:
-            gradients.explained = False
         ddp = None if torch.compiler.is_exporting() else gradients.ddp  # DDP.forward can't be traced
         if ddp is None:
             out = self._core(*args, **kwargs)
         else:
-            if ddp.require_backward_grad_sync is not synchronizes:  # nn.Module is slow to assign to
-                ddp.require_backward_grad_sync = synchronizes
             gradients.num_joined += 1
             if gradients.marked and synchronizes and self.options.find_unused_parameters:
                 gradients.forget_marks()
@@ -423,6 +424,8 @@ class DDPEngine(Engine):
             if ddp is not None and synchronizes:
                 gradients.armed = gradients.first.dtype is gradients.dtype
             gradients.graph_open = True
+            # After a step the loop may assign gradients of torch.autograd.grad.
+            gradients.explained = gradients.explained and not gradients.stepped
             buffers.stale = buffers.wanted
         return out
 

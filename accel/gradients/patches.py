@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 import re
 import sys
@@ -164,12 +165,20 @@ class BackwardListener(Protocol):
         """Called after any backward. ``completed`` is False if it raised."""
 
 
+_dereference: Final = operator.methodcaller("__call__")
 #: What torch's reducer says if a parameter gets two gradients in one backward.
 _TWICE: Final = re.compile("mark a variable ready only once|undefined, but still allreduced")
 _REENTRANT: Final = (
     "torch's reducer met a parameter twice in one backward. Use checkpoint(..., use_reentrant=False), or run "
     "forward and backward inside accel.no_sync(model)."
 )
+
+
+def _raise_meant(error: BaseException) -> None:
+    """Raise accel's error for one of a lost rank, or of the reducer."""
+    raise_lost("a backward", error)
+    if _TWICE.search(str(error)) and not isinstance(error, BackendError):
+        raise BackendError(_REENTRANT) from error
 
 
 def backward_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Patch, ...]:
@@ -189,16 +198,13 @@ def backward_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tupl
             # torch.autograd.grad leaves no gradients.
             if not layer.active or not kwargs.get("accumulate_grad", True):
                 return original(*args, **kwargs)
-            listening = []
-            for reference in listeners:
-                if (listener := reference()) is not None:
-                    listening.append(listener)
+            # Strong references, because an engine may be collected meanwhile.
+            listening = list(filter(None, map(_dereference, listeners)))
             outermost = depth == 0
             depth += 1
             try:
-                if outermost:
-                    for listener in listening:
-                        listener.backward_begins()
+                for listener in listening if outermost else ():
+                    listener.backward_begins()
                 result = original(*args, **kwargs)
                 for listener in listening:
                     listener.backward_ends(True, outermost)
@@ -206,9 +212,7 @@ def backward_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tupl
             except BaseException as error:
                 for listener in listening:
                     listener.backward_ends(False, outermost)
-                raise_lost("a backward", error)
-                if _TWICE.search(str(error)) and not isinstance(error, BackendError):
-                    raise BackendError(_REENTRANT) from error
+                _raise_meant(error)
                 raise
             finally:
                 depth -= 1

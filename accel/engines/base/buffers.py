@@ -33,7 +33,7 @@ class Buffers:
             parent, _, key = name.rpartition(".")
             self._names.append(name)
             self._places.append((module.get_submodule(parent)._buffers, key))
-        self._shapes = self._shapes_of(self._tensors())
+        self._shapes = list(map(getattr, starmap(dict.get, self._places), repeat("shape"), repeat(None)))
         self._what = f"the buffers that rank 0 gives to all ({type(module).__name__})"
         self._waiting = Waiting(process, self._what)
         #: True if ranks take rank 0's; and if a forward may have changed them since they did.
@@ -53,8 +53,9 @@ class Buffers:
         self.stale = False
         if not self.wanted:
             return
-        tensors = self._tensors()
-        if (shapes := self._shapes_of(tensors)) != self._shapes:
+        tensors = list(starmap(dict.get, self._places))
+        shapes = list(map(getattr, tensors, repeat("shape"), repeat(None)))
+        if shapes != self._shapes:
             self._announce(shapes)
             tensors = [tensor for tensor in tensors if tensor is not None]
         with self._waiting:
@@ -74,10 +75,3 @@ class Buffers:
         changed = [f"{name} {list(new or ())}" for name, new, old in pairs if new != old]
         one_shape = "which must have one shape on all ranks, as a plain attribute need not"
         announce(self._process, f"{self._what}, {one_shape}: {', '.join(sorted(changed)[:5])}")
-
-    def _tensors(self) -> list[Any]:
-        return list(starmap(dict.get, self._places))
-
-    @staticmethod
-    def _shapes_of(tensors: list[Any]) -> list[Any]:
-        return list(map(getattr, tensors, repeat("shape"), repeat(None)))
