@@ -53,7 +53,7 @@ class Buffers:
         self.stale = False
         if not self.wanted:
             return
-        tensors = list(starmap(dict.get, self._places))
+        tensors: list[Any] = list(starmap(dict.get, self._places))
         shapes = list(map(getattr, tensors, repeat("shape"), repeat(None)))
         if shapes != self._shapes:
             self._announce(shapes)
