@@ -241,7 +241,7 @@ def compile_patch(kind: type[torch.nn.Module]) -> Patch:
     return around(vars(torch), "compile", compile)
 
 
-# -- p.data = values of a shard -------------------------------------------------------------------------------------
+# -- p.data = values of a shard ----------------------------------------------------------------------------------------
 
 
 @final
@@ -262,9 +262,9 @@ class _ClassAttributes:
 
 
 def data_patch(take: Callable[[Any, torch.Tensor], bool]) -> Patch:
-    """Let ``take`` handle ``p.data = values`` of a DTensor; it returns False to leave it to torch.
+    """Let ``take`` handle ``p.data = values`` of a DTensor, unless it returns False.
 
-    FSDP2 goes on with the old values, without an error. Loops that swap in averaged weights assign them like this.
+    FSDP2 would silently keep the old values. Loops assign averaged weights like this.
     """
     from torch.distributed.tensor import DTensor
 
@@ -280,78 +280,66 @@ def data_patch(take: Callable[[Any, torch.Tensor], bool]) -> Patch:
     return Patch(_ClassAttributes(DTensor), "data", make)
 
 
-# -- DTensor operators ------------------------------------------------------------------------------------------------
-# Two kinds are silently wrong in torch: reading one number of a shard gives this rank's, and an index or slice along the
-# sharded dimension is a copy, so writes to it are lost. Averages of weights (EMA) read shards into full tensors.
-# DTensor looks into a table by operator before it does anything else.
+# -- operators of DTensor ----------------------------------------------------------------------------------------------
+# Two kinds are silently wrong in torch: one number of a shard is this rank's, and an index along the sharded dimension
+# is a copy, so writes to it are lost. Averages of weights (EMA) read shards into full tensors.
 
-_NUMBER: Final = torch.ops.aten._local_scalar_dense.default
-#: Views that cut, and where their arguments say along which dimensions, with the defaults.
+_aten: Final = torch.ops.aten
+_NUMBER: Final = _aten._local_scalar_dense.default
+#: The places of the dimensions among the arguments, with their defaults.
 _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
-    torch.ops.aten.select.int: {1: 0},
-    torch.ops.aten.slice.Tensor: {1: 0},
-    torch.ops.aten.split.Tensor: {2: 0},
-    torch.ops.aten.split_with_sizes.default: {2: 0},
-    torch.ops.aten.diagonal.default: {2: 0, 3: 1},
+    _aten.select.int: {1: 0},
+    _aten.slice.Tensor: {1: 0},
+    _aten.split.Tensor: {2: 0},
+    _aten.split_with_sizes.default: {2: 0},
+    _aten.diagonal.default: {2: 0, 3: 1},
 }
-
-
-#: What averages of weights are computed with: torch's ``AveragedModel``, ``ema.lerp_(p, 0.1)``.
+#: The operators of torch's ``AveragedModel`` and of ``ema.lerp_(p, 0.1)``.
 _AVERAGES: Final = (
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.add.Tensor,
-    torch.ops.aten.add_.Tensor,
-    torch.ops.aten.sub.Tensor,
-    torch.ops.aten.sub_.Tensor,
-    torch.ops.aten.lerp.Scalar,
-    torch.ops.aten.lerp_.Scalar,
-    torch.ops.aten._foreach_add_.List,
-    torch.ops.aten._foreach_sub.List,
-    torch.ops.aten._foreach_lerp_.Scalar,
+    *(_aten.copy_.default, _aten.lerp.Scalar, _aten.lerp_.Scalar),
+    *(_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor),
+    *(_aten._foreach_add_.List, _aten._foreach_sub.List, _aten._foreach_lerp_.Scalar),
 )
 
 
 def shard_patches(
     backend: Callable[[DTensor], str], gather: Callable[[str, Sequence[DTensor]], list[torch.Tensor]]
 ) -> tuple[Patch, ...]:
-    """Raise for ``item()`` and for writable cuts of a sharded tensor; gather shards that an average of weights reads.
+    """Raise for ``item()`` and for writable cuts of a sharded tensor. Gather shards for an average of weights.
 
     Args:
         backend: returns the name of the backend that shards a tensor, or "".
         gather: returns the full tensors of shards. Collective; the text names the operation.
     """
-    from torch.distributed.tensor import DTensor  # takes its time
+    from torch.distributed.tensor import DTensor  # heavy
 
     def number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensor = args[0]
-        if all(placement.is_replicate() for placement in tensor.placements) or not (name := backend(tensor)):
+        full = all(placement.is_replicate() for placement in tensor.placements)
+        if full or not (name := backend(tensor)):
             return original(op, args, kwargs)
         raise BackendError(
-            f"one number (item(), float(), bool(), ...) of a tensor that backend {name!r} divides over the ranks "
-            f"({', '.join(map(str, tensor.placements))}): on this rank it would be that of a part. Call tensor.full_tensor() on "
-            "every rank first"
+            f"item(), float() or bool() of a tensor that backend {name!r} shards would see this rank's shard. "
+            "Call tensor.full_tensor() on every rank first."
         )
 
     def cut(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # Along a divided dimension a view is a copy, gathered from all ranks: what is written to it would be lost.
-        # Autograd refuses writes to a view of what requires gradients, and makes views of its own in backward.
         tensor = args[0]
+        # Autograd refuses writes to a view of what requires gradients, and makes views itself in backward.
         safe = (torch.is_grad_enabled() and tensor.requires_grad) or torch._C._current_graph_task_id() != -1
-        if safe or not _along_divided(op, args) or not (name := backend(tensor)):
+        if safe or not _cuts_shards(op, args) or not (name := backend(tensor)):
             return original(op, args, kwargs)
         raise BackendError(
-            f"an index, a slice or a split of a tensor of shape {tuple(tensor.shape)} that backend {name!r} divides over the "
-            f"ranks ({', '.join(map(str, tensor.placements))}): it would be a copy, so that writes to it are lost, which all "
-            "ranks must make together. To read, index tensor.full_tensor(), called on every rank; to write, change "
-            "full = accel.full_state_dict(model), then model.load_state_dict(full), on every rank"
+            f"An index or slice of a tensor of shape {tuple(tensor.shape)} that backend {name!r} shards is a copy, so "
+            "that writes to it are lost. Index tensor.full_tensor(), called on every rank."
         )
 
     def average(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = [tensor for _, tensor in all_tensors((args, kwargs))]
         shards = [t for t in tensors if isinstance(t, DTensor)]
         mixed = any(t.dim() and not isinstance(t, DTensor) for t in tensors)
-        written = args[0] if op._schema.is_mutable else None
-        into_shards = any(isinstance(t, DTensor) for _, t in all_tensors(written))
+        target = args[0] if op._schema.is_mutable else None
+        into_shards = any(isinstance(t, DTensor) for _, t in all_tensors(target))
         graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         name = backend(shards[0]) if mixed and not into_shards and not graph else ""
         if not name:
@@ -361,29 +349,24 @@ def shard_patches(
         args, kwargs = map_tensors(lambda t: full.get(id(t), t), (args, {**kwargs}), others=True)
         return op(*args, **kwargs)
 
-    return _by_operator({_NUMBER: number, **dict.fromkeys(_CUTS, cut), **dict.fromkeys(_AVERAGES, average)})
-
-
-def _by_operator(acts: Mapping[Any, Callable[..., Any]]) -> tuple[Patch, ...]:
-    """``acts`` in the table that DTensor asks; by themselves they are given the way that it goes without them."""
-    from torch.distributed.tensor import DTensor
-
+    acts = {_NUMBER: number, **dict.fromkeys(_CUTS, cut), **dict.fromkeys(_AVERAGES, average)}
+    # DTensor looks into this table before it does anything else.
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 
-    def by_dtensor(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        own = handlers.pop(op)  # where no function is registered, it goes on by itself
+    def without_handler(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        handler = handlers.pop(op)
         try:
             return op(*args, **kwargs)
         finally:
-            handlers[op] = own
+            handlers[op] = handler
 
-    return tuple(around(handlers, op, act, by_dtensor) for op, act in acts.items())
+    return tuple(around(handlers, op, act, without_handler) for op, act in acts.items())
 
 
-def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
+def _cuts_shards(op: Any, args: tuple[Any, ...]) -> bool:
     tensor = args[0]
     dims = [(args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()]
-    if op is torch.ops.aten.slice.Tensor:
+    if op is _aten.slice.Tensor:
         defaults: tuple[Any, ...] = (None, None, 1)
         start, end, step = args[2:] + defaults[len(args) - 2 :]
         if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
@@ -391,24 +374,25 @@ def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
     return any(placement.is_shard(dim) for placement in tensor.placements for dim in dims)
 
 
-# -- Muon orthogonalises the whole matrix of a momentum, of which each rank has rows -----------------------------------
-# DTensor would cut the products up, whose sums round otherwise in bfloat16, and cannot where a rank has no row. So every
-# rank computes with the whole matrix, one at a time, and keeps its rows.
+# -- torch.optim.Muon --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def muon_patch() -> Patch:
-    """What computes it, for divided momenta."""
+    """Return a patch with which Muon computes with full momenta, one at a time.
+
+    DTensor would cut the products up, which rounds differently in bfloat16 and fails for a rank without rows.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    def orthogonalise(original: Callable[..., torch.Tensor], update: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def orthogonalize(original: Callable[..., torch.Tensor], update: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(update, DTensor):
             return original(update, *args, **kwargs)
-        whole = original(update.full_tensor(), *args, **kwargs)
-        return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
+        full = original(update.full_tensor(), *args, **kwargs)
+        return distribute_tensor(full, update.device_mesh, update.placements, src_data_rank=None)
 
     module: Any = torch.optim._muon
-    return around(vars(module), "_zeropower_via_newtonschulz", orthogonalise)
+    return around(vars(module), "_zeropower_via_newtonschulz", orthogonalize)
 
 
 # -- Attention and the mean of a loss see full sequences, of which each rank has a shard ---------------------------------
