@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -68,6 +69,8 @@ class DDP(SequenceOptions):
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 _NO_GRADIENTS: Final = {None}
+#: The reducer says which parameters it waits for, by their numbers among its own.
+_MISSING: Final = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
 @final
@@ -182,13 +185,13 @@ class DDPGradients(Gradients):
             self._look = Look(gradients, list(map(getattr, gradients, repeat("_version"), repeat(0))))
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        waits = False
+        waits = ""
         if self.armed:
             assert self.ddp is not None
             try:
                 self.ddp.reducer._check_reducer_finalized()
-            except RuntimeError:
-                waits = True  # for a parameter that got no gradient
+            except RuntimeError as error:
+                waits = str(error)  # for parameters that got no gradient
             first, grad = self._trained[0], self.first.grad
             came = grad is not None and (
                 grad is not self._look.gradients[first] or grad._version != self._look.versions[first]
@@ -205,7 +208,7 @@ class DDPGradients(Gradients):
                 return
         self._judge(waits, completed, outermost)
 
-    def _judge(self, waits: bool, completed: bool, outermost: bool) -> None:
+    def _judge(self, waits: str, completed: bool, outermost: bool) -> None:
         """Find out what a backward brought, and average what the reducer missed. Collective."""
         reduced_inside, self._reduced_inside = self._reduced_inside, False
         came = set(written(self._look, look(self.engine.parameters)))
@@ -221,7 +224,9 @@ class DDPGradients(Gradients):
             return
         reduced = self.armed and not waits and not came.isdisjoint(self._trained)
         if waits and outermost:
-            self._end_without([i for i in self._trained if i not in came])
+            # Not those that didn't come: views of one bucket share a version.
+            numbers = _MISSING.search(waits)
+            self._end_without([self._trained[int(n)] for n in numbers[1].split()] if numbers else [])
             reduced = True
         if reduced:
             self.armed = False

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import Any, ClassVar, Protocol, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,30 @@ from ..process import Process
 from ..process.control import Waiting
 from .patches import Patch, around
 
-if TYPE_CHECKING:
-    from ..engines.base.gradients import Gradients
-    from ..registry import Registry
+
+class Gradients(Protocol):
+    """The gradients of an engine."""
+
+    process: Process
+    spread: ClassVar[bool]
+
+    @property
+    def in_parts(self) -> bool: ...
+    def hidden(self) -> bool: ...
+    def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None: ...
+    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+    def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor: ...
+
 
 #: Engines' gradients, with the parameters of each.
-Owners: TypeAlias = "list[tuple[Gradients, list[torch.Tensor]]]"
+Owners: TypeAlias = list[tuple[Gradients, list[torch.Tensor]]]
+
+
+class Registry(Protocol):
+    """The live engines."""
+
+    def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[Owners, list[torch.Tensor]]: ...
+    def parameters_of(self, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
 
 
 # -- a norm over the ranks ----------------------------------------------------------------------------------------------
