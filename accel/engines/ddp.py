@@ -69,6 +69,7 @@ class DDP(SequenceOptions):
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 _NO_GRADIENTS: Final = {None}
+_NOTHING: Final = Look([], [])
 #: The reducer says which parameters it waits for, by their numbers among its own.
 _MISSING: Final = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
 
@@ -109,7 +110,8 @@ class DDPGradients(Gradients):
         super().__init__(engine)
         #: The optimizers that have stepped since a backward.
         self.stepped: set[int] = set()
-        self._look = Look([], [])
+        #: The gradients before the backward that runs.
+        self._look = _NOTHING
 
     def build(self, core: nn.Module) -> None:
         """Build a reducer of the parameters that are trainable now, around ``core``. Collective."""
@@ -203,6 +205,7 @@ class DDPGradients(Gradients):
                 self.armed = self._local = self.graph_open = False
                 self.explained = self.plain = True
                 self.stepped.clear()
+                self._look = _NOTHING  # it would keep gradients alive that the loop drops
                 if not self.engine.optimizers:
                     self.engine.drift.count_backward()
                 return
@@ -210,12 +213,15 @@ class DDPGradients(Gradients):
 
     def _judge(self, waits: str, completed: bool, outermost: bool) -> None:
         """Find out what a backward brought, and average what the reducer missed. Collective."""
-        reduced_inside, self._reduced_inside = self._reduced_inside, False
-        came = set(written(self._look, look(self.engine.parameters)))
-        if not (came or waits or reduced_inside):
-            return  # a backward of another model
         if waits and completed and not outermost:
             return  # the outer backward brings the rest of the reduction
+        now = look(self.engine.parameters)
+        came = set(written(self._look, now))
+        concerned = bool(came or waits or self._reduced_inside)
+        if outermost:
+            self._look, self._reduced_inside = _NOTHING, False
+        if not concerned:
+            return  # a backward of a different model
         self.explained = self.plain = True
         self.stepped.clear()
         self.graph_open = False
@@ -224,7 +230,7 @@ class DDPGradients(Gradients):
             return
         reduced = self.armed and not waits and not came.isdisjoint(self._trained)
         if waits and outermost:
-            # Not those that didn't come: views of one bucket share a version.
+            # `came` can't tell, because views of one bucket share a version.
             numbers = _MISSING.search(waits)
             self._end_without([self._trained[int(n)] for n in numbers[1].split()] if numbers else [])
             reduced = True
@@ -238,7 +244,7 @@ class DDPGradients(Gradients):
             self._end_outermost()
         elif reduced:  # the outer backward may bring more
             self._reduced_inside = True
-            self._look = look(self.engine.parameters)
+            self._look = now
         self.interrupted = False
 
     def _end_outermost(self) -> None:
