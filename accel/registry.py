@@ -6,13 +6,12 @@ import gc
 import logging
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -30,9 +29,9 @@ from .gradients.log import remove_hooks
 from .gradients.patches import (
     BackwardListener,
     Patch,
+    backward_patches,
     changing,
     compile_patch,
-    run_patches,
 )
 from .handles import UNPACK, Handles, HiddenAttribute, LoaderHandle, ModelHandle, OptimizerHandle, raw
 from .precision import LossScale, all_finite
@@ -68,7 +67,7 @@ class Registry:
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = clip_patches(self)
-        self._runs = run_patches(self._listeners, self._leaf)
+        self._backwards = backward_patches(self._listeners)
         self._compiling = compile_patch(ModelHandle)
         self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
@@ -95,15 +94,14 @@ class Registry:
             self._hooks = [
                 register_module_parameter_registration_hook(self._registered),
                 register_module_module_registration_hook(self._registered),
-                register_module_buffer_registration_hook(self._buffer_registered),
             ]
         if engine.gradients.watched:
             self._watched = self._watched or [register_optimizer_step_pre_hook(self._before_any_step)]
 
     def _patches(self, engine: Engine) -> list[Patch]:
-        needed = [self._compiling, *(self._clipping if engine.gradients.watched else ())]
-        if engine.gradients.watched and engine.distributed:
-            needed += self._runs
+        needed = [self._compiling]
+        if engine.gradients.watched:
+            needed += [*self._clipping, *self._backwards]
         return needed + (engine.sequence.patches if engine.sequence is not None else [])
 
     def remove(self, engine: Engine) -> None:
@@ -119,8 +117,8 @@ class Registry:
         self._prune()
 
     def _find_listeners(self) -> None:
-        found = [e.gradients.listener for e in self.in_order() if e.distributed]
-        self._listeners[:] = [weakref.ref(listener) for listener in found if listener is not None]
+        watched = [e.gradients for e in self.in_order() if e.gradients.watched]
+        self._listeners[:] = [weakref.ref(gradients) for gradients in watched]
 
     def _prune(self) -> None:
         with changing:
@@ -232,10 +230,6 @@ class Registry:
         if (engine := self._owner(module)) is not None:
             engine.restructured = True
 
-    def _buffer_registered(self, module: nn.Module, name: str, value: object) -> None:
-        if (engine := self._owner(module)) is not None:
-            engine.gradients.buffers.registered()
-
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         slot = optimizer.__dict__.get(HiddenAttribute.KEY)  # every step comes here: no call
         if slot is not None and slot.owner_id == id(optimizer):
@@ -312,14 +306,6 @@ class Registry:
                 f"torch.nn.utils finds no final gradients in p.grad of a {engine.kind} with backend "
                 f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
             )
-
-    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        owner = _owner(tensor, self.engines)
-        return tensor if owner is None else owner.gradients.leaf(tensor)
-
-
-def _owner(tensor: torch.Tensor, engines: Iterable[Engine]) -> Engine | None:
-    return next((e for e in engines if id(tensor) in e.known), None)
 
 
 def _concerned(engine: Engine) -> bool:

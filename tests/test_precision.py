@@ -222,18 +222,6 @@ def test_fp16_is_raw_torch_with_a_scaler(
         assert found < 2e-3
 
 
-def test_what_is_noted_of_gradients_is_forgotten_at_the_step() -> None:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend="single", precision="16-mixed")
-    sizes = []
-    for step in range(3):
-        optimizer.zero_grad()
-        accel.backward(model(batch(step)).square().mean())
-        sizes.append(len(registry.of_handle(model).gradients.log.entries))
-        optimizer.step()
-    assert sizes == [sizes[0]] * 3
-
-
 def plain_backward() -> None:
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), precision="16-mixed")

@@ -179,7 +179,7 @@ def backward(
     """
     if not isinstance(loss, torch.Tensor):
         raise AccelError(f"accel.backward expects the loss as a tensor, got {described(loss)}")
-    if any(e.precision.scaled and e.gradients.log.plain for e in registry.engines):
+    if any(e.precision.scaled and e.gradients.plain for e in registry.engines):
         registry.sweep()
     if create_graph and registry.scales:  # maybe for a model that is gone
         registry.sweep()
@@ -201,7 +201,7 @@ def backward(
     holders += [i for i in wanted if isinstance(i, torch.Tensor)]
     registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
     for engine in scaled:
-        engine.gradients.log.accept()
+        engine.gradients.plain = False
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:

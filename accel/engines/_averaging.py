@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,66 +28,63 @@ class AveragingOptions(LayerOptions):
 
 
 class AveragedGradients(Gradients):
-    """Gradients are each rank's own until the step, clipping or ``teardown``, which average them in flat pieces.
+    """Averages gradients in flat pieces at the step, in clipping and in ``teardown``.
 
-    So every way to accumulate them is right, and a rank that has no gradient where another has one counts as zero.
+    So every way to accumulate them is right. A rank without a gradient that a different rank has
+    counts as zero.
     """
 
-    reduced = logged = deferred = True
+    reduced = deferred = True
+    engine: AveragingEngine
 
-    #: All existing gradients are known to be equal on all ranks.
-    settled = False
-    _num_steps = 0
+    #: True if gradients are known to be equal on all ranks.
+    final = False
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        #: The optimizers that have stepped since a backward.
+        self.stepped: set[int] = set()
+        self._num_steps = 0
+
+    def backward_ends(self, completed: bool, outermost: bool) -> None:
+        self.final = False
+        self.stepped.clear()
+        super().backward_ends(completed, outermost)
 
     def pending(self) -> bool:
-        engine = self.engine
-        if not engine.distributed or (self.settled and not self.log.entries):
+        if not self.engine.distributed or self.final:
             return False
-        return any(p.grad is not None for p in engine.parameters)
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Count the steps, by which the ranks know each other."""
-        self._num_steps += 1
+        return any(p.grad is not None for p in self.engine.parameters)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Average all gradients, on every rank: one without any must take part for the others."""
-        if not self.engine.distributed:
-            super().settle()
+        """Average all gradients on every rank: a rank without any must take part for the others."""
+        engine = self.engine
+        if not engine.distributed:
             return
-        assigned = optimizer is not None and self.log.repeats(optimizer)
-        final = self.settled and not self.log.entries and not assigned
-        averaged = not final and self._average(range(len(self.engine.parameters)))
-        self.log.fold(stepping=optimizer)
-        self.settled = True
+        if optimizer is not None:
+            self._num_steps += 1
+            # Before a second step without a backward, a loop may have assigned gradients.
+            self.final = self.final and id(optimizer) not in self.stepped
+            self.stepped.add(id(optimizer))
+        if self.final:
+            return
+        what = f"the reduction of gradients ({engine.label}, step {self._num_steps})"
+        averaged = average_gradients_(what, engine.parameters, engine.names, self.process, engine.add)
+        self.final = True
         if averaged:
             self.buffers.synchronize()
 
-    def end_backward(self, indices: Sequence[int]) -> None:
-        """Average them; those that an optimizer steps wait for the step."""
-        if self.engine.steppers:
-            self._average(indices)
-        else:
-            self.settle()
-
-    def _average(self, indices: Sequence[int]) -> bool:
-        """Average what any rank has of these parameters; whether there was anything."""
-        engine = self.engine
-        parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
-        # The others may come late: their last forward may have taken any time.
-        what = f"the reduction of {len(parameters)} gradients ({engine.label}, step {self._num_steps})"
-        return average_gradients_(what, parameters, names, self.process, getattr(engine, "add", None))
-
 
 class AveragingEngine(Engine):
-    """The module runs as it is."""
+    """Runs the module as it is."""
 
     options: Any
     gradients_type = AveragedGradients
     gradients: AveragedGradients
-    #: Sums over the ranks, in place, where a backend has another way than the process group. Collective.
+    #: Sums a tensor over the ranks in place, if not by the process group. Collective.
     add: Any = None
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function is self.entry and torch.is_grad_enabled():
-            self.gradients.settled = False
+        if self.gradients.stepped and torch.is_grad_enabled():
+            self.gradients.final = False  # a loop may assign gradients from torch.autograd.grad
         return function(*args, **kwargs)

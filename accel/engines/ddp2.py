@@ -1,4 +1,4 @@
-"""``ddp2``: ``torch.nn.DataParallel`` inside a host, ``DistributedDataParallel`` across hosts; one process for each host."""
+"""``ddp2``: ``DataParallel`` inside a node and ``DistributedDataParallel`` across nodes."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -13,11 +13,11 @@ from .dp import Replicas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDP2(DDP):
-    """Options of ``ddp2``: those of ``accel.DDP``, but ``sync_batchnorm``, which works with one device a process only.
+    """Options of ``ddp2``: those of ``accel.DDP``. ``sync_batchnorm`` needs one device per process.
 
-    Start one process on each host. It splits its batch over all devices of the host and gathers the outputs, so that
-    the loss sees the whole batch of the host; gradients are averaged over the hosts. With fewer than two devices in
-    each process it is ``ddp``.
+    Start one process on each node. It splits its batch over all devices of the node and gathers the outputs, so that
+    the loss sees the node's whole batch. Gradients are averaged over the nodes. With fewer than two devices in each
+    process it is ``ddp``.
     """
 
 
@@ -32,13 +32,11 @@ class DDP2Engine(DDPEngine):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         super().check(module, options, process)
         if options.sequence_parallel > 1:
-            raise BackendError(
-                f"backend {cls.name!r} has no sequence_parallel: its replicas divide a batch; use backend='ddp'"
-            )
+            raise BackendError(f"backend {cls.name!r} has no sequence_parallel. Use backend='ddp'.")
         if options.sync_batchnorm and len(process.devices) > 1:
             raise BackendError(
-                "DDP2(sync_batchnorm=True): torch's SyncBatchNorm does not run in the replicas of a DataParallel; leave it "
-                "out, or start one process for each device with backend=accel.DDP(sync_batchnorm=True)"
+                "DDP2(sync_batchnorm=True) can't run in the replicas of a DataParallel. Start one process for each "
+                "device with backend=accel.DDP(sync_batchnorm=True)."
             )
 
     def wrap(self) -> None:

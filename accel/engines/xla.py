@@ -23,7 +23,7 @@ class XLA(AveragingOptions):
 
 @final
 class XLAGradients(AveragedGradients):
-    """Averaged in flat pieces before a step."""
+    """Gradients that are averaged in flat pieces before a step."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """End the recorded graph, which would grow from step to step."""
@@ -31,17 +31,17 @@ class XLAGradients(AveragedGradients):
             sys.modules["torch_xla"].sync()
 
 
-def _refuse(kind: str, found: str) -> None:
+def _require_tpu(kind: str, where: str) -> None:
     if kind not in ("tpu", "xla"):
         raise BackendError(
-            f"backend 'xla' needs a TPU, but {found} (torch {torch.__version__}): with torch 2.11 to 2.15 pip install "
-            "'torch-tpu==0.2.0'; with torch 2.9 pip install 'torch_xla==2.9.0' and set PJRT_DEVICE to TPU or CPU, for one process"
+            f"backend 'xla' needs a TPU, but {where} (torch {torch.__version__}). Install 'torch-tpu==0.2.0' for torch 2.11 "
+            "to 2.15, or 'torch_xla==2.9.0' for torch 2.9 (one process, with PJRT_DEVICE)."
         )
 
 
 @final
 class XLAEngine(AveragingEngine):
-    """Sums the flat pieces on the device; torch_xla, which only records operations, runs them after each step."""
+    """Sums flat gradients on the device. torch_xla records operations and runs them after each step."""
 
     name = "xla"
     options_type = XLA
@@ -49,10 +49,10 @@ class XLAEngine(AveragingEngine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        _refuse(process.device.type, f"this process uses {process.device}")
+        _require_tpu(process.device.type, f"this process uses {process.device}")
 
     @classmethod
     def probe(cls) -> str:
         kind = available()[0]
-        _refuse(kind, f"torch finds {kind} here")
+        _require_tpu(kind, f"torch finds {kind} here")
         return ""

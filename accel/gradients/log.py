@@ -1,10 +1,8 @@
-"""What autograd does with an engine's parameters: which got gradients, and which may."""
+"""Hooks on single parameters, for backends that need more than a look before and after a backward."""
 
 from __future__ import annotations
 
-import operator
-import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -12,106 +10,59 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from .watch import TrainableMask as TrainableMask
+from .watch import explain as explain
+
 
 class GradientLog:
-    """Notes each gradient as autograd accumulates it: the parameter's index, or ``~index`` where the parameter is not as it was.
+    """Notes the index of each parameter whose gradient autograd accumulates.
 
-    Numbers, not parameters: a parameter whose hook reaches a list that holds it would never be freed.
+    The entry is ``~index`` if the parameter is frozen or has another dtype by then. The log holds indices because a
+    parameter would never be freed if its hook reached a list that holds it.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        #: What was noted since the last ``fold``; an engine may add None for a backward.
-        self.entries: list[int | None] = []
-        self._plain = False
-        self._accepted = 0
-        #: The optimizers that have stepped with the gradients that are there.
+        #: What came since the last ``fold``.
+        self.entries: list[int] = []
         self._stepped: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         for index, parameter in enumerate(parameters):
-            self._hooks += _after_accumulation(parameter, _noting(self.entries, index, parameter.dtype))
+            if not parameter.is_inference() and parameter.is_floating_point():
+                hook = _noting(self.entries, index, parameter.dtype)
+                register = parameter.register_post_accumulate_grad_hook
+                self._hooks.append(even_frozen(parameter, register, hook))
 
     def fold(self, *, stepping: Optimizer | None = None) -> None:
-        """Forget the entries; remember whether something came from a plain backward, and who steps with it."""
+        """Forget the entries, because the gradients are final, and note who steps with them."""
         if self.entries:
-            self._plain = self._plain or len(self.entries) > self._accepted
-            self._accepted = 0
             self._stepped.clear()
             self.entries.clear()
         if stepping is not None:
             self._stepped.add(id(stepping))
 
     def repeats(self, optimizer: Optimizer) -> bool:
-        """Whether a step would be the optimizer's second one without a gradient in between: with ones assigned by hand, say."""
+        """True if this is the optimizer's second step since a gradient came."""
         return not self.entries and id(optimizer) in self._stepped
 
     def drop(self, indices: Container[int]) -> None:
         """Forget the entries of parameters whose gradients were dropped."""
-        kept = [e is None or (e if e >= 0 else ~e) not in indices for e in self.entries]
-        self._accepted = sum(kept[: self._accepted])
-        self.entries[:] = [e if e is None or e >= 0 else ~e for e, keep in zip(self.entries, kept, strict=True) if keep]
-
-    @property
-    def plain(self) -> bool:
-        """Whether a gradient came that no ``accept`` covered."""
-        return self._plain or len(self.entries) > self._accepted
-
-    def accept(self) -> None:
-        """Cover every gradient up to now."""
-        self._plain = False
-        self._accepted = len(self.entries)
+        self.entries[:] = [e for e in self.entries if (e if e >= 0 else ~e) not in indices]
 
     def close(self) -> None:
+        """Remove the hooks."""
         remove_hooks(self._hooks)
         self.entries.clear()
 
 
-def remove_hooks(hooks: list[RemovableHandle]) -> None:
-    """Remove and forget them."""
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
+def _noting(entries: list[int], index: int, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
+    def note(parameter: torch.Tensor) -> None:
+        entries.append(index if parameter.requires_grad and parameter.dtype is dtype else ~index)
 
-
-class BackwardEnd:
-    """Calls a method at the end of each backward that leaves a gradient in one of some parameters.
-
-    The method is held weakly, since what a parameter's hook reaches is never freed.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], method: Callable[[], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-        self._heard = -1
-        self._hooks = [handle for p in parameters for handle in _after_accumulation(p, self._arrived)]
-
-    def _arrived(self, _: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._heard:  # the first gradient of this backward
-            self._heard = task
-            at_end_of_backward(self._call)
-
-    def _call(self) -> None:
-        if (method := self._method()) is not None:
-            method()
-
-    def close(self) -> None:
-        remove_hooks(self._hooks)
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Let the backward that runs end with this call, after those that it was told before."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
-
-
-def _after_accumulation(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-    """Let ``hook`` hear of each gradient of a parameter, which may be frozen now; none where it can have none."""
-    if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
-        return []
-    return [even_frozen(parameter, parameter.register_post_accumulate_grad_hook, hook)]
+    return note
 
 
 def even_frozen(parameter: nn.Parameter, register: Callable[..., RemovableHandle], hook: Any) -> RemovableHandle:
-    """Register a hook, for which torch wants ``requires_grad``; it then also serves a later unfreeze."""
+    """Register a hook on a parameter that may be frozen; torch wants ``requires_grad`` for it."""
     trainable = parameter.requires_grad
     parameter.requires_grad_(True)
     handle = register(hook)
@@ -119,43 +70,14 @@ def even_frozen(parameter: nn.Parameter, register: Callable[..., RemovableHandle
     return handle
 
 
-def _noting(entries: list[int | None], index: int, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
-    append = entries.append
-
-    def note(parameter: torch.Tensor) -> None:
-        append(index if parameter.requires_grad and parameter.dtype is dtype else ~index)
-
-    return note
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that runs."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
 
 
-# -- which parameters may get gradients --------------------------------------------------------------------------------
-
-_requires_grad = operator.attrgetter("requires_grad")
-
-
-class TrainableMask:
-    """Compares ``requires_grad`` of every parameter with what the engine was built for.
-
-    The idea of a mask comparison before each forward, on by default, is fairscale's (its pull request 369).
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self.known = self.now()
-
-    def now(self) -> list[bool]:
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may watch its uses, which takes its time
-            return list(map(_requires_grad, self._parameters))
-
-    def changed(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():  # without calling `now`: each forward comes here
-            return list(map(_requires_grad, self._parameters)) != self.known
-
-
-def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:
-    """The first parameter on which the ranks' masks differ."""
-    for name, flags in zip(names, zip(*masks, strict=True), strict=True):
-        if len(set(flags)) > 1:
-            ranks = [rank for rank, trainable in enumerate(flags) if trainable]
-            return f"{name} is trainable on ranks {ranks} and frozen on the others"
-    return "they agree"
+def remove_hooks(hooks: list[RemovableHandle]) -> None:
+    """Remove hooks, and forget them."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()

@@ -1,13 +1,13 @@
-"""What accel changes in other libraries: only while something of its own needs it, and so that others can change it too.
+"""Temporary patches of torch and other libraries.
 
-Every such change is a ``Patch``, and all that are made to torch are in this file, each with its reason. Where another library
-has put something of its own in the place since, that stays, and what of accel is inside of it passes the calls on.
+Each one is made while an engine needs it, and tolerates that another library patches the same function.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 import re
 import sys
@@ -27,34 +27,46 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _ABSENT: Final = object()
-#: One thread at a time changes what is patched: engines are collected in any thread, and their patches end there.
+#: One thread at a time makes and removes patches: an engine may be collected in any thread.
 changing: Final = threading.RLock()
 os.register_at_fork(after_in_child=changing._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-#: Where a patch is made: ``vars`` of a module, any dict, or one of the classes below, with ``get`` and items.
+#: Has ``get`` and items: ``vars`` of a module, another dict, or one of the classes below.
 Table: TypeAlias = Any
 
 
 @final
-class Patch:
-    """Something of another library's that ours stands in for, while an object lives that needs it; or inside of a ``with``.
+class _Layer:
+    """A value that was put in the place of another one."""
 
-    ``make`` returns what to put there, from what it finds (or ``_ABSENT``) and a function that says whether the patch is needed
-    now: another library may have built what was made into its own, and keep it.
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.value: Any = None
+        #: False once nobody needs it, although another library may have kept it inside its own.
+        self.active = True
+
+    def is_at(self, current: Any) -> bool:
+        # os.environ makes its strings anew.
+        return self.value is current or (isinstance(current, str) and self.value == current)
+
+
+@final
+class Patch:
+    """A replacement in a table, while an object needs it or inside of ``with``.
+
+    ``make`` returns the replacement, from the layer that it is for.
     """
 
-    def __init__(self, table: Table, name: Any, make: Callable[[Any, Callable[[], bool]], Any]) -> None:
+    def __init__(self, table: Table, name: Any, make: Callable[[_Layer], Any]) -> None:
         self._table = table
         self._name = name
         self._make = make
-        self._needed = False
+        self._layer: _Layer | None = None
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: What was put there, with what was there before: as long as it may be inside of somebody's own.
-        self._made: list[tuple[Any, Any]] = []
 
     def need(self, user: Any) -> None:
-        """Be there until ``user`` has gone, or ``drop(user)``; again is no second time."""
+        """Keep the patch until ``user`` is collected, or ``drop(user)``."""
         with changing:
             if user not in self._users:
                 self._users.add(user)
@@ -62,11 +74,13 @@ class Patch:
             self.__enter__()
 
     def drop(self, user: Any) -> None:
+        """Remove the patch if nobody else needs it."""
         with changing:
             self._users.discard(user)
             self._prune()
 
     def users(self) -> list[Any]:
+        """Return the objects that need the patch now."""
         return list(self._users)
 
     def _prune(self) -> None:
@@ -75,42 +89,36 @@ class Patch:
                 self.__exit__()
 
     def __enter__(self) -> None:
-        self._needed = True
-        current = self._table.get(self._name, _ABSENT)
-        if not any(_same(made, current) for made, _ in self._made):
-            self._made.append((self._make(current, lambda: self._needed), current))
-            self._table[self._name] = self._made[-1][0]
+        if self._layer is None:
+            self._layer = _Layer(self._table.get(self._name, _ABSENT))
+            self._layer.value = self._make(self._layer)
+            self._table[self._name] = self._layer.value
 
     def __exit__(self, *error: object) -> None:
-        """Put back what was there, unless somebody has put something else there."""
-        self._needed = False
-        current = first = self._table.get(self._name, _ABSENT)
-        for made, before in reversed(self._made):
-            current = before if _same(made, current) else current
-        if current is first:
+        """Put back the value from before, unless another library has put its own there since."""
+        layer, self._layer = self._layer, None
+        if layer is None:
             return
-        self._made.clear()
-        if current is _ABSENT:
+        layer.active = False
+        if not layer.is_at(self._table.get(self._name, _ABSENT)):
+            return
+        if layer.before is _ABSENT:
             del self._table[self._name]
         else:
-            self._table[self._name] = current
-
-
-def _same(made: Any, current: Any) -> bool:
-    return made is current or (isinstance(made, str) and made == current)  # the environment makes its strings anew
+            self._table[self._name] = layer.before
 
 
 def around(table: Table, name: Any, act: Callable[..., Any], default: Callable[..., Any] | None = None) -> Patch:
-    """A function: ``act`` is called in its place, with the function that was there before the arguments.
+    """Return a patch that calls ``act(original, *args, **kwargs)`` instead of a function.
 
-    ``default`` stands for a function that is not there.
+    ``default`` is the original if the table has none.
     """
 
-    def make(found: Any, needed: Callable[[], bool]) -> Callable[..., Any]:
-        original: Any = default if found is _ABSENT else found
+    def make(layer: _Layer) -> Callable[..., Any]:
+        original: Any = default if layer.before is _ABSENT else layer.before
 
         def patched(*args: Any, **kwargs: Any) -> Any:
-            return act(original, *args, **kwargs) if needed() else original(*args, **kwargs)
+            return act(original, *args, **kwargs) if layer.active else original(*args, **kwargs)
 
         return functools.wraps(original)(patched)
 
@@ -118,19 +126,20 @@ def around(table: Table, name: Any, act: Callable[..., Any], default: Callable[.
 
 
 def replaced(table: Table, name: Any, value: Any) -> Patch:
-    """A value."""
-    return Patch(table, name, lambda found, needed: value)
+    """Return a patch that puts ``value`` into the table."""
+    return Patch(table, name, lambda layer: value)
 
 
 def ignored(message: str = "", category: type[Warning] = Warning) -> Patch:
-    """No warnings that begin with the regular expression ``message``."""
-    entry: Any = ("ignore", re.compile(message, re.IGNORECASE) if message else None, category, None, 0)
+    """Return a patch that drops warnings that begin with the regular expression ``message``."""
+    pattern = re.compile(message, re.IGNORECASE) if message else None
+    entry: Any = ("ignore", pattern, category, None, 0)
     return replaced(_Filters(), entry, entry)
 
 
 @final
 class _Filters:
-    """The filters of warnings, each under itself. ``warnings.catch_warnings`` replaces their list."""
+    """The filters of warnings as a table. ``warnings.catch_warnings`` replaces their list."""
 
     def get(self, entry: Any, default: Any) -> Any:
         return next((one for one in warnings.filters if one is entry), default)
@@ -139,88 +148,89 @@ class _Filters:
         warnings.filters.insert(0, value)  # type: ignore[attr-defined, unused-ignore]
 
     def __delitem__(self, entry: Any) -> None:
-        found: Any = warnings.filters
-        found[:] = [one for one in found if one is not entry]
+        filters: Any = warnings.filters
+        filters[:] = [one for one in filters if one is not entry]
 
 
-# -- Tells of the begin and the end of each backward; a lost rank there raises accel's error ---------------------------
-# What ``torch.autograd.backward`` and ``grad`` call, however a loop imported them, and the checkpointing that computes a part
-# again. It is replaced in both modules that have it: torch's tracer puts the one that it finds in the second into the first.
-# Of ``inputs`` it is given what stands in the graph: an engine may have put other tensors in the parameters' places, to which
-# autograd finds no way, and without a word leaves their gradients alone, or gives None.
-
-
-_INPUTS = 4  # its place among the arguments
-#: What torch says by itself where a backward cannot go on, and what is meant.
-_MEANT: Final = {
-    re.compile("mark a variable ready only once|undefined, but still allreduced"): (
-        "torch's reducer met a parameter a second time in one backward, or after it had taken it for unused. Use "
-        "checkpoint(..., use_reentrant=False), and add up the losses of one forward. Or run forward and backward inside "
-        "accel.no_sync(model): optimizer.step() then averages all gradients."
-    ),
-    re.compile(r"storage of size 0|size of tensor [ab] \(0\)|mat2 must be a matrix"): (
-        "This backward needs weights that are no longer gathered. Add up the losses of one forward and call backward() "
-        "once, and let forward return tensors in lists, dicts or dataclasses. Or use a backend that keeps weights whole."
-    ),
-}
-
-
-def _raise_meant(error: RuntimeError) -> None:
-    for pattern, meant in _MEANT.items():
-        if pattern.search(str(error)) and not isinstance(error, BackendError):
-            raise BackendError(meant) from error
+# -- the begin and the end of each backward ----------------------------------------------------------------------------
 
 
 class BackwardListener(Protocol):
-    """What hears of all backwards, those inside of others too; ``run`` is the same object when one begins and has ended."""
+    """The gradients of an engine, which follow each backward that leaves gradients in leaves."""
 
-    def begin(self, run: object) -> None: ...
-    def end(self, run: object) -> None: ...
+    def backward_begins(self) -> None:
+        """Called before an outermost backward."""
+
+    def backward_ends(self, completed: bool, outermost: bool) -> None:
+        """Called after any backward. ``completed`` is False if it raised."""
 
 
-def _with_leaves(args: tuple[Any, ...], leaf: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    return (*args[:_INPUTS], map_tensors(leaf, args[_INPUTS], others=True), *args[_INPUTS + 1 :])
+_dereference: Final = operator.methodcaller("__call__")
+#: What torch's reducer says if a parameter gets two gradients in one backward.
+_TWICE: Final = re.compile("mark a variable ready only once|undefined, but still allreduced")
+_REENTRANT: Final = (
+    "torch's reducer met a parameter twice in one backward. Use checkpoint(..., use_reentrant=False), or run "
+    "forward and backward inside accel.no_sync(model)."
+)
 
 
-def run_patches(
-    listeners: Sequence[weakref.ref[BackwardListener]], leaf: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[Patch, ...]:
-    """The replaced functions; ``listeners`` are those that are there then, ``leaf`` gives what a parameter is in the graph."""
+def _raise_meant(error: BaseException) -> None:
+    """Raise accel's error for one of a lost rank, or of the reducer."""
+    raise_lost("a backward", error)
+    if _TWICE.search(str(error)) and not isinstance(error, BackendError):
+        raise BackendError(_REENTRANT) from error
 
-    def make(found: Callable[..., Any], needed: Callable[[], bool]) -> Callable[..., Any]:
-        @functools.wraps(found)
+
+def backward_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Patch, ...]:
+    """Return patches of the function that torch.autograd.backward, Tensor.backward and checkpoints call.
+
+    Two modules have it, because one imports it from the other.
+    """
+    # Counted per process: a re-entrant checkpoint runs its backward in a thread of autograd's.
+    depth = 0
+
+    def make(layer: _Layer) -> Callable[..., Any]:
+        original = layer.before
+
+        @functools.wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
-            if not (listeners or needed()):
-                return found(*args, **kwargs)
-            args = _with_leaves(args, leaf) if args[_INPUTS] else args
-            if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
-                return found(*args, **kwargs)
-            run, heard = object(), listeners[:]  # an engine that is collected meanwhile would leave the list
+            nonlocal depth
+            # torch.autograd.grad leaves no gradients.
+            if not layer.active or not kwargs.get("accumulate_grad", True):
+                return original(*args, **kwargs)
+            # Strong references, because an engine may be collected meanwhile.
+            listening = list(filter(None, map(_dereference, listeners)))
+            outermost = depth == 0
+            depth += 1
             try:
-                for reference in heard:
-                    if (listener := reference()) is not None:
-                        listener.begin(run)
-                return found(*args, **kwargs)
-            except RuntimeError as error:
-                raise_lost("a backward", error)
+                for listener in listening if outermost else ():
+                    listener.backward_begins()
+                result = original(*args, **kwargs)
+                for listener in listening:
+                    listener.backward_ends(True, outermost)
+                return result
+            except BaseException as error:
+                for listener in listening:
+                    listener.backward_ends(False, outermost)
                 _raise_meant(error)
                 raise
             finally:
-                for reference in heard:
-                    if (listener := reference()) is not None:
-                        listener.end(run)
+                depth -= 1
 
         return patched
 
-    return tuple(Patch(vars(module), "_engine_run_backward", make) for module in (torch.autograd, torch.autograd.graph))
+    modules = (torch.autograd, torch.autograd.graph)
+    return tuple(Patch(vars(module), "_engine_run_backward", make) for module in modules)
 
 
-# -- Lets ``torch.compile`` take a handle ------------------------------------------------------------------------------
-# It would compile what stands between the loop and the model, and give a module that is not the handle.
+# -- torch.compile of a handle -----------------------------------------------------------------------------------------
 
 
 def compile_patch(kind: type[torch.nn.Module]) -> Patch:
-    """The replaced function: objects of this class compile their own model, and are what it returns."""
+    """Return a patch with which torch.compile compiles a handle's own model in place.
+
+    Without it torch would compile the engine's code around the model, and return a module that is no handle.
+    """
 
     def compile(original: Callable[..., Any], model: Any = None, **options: Any) -> Any:
         if type(model) is not kind:
@@ -231,7 +241,7 @@ def compile_patch(kind: type[torch.nn.Module]) -> Patch:
     return around(vars(torch), "compile", compile)
 
 
-# -- p.data = values of a shard -------------------------------------------------------------------------------------
+# -- p.data = values of a shard ----------------------------------------------------------------------------------------
 
 
 @final
@@ -252,17 +262,17 @@ class _ClassAttributes:
 
 
 def data_patch(take: Callable[[Any, torch.Tensor], bool]) -> Patch:
-    """Let ``take`` handle ``p.data = values`` of a DTensor; it returns False to leave it to torch.
+    """Let ``take`` handle ``p.data = values`` of a DTensor, unless it returns False.
 
-    FSDP2 goes on with the old values, without an error. Loops that swap in averaged weights assign them like this.
+    FSDP2 would silently keep the old values. Loops assign averaged weights like this.
     """
     from torch.distributed.tensor import DTensor
 
-    def make(found: Any, needed: Callable[[], bool]) -> property:
-        original: Any = torch.Tensor.data if found is _ABSENT else found
+    def make(layer: _Layer) -> property:
+        original: Any = torch.Tensor.data if layer.before is _ABSENT else layer.before
 
         def put(tensor: Any, value: torch.Tensor) -> None:
-            if not (needed() and take(tensor, value)):
+            if not (layer.active and take(tensor, value)):
                 original.__set__(tensor, value)
 
         return property(original.__get__, put, doc=original.__doc__)
@@ -270,78 +280,66 @@ def data_patch(take: Callable[[Any, torch.Tensor], bool]) -> Patch:
     return Patch(_ClassAttributes(DTensor), "data", make)
 
 
-# -- DTensor operators ------------------------------------------------------------------------------------------------
-# Two kinds are silently wrong in torch: reading one number of a shard gives this rank's, and an index or slice along the
-# sharded dimension is a copy, so writes to it are lost. Averages of weights (EMA) read shards into full tensors.
-# DTensor looks into a table by operator before it does anything else.
+# -- operators of DTensor ----------------------------------------------------------------------------------------------
+# Two kinds are silently wrong in torch: one number of a shard is this rank's, and an index along the sharded dimension
+# is a copy, so writes to it are lost. Averages of weights (EMA) read shards into full tensors.
 
-_NUMBER: Final = torch.ops.aten._local_scalar_dense.default
-#: Views that cut, and where their arguments say along which dimensions, with the defaults.
+_aten: Final = torch.ops.aten
+_NUMBER: Final = _aten._local_scalar_dense.default
+#: The places of the dimensions among the arguments, with their defaults.
 _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
-    torch.ops.aten.select.int: {1: 0},
-    torch.ops.aten.slice.Tensor: {1: 0},
-    torch.ops.aten.split.Tensor: {2: 0},
-    torch.ops.aten.split_with_sizes.default: {2: 0},
-    torch.ops.aten.diagonal.default: {2: 0, 3: 1},
+    _aten.select.int: {1: 0},
+    _aten.slice.Tensor: {1: 0},
+    _aten.split.Tensor: {2: 0},
+    _aten.split_with_sizes.default: {2: 0},
+    _aten.diagonal.default: {2: 0, 3: 1},
 }
-
-
-#: What averages of weights are computed with: torch's ``AveragedModel``, ``ema.lerp_(p, 0.1)``.
+#: The operators of torch's ``AveragedModel`` and of ``ema.lerp_(p, 0.1)``.
 _AVERAGES: Final = (
-    torch.ops.aten.copy_.default,
-    torch.ops.aten.add.Tensor,
-    torch.ops.aten.add_.Tensor,
-    torch.ops.aten.sub.Tensor,
-    torch.ops.aten.sub_.Tensor,
-    torch.ops.aten.lerp.Scalar,
-    torch.ops.aten.lerp_.Scalar,
-    torch.ops.aten._foreach_add_.List,
-    torch.ops.aten._foreach_sub.List,
-    torch.ops.aten._foreach_lerp_.Scalar,
+    *(_aten.copy_.default, _aten.lerp.Scalar, _aten.lerp_.Scalar),
+    *(_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor),
+    *(_aten._foreach_add_.List, _aten._foreach_sub.List, _aten._foreach_lerp_.Scalar),
 )
 
 
 def shard_patches(
     backend: Callable[[DTensor], str], gather: Callable[[str, Sequence[DTensor]], list[torch.Tensor]]
 ) -> tuple[Patch, ...]:
-    """Raise for ``item()`` and for writable cuts of a sharded tensor; gather shards that an average of weights reads.
+    """Raise for ``item()`` and for writable cuts of a sharded tensor. Gather shards for an average of weights.
 
     Args:
         backend: returns the name of the backend that shards a tensor, or "".
         gather: returns the full tensors of shards. Collective; the text names the operation.
     """
-    from torch.distributed.tensor import DTensor  # takes its time
+    from torch.distributed.tensor import DTensor  # heavy
 
     def number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensor = args[0]
-        if all(placement.is_replicate() for placement in tensor.placements) or not (name := backend(tensor)):
+        full = all(placement.is_replicate() for placement in tensor.placements)
+        if full or not (name := backend(tensor)):
             return original(op, args, kwargs)
         raise BackendError(
-            f"one number (item(), float(), bool(), ...) of a tensor that backend {name!r} divides over the ranks "
-            f"({', '.join(map(str, tensor.placements))}): on this rank it would be that of a part. Call tensor.full_tensor() on "
-            "every rank first"
+            f"item(), float() or bool() of a tensor that backend {name!r} shards would see this rank's shard. "
+            "Call tensor.full_tensor() on every rank first."
         )
 
     def cut(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        # Along a divided dimension a view is a copy, gathered from all ranks: what is written to it would be lost.
-        # Autograd refuses writes to a view of what requires gradients, and makes views of its own in backward.
         tensor = args[0]
+        # Autograd refuses writes to a view of what requires gradients, and makes views itself in backward.
         safe = (torch.is_grad_enabled() and tensor.requires_grad) or torch._C._current_graph_task_id() != -1
-        if safe or not _along_divided(op, args) or not (name := backend(tensor)):
+        if safe or not _cuts_shards(op, args) or not (name := backend(tensor)):
             return original(op, args, kwargs)
         raise BackendError(
-            f"an index, a slice or a split of a tensor of shape {tuple(tensor.shape)} that backend {name!r} divides over the "
-            f"ranks ({', '.join(map(str, tensor.placements))}): it would be a copy, so that writes to it are lost, which all "
-            "ranks must make together. To read, index tensor.full_tensor(), called on every rank; to write, change "
-            "full = accel.full_state_dict(model), then model.load_state_dict(full), on every rank"
+            f"An index or slice of a tensor of shape {tuple(tensor.shape)} that backend {name!r} shards is a copy, so "
+            "that writes to it are lost. Index tensor.full_tensor(), called on every rank."
         )
 
     def average(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = [tensor for _, tensor in all_tensors((args, kwargs))]
         shards = [t for t in tensors if isinstance(t, DTensor)]
         mixed = any(t.dim() and not isinstance(t, DTensor) for t in tensors)
-        written = args[0] if op._schema.is_mutable else None
-        into_shards = any(isinstance(t, DTensor) for _, t in all_tensors(written))
+        target = args[0] if op._schema.is_mutable else None
+        into_shards = any(isinstance(t, DTensor) for _, t in all_tensors(target))
         graph = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         name = backend(shards[0]) if mixed and not into_shards and not graph else ""
         if not name:
@@ -351,29 +349,24 @@ def shard_patches(
         args, kwargs = map_tensors(lambda t: full.get(id(t), t), (args, {**kwargs}), others=True)
         return op(*args, **kwargs)
 
-    return _by_operator({_NUMBER: number, **dict.fromkeys(_CUTS, cut), **dict.fromkeys(_AVERAGES, average)})
-
-
-def _by_operator(acts: Mapping[Any, Callable[..., Any]]) -> tuple[Patch, ...]:
-    """``acts`` in the table that DTensor asks; by themselves they are given the way that it goes without them."""
-    from torch.distributed.tensor import DTensor
-
+    acts = {_NUMBER: number, **dict.fromkeys(_CUTS, cut), **dict.fromkeys(_AVERAGES, average)}
+    # DTensor looks into this table before it does anything else.
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 
-    def by_dtensor(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        own = handlers.pop(op)  # where no function is registered, it goes on by itself
+    def without_handler(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        handler = handlers.pop(op)
         try:
             return op(*args, **kwargs)
         finally:
-            handlers[op] = own
+            handlers[op] = handler
 
-    return tuple(around(handlers, op, act, by_dtensor) for op, act in acts.items())
+    return tuple(around(handlers, op, act, without_handler) for op, act in acts.items())
 
 
-def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
+def _cuts_shards(op: Any, args: tuple[Any, ...]) -> bool:
     tensor = args[0]
     dims = [(args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()]
-    if op is torch.ops.aten.slice.Tensor:
+    if op is _aten.slice.Tensor:
         defaults: tuple[Any, ...] = (None, None, 1)
         start, end, step = args[2:] + defaults[len(args) - 2 :]
         if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
@@ -381,24 +374,25 @@ def _along_divided(op: Any, args: tuple[Any, ...]) -> bool:
     return any(placement.is_shard(dim) for placement in tensor.placements for dim in dims)
 
 
-# -- Muon orthogonalises the whole matrix of a momentum, of which each rank has rows -----------------------------------
-# DTensor would cut the products up, whose sums round otherwise in bfloat16, and cannot where a rank has no row. So every
-# rank computes with the whole matrix, one at a time, and keeps its rows.
+# -- torch.optim.Muon --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def muon_patch() -> Patch:
-    """What computes it, for divided momenta."""
+    """Return a patch with which Muon computes with full momenta, one at a time.
+
+    DTensor would cut the products up, which rounds differently in bfloat16 and fails for a rank without rows.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    def orthogonalise(original: Callable[..., torch.Tensor], update: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def orthogonalize(original: Callable[..., torch.Tensor], update: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(update, DTensor):
             return original(update, *args, **kwargs)
-        whole = original(update.full_tensor(), *args, **kwargs)
-        return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
+        full = original(update.full_tensor(), *args, **kwargs)
+        return distribute_tensor(full, update.device_mesh, update.placements, src_data_rank=None)
 
     module: Any = torch.optim._muon
-    return around(vars(module), "_zeropower_via_newtonschulz", orthogonalise)
+    return around(vars(module), "_zeropower_via_newtonschulz", orthogonalize)
 
 
 # -- Attention and the mean of a loss see full sequences, of which each rank has a shard ---------------------------------

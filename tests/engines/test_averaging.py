@@ -8,7 +8,6 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import accel
@@ -206,22 +205,3 @@ def sparse() -> None:
 def test_sparse_gradients_are_refused_on_every_rank() -> None:
     for message in refusals(2, sparse, error="BackendError"):
         assert "sparse gradients of 0.weight" in message
-
-
-def forward_between_two_steps() -> None:
-    raw = nn.Linear(2, 1)
-    optimizers = [torch.optim.SGD([p], 0.1) for p in raw.parameters()]
-    ENGINES["deferred"] = GlooEngine
-    model, (first, second), _ = accel.setup(raw, optimizers, backend="deferred")
-    for _ in range(2):
-        F.mse_loss(model(torch.ones(1, 2)), torch.ones(1, 1)).backward()
-        first.step()
-        if accel.rank() == 0:
-            model(torch.ones(1, 2))
-        second.step()
-
-
-def test_reductions_that_do_not_belong_together_are_an_error_on_every_rank() -> None:
-    for message in refusals(2, forward_between_two_steps, error="RankMismatchError", breaks=True):
-        assert "(Linear #0, step 2)" in message
-        assert "(Linear #0, step 3)" in message

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -59,8 +58,9 @@ def test_bit_equal_to_raw_ddp(bn: bool, accumulation: int, option: dict[str, Any
     assert run(2, train_beside_raw_ddp, bn, accumulation, option) == [True, True]
 
 
-def calls_of_a_usual_step() -> tuple[list[str], list[str]]:
-    raw = net()
+def calls_of_a_usual_step(bn: bool) -> list[str]:
+    """Return the functions of accel that one step calls."""
+    raw = net(bn)
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp")
     home, calls = accel.__path__[0], list[str]()
 
@@ -68,26 +68,21 @@ def calls_of_a_usual_step() -> tuple[list[str], list[str]]:
         if event == "call" and frame.f_code.co_filename.startswith(home):
             calls.append(frame.f_code.co_qualname)
 
-    def counted(act: Callable[[], object]) -> list[str]:
+    batch = data(0, accel.rank())
+    for _ in range(5):  # the drift guard compares in the first one
         calls.clear()
         sys.setprofile(note)
-        try:
-            act()
-        finally:
-            sys.setprofile(None)
-        return [*calls]
-
-    for step in range(5):  # after the drift guard's first comparison
         optimizer.zero_grad()
-        loss = model(data(step, accel.rank())).mean()
-        found = counted(loss.backward), counted(optimizer.step)
-    return found
+        model(batch).mean().backward()
+        optimizer.step()
+        sys.setprofile(None)
+    return calls
 
 
-def test_a_usual_step_makes_few_calls() -> None:
-    for backward, step in run(2, calls_of_a_usual_step):
-        assert len(backward) <= 9, backward
-        assert len(step) <= 8, step
+@pytest.mark.parametrize(("bn", "most"), [(False, 13), (True, 20)])
+def test_a_usual_step_makes_few_calls(bn: bool, most: int) -> None:
+    for calls in run(2, calls_of_a_usual_step, bn):
+        assert len(calls) <= most, calls
 
 
 def compressed(hook: str) -> list[float]:
@@ -282,14 +277,14 @@ def exceptions() -> None:
             o.step()
     assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), other.parameters(), strict=True))
     assert equal_on_all_ranks(raw)
-    for mood, message in (("late", "no gradient"), ("last", "did not end")):
+    for mood in ("late", "last"):
         raw.mood = mood
         optimizer.zero_grad()
         with pytest.raises(ZeroDivisionError):
             model(data(0, accel.rank())).mean().backward()
         raw.mood = ""
         before = copy.deepcopy(raw.state_dict())
-        with pytest.raises(accel.BackendError, match=message):
+        with pytest.raises(accel.BackendError, match="ended a backward of Moody"):
             optimizer.step()
         assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
     assert accel.teardown(model) is raw

@@ -100,12 +100,11 @@ def missing_gradient() -> None:
     model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
     handle(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+    assert model[1].weight.grad is None
 
 
 def test_refusals() -> None:
-    for text in refusals(2, missing_gradient, error="BackendError"):
-        assert "1.weight, 1.bias" in text
-        assert "backend=accel.DDP2(find_unused_parameters=True)" in text
+    run(2, missing_gradient)
     assert refusals(1, bad_options, error="BackendError")[0].startswith("DDP2(comm_hook='zip'): expected")
     assert "replicas" in refusals(1, refused, error="BackendError")[0]
 

@@ -38,7 +38,7 @@ _COMMON: Final[Names] = (
     ("torch._C:", "_functorch.peek_interpreter_stack", "transforms of torch.func around a forward"),
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
-    (_CLIP, "_get_total_norm _clip_grads_with_norm_", "a norm over all ranks in torch's clipping"),
+    (_CLIP, "_get_total_norm", "a norm over all ranks in torch's clipping"),
     ("torch:", "_foreach_norm _foreach_mul_ _foreach_add_ _foreach_copy_", "many gradients at once"),
     ("torch.nn.modules.module:", "_WrappedHook", "whose hook of a module it is"),
     ("torch._compile:", "_disable_dynamo", "what stays outside of compiled code"),

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
-from accel.gradients.clip import _power, scale_
 from tests.backends import need
 from tests.distributed import run
 
@@ -100,36 +98,3 @@ def test_a_rank_without_gradients_clips_by_the_others_number(backend: Any) -> No
     for one, its in zip(first, other, strict=True):
         assert one.dtype is its.dtype is torch.float64
         assert one == its == 2 / 6
-
-
-class Written(TorchDispatchMode):
-    """Counts the tensors that are multiplied in place."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._foreach_mul_.Tensor:
-            self.number += len(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def test_neighbours_in_memory_are_clipped_as_one() -> None:
-    torch.manual_seed(0)
-    flat, apart = torch.randn(100, 30), torch.randn(7)
-    whole = torch.cat([flat.flatten()[:1500], flat.flatten()[1530:], apart])  # row 50 is nobody's
-    skipped = flat[50].clone()
-    transposed = flat[99].view(6, 5).t()  # has no line of its own
-    gradients = [*flat[:50], *flat[51:99], transposed, apart, apart.new_empty(0)]
-    norm = _power(gradients, 2.0, torch.device("cpu")).sqrt()
-    assert norm.item() == pytest.approx(whole.norm().item(), rel=1e-6)
-    with Written() as written:
-        scale_(gradients[:98], 1.0, norm)
-    assert written.number == 2
-    scale_(gradients[98:], 1.0, norm)
-    assert torch.equal(flat[50], skipped)
-    mine = torch.cat([g.flatten() for g in gradients])
-    assert mine.norm().item() == pytest.approx(1.0, rel=1e-5)
-    alike = [torch.ones(700), torch.ones(3, dtype=torch.float64)]
-    scale_([*alike[0].split(1), *alike], 1.0, torch.tensor(2.0))  # of two dtypes, and one of them twice
-    assert torch.allclose(alike[0], torch.tensor(0.25))
-    assert torch.allclose(alike[1], torch.tensor(0.5, dtype=torch.float64))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import accel
 from tests.backends import need
@@ -41,7 +41,6 @@ def clipped(backend: Any) -> Iterator[tuple[str, Any]]:
         "above": lambda: clip_grad_norm_(one.parameters(), 1e3),
         "head": lambda: clip_grad_norm_(one[2].parameters(), 0.05),
         "two models": lambda: clip_grad_norm_(both, 0.05),
-        "a norm": lambda: by_a_norm(one),
         "value": lambda: clip_grad_value_(one.parameters(), 0.01),
         "value of a head": lambda: clip_grad_value_(list(one[2].parameters()), 0.01),
     }
@@ -60,23 +59,13 @@ def clipped(backend: Any) -> Iterator[tuple[str, Any]]:
     if backend in ("single", "ddp", "sharded", "fsdp"):
         return
     one(torch.ones(2, 4)).sum().backward()
-    gradients = [p.grad for p in one.parameters() if p.grad is not None]
-    if gradients and backend != "pipeline":  # ZeRO 1 reduces them only now
-        assert float(get_total_norm(gradients)) == pytest.approx(float(accel.clip_grad_norm_(one, 1e9)))
-    else:
-        with pytest.raises(accel.BackendError, match="accel.clip_grad_norm_"):
-            get_total_norm(gradients)
+    with pytest.raises(accel.BackendError, match="accel.clip_grad_norm_"):
+        get_total_norm([p.grad for p in one.parameters() if p.grad is not None])
     having: list[Any] = [p for p in one.parameters() if p.grad is not None]
     for clip_ in [] if having else [clip_grad_norm_, clip_grad_value_]:
         with pytest.raises(accel.BackendError, match="accel.clip_grad_norm_"):
             clip_(having, 0.1)
     assert not having or backend == "pipeline"
-
-
-def by_a_norm(model: Any) -> torch.Tensor:
-    norm = clip_grad_norm_(model.parameters(), float("inf"))
-    clip_grads_with_norm_(model.parameters(), 0.05, total_norm=norm)
-    return norm
 
 
 def results(backend: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError
-from ...gradients.log import TrainableMask, explain
+from ...gradients.watch import TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, restore_dtypes
 from ...process import Process
@@ -179,7 +179,6 @@ class Engine(ABC):
         if not self.started:
             self.holdings.synchronize()
             self.started = True
-        self.gradients.find_unoptimized()
 
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer of this model's parameters. Local. ``start`` follows."""

@@ -48,12 +48,19 @@ def refuse_changes(engine: Engine) -> None:
 
 
 def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None:
-    """Make the gradients final before ``optimizer`` steps, or before a closure in its step returns, or refuse it. Collective."""
+    """Make the gradients final that ``optimizer`` is about to step. Collective.
+
+    Args:
+        by_grad_scaler: the user's GradScaler steps, so gradients of a plain backward are right.
+        in_closure: a closure inside of the step has computed them.
+    """
     if engine.restructured:
         refuse_changes(engine)
-    gradients, scaled = engine.gradients, engine.precision.scaled
-    if scaled and not by_grad_scaler:
-        gradients.refuse_plain(zeros=True)
+    gradients = engine.gradients
+    if engine.precision.scaled:
+        if not by_grad_scaler:
+            gradients.refuse_plain(zeros=True)
+        gradients.plain = False
     try:
         if gradients.prepares_steps and not in_closure:
             gradients.before_step(optimizer)
@@ -63,8 +70,6 @@ def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = Fals
         raise
     if engine.drift.steps >= engine.drift.next:
         engine.drift.check()
-    if scaled:
-        gradients.log.accept()
     if engine.process.ended:  # a device that waited for the other ranks has no sums
         current()
 
@@ -122,14 +127,12 @@ class Stepper:
         except OptimizerError:
             self.optimizer.param_groups.pop()
             raise
-        engine.gradients.find_unoptimized()
 
     def look(self, engine: Engine) -> None:
         """Take groups that were added to the raw optimizer, or refuse them (OptimizerError). Local."""
         num_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if num_parameters != self._num_parameters:
             engine.gradients.check(self.optimizer)
-            engine.gradients.find_unoptimized()
             self._num_parameters = num_parameters
 
     def _before(
@@ -147,43 +150,43 @@ class Stepper:
         if num_parameters != self._num_parameters:
             self.look(engine)
         replaced = self._with_global_closure(engine, args, kwargs) if len(args) > 1 or kwargs else None
-        if replaced is None:
-            self._make_ready(engine, optimizer)
-        else:
+        if replaced is not None:
             engine.gradients.before_step(optimizer)
+        elif optimizer.__dict__.get("found_inf") is not None:
+            self._prepare_scaled(engine)
+        else:
+            prepare(engine, optimizer)
+            if self._serial != engine.loss_scale.serial or self.skipped is not False:
+                self._judge(engine)
+            # Schedulers on the handle see by it that a step of the raw optimizer came before theirs.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         replaces = engine.gradients.replaces_steps and not compiled
         if replaces and (stepped := engine.gradients.stepped_as(optimizer)) is not optimizer:
             args, kwargs = replaced or (args, kwargs)
             replaced = (stepped, *args[1:]), kwargs
         return replaced
 
-    def _make_ready(self, engine: Engine, optimizer: Optimizer) -> None:
-        """Final gradients, and whether the step is skipped."""
-        found_inf = optimizer.__dict__.get("found_inf")
-        if found_inf is not None:
-            self._note(engine, self._prepare_scaled(engine, found_inf))
-        else:
-            prepare(engine, optimizer)
-            if self._serial != engine.loss_scale.serial or self.skipped is not False:  # the same gradients once more
-                self._serial = engine.loss_scale.serial
-                self._note(engine, not engine.loss_scale.judge(engine.gradients.finite(optimizer)))
-        # By this mark a scheduler built on the other object knows that a step came before its own.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+    def _judge(self, engine: Engine) -> None:
+        """Skip the step if gradients of a scaled loss have overflowed, also a second one with them."""
+        self._serial = engine.loss_scale.serial
+        self._note(engine, not engine.loss_scale.judge(engine.gradients.finite(self.optimizer)))
 
-    def _prepare_scaled(self, engine: Engine, found_inf: torch.Tensor) -> bool | torch.Tensor:
-        """Ready for a step by a GradScaler; whether it is skipped."""
+    def _prepare_scaled(self, engine: Engine) -> None:
+        """Make gradients final for a step by the user's GradScaler, which may be skipped."""
+        found_inf = self.optimizer.__dict__["found_inf"]
         try:
             self._refuse_double_scaling(engine)
             prepare(engine, self.optimizer, by_grad_scaler=True)
         except BaseException:
-            # A GradScaler takes these back after a step only; the next one would be taken for its own.
+            # A GradScaler takes these back after a step only, so the next one would take them for its own.
             for name in ("grad_scale", "found_inf"):
                 self.optimizer.__dict__.pop(name, None)
             raise
-        return self._unscale_for_user(found_inf)
+        self._note(engine, self._unscale_for_user(found_inf))
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _note(self, engine: Engine, skipped: bool | torch.Tensor) -> None:
-        """Remember whether this step is skipped, and skip it."""
+        """Count a skipped step, and hide the gradients from it."""
         if engine.process.ended:  # while this was read from the device
             current()
         self.skipped = skipped
@@ -192,7 +195,7 @@ class Stepper:
             self._hide_gradients()
 
     def _with_global_closure(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments of ``step`` with its closure replaced; None where there is none."""
+        """Return the arguments of ``step`` with its closure replaced, or None without a closure."""
         at = self._closure_at
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._global(engine, kwargs["closure"])}
@@ -203,17 +206,19 @@ class Stepper:
     def _refuse_double_scaling(self, engine: Engine) -> None:
         if self._serial != engine.loss_scale.serial:
             raise PrecisionError(
-                "a GradScaler steps gradients that accel.backward made, which are not scaled: use one of the two"
+                "torch.amp.GradScaler steps gradients of accel.backward, which are not scaled. Use one of the two."
             )
         if engine.gradients.pending() or engine.gradients.hidden():
             raise PrecisionError(
-                "a GradScaler looked for overflow in gradients that were not reduced yet (accel.no_sync, a second backward, "
-                "a call around the handle, or an engine that reduces at the step), where each rank sees its own, or that "
-                "are divided over the ranks: use accel.backward and optimizer.step()"
+                f"torch.amp.GradScaler checked gradients before backend {engine.name!r} has reduced them. "
+                "Use accel.backward(loss) and optimizer.step()."
             )
 
     def _unscale_for_user(self, found_inf: torch.Tensor) -> bool | torch.Tensor:
-        """Whether the step is skipped; an optimizer that supports scaling unscales and skips by itself, without a sync."""
+        """Unscale gradients. Return True if the step is skipped.
+
+        Optimizers that support scaling unscale and skip by themselves, without a synchronization.
+        """
         if self._fused:
             return found_inf > 0
         scale, self.optimizer.grad_scale = self.optimizer.grad_scale, None  # type: ignore[attr-defined]
@@ -253,9 +258,9 @@ class Stepper:
                 parameter.grad = None
 
     def _global(self, engine: Engine, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure as it would be in one process: final gradients, and the ranks' mean loss."""
+        """Return the closure with final gradients and the mean of the ranks' losses."""
         if engine.precision.scaled:
-            raise PrecisionError("optimizer.step(closure) has no loss scaling: use 'bf16-mixed' or '32-true'")
+            raise PrecisionError("optimizer.step(closure) has no loss scaling. Use 'bf16-mixed' or '32-true'.")
         process = engine.process
 
         def global_closure() -> Any:
@@ -264,17 +269,18 @@ class Stepper:
             world = process.place.world_size
             if world == 1:
                 return loss
-            where = loss.device if isinstance(loss, torch.Tensor) else "cpu"
-            mine = None if loss is None else torch.as_tensor(loss, device=where).detach()
-            told = agree(f"the loss of a closure ({engine.label})", None if mine is None else mine.item())
-            losses = [one for one in told if one is not None]
+            device = loss.device if isinstance(loss, torch.Tensor) else "cpu"
+            local = None if loss is None else torch.as_tensor(loss, device=device).detach()
+            value = None if local is None else local.item()
+            by_rank = agree(f"the loss of a closure ({engine.label})", value)
+            losses = [value for value in by_rank if value is not None]
             if len(losses) not in (0, world):
                 raise RankMismatchError(
-                    f"the closure gave a loss on {len(losses)} of {world} ranks: return it on every rank"
+                    f"the closure gave a loss on {len(losses)} of {world} ranks. Return it on every rank."
                 )
-            if mine is None:
+            if local is None:
                 return None
-            dtype = mine.dtype if mine.is_floating_point() else torch.float32
+            dtype = local.dtype if local.is_floating_point() else torch.float32
             return torch.tensor(sum(losses) / world, dtype=dtype, device=process.device)
 
         return global_closure

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
+from ...gradients.log import GradientLog
 from ...gradients.totals import average_gradients_
 from ...precision import Accumulator
 from ...process import Process
@@ -74,7 +75,7 @@ class ZeROGradients(Gradients):
     nothing before the model has an optimizer: until then every backward averages ``p.grad``.
     """
 
-    partial = reduced = logged = True
+    partial = reduced = True
     engine: DeepSpeedEngine
 
     def __init__(self, engine: Engine) -> None:
@@ -89,7 +90,14 @@ class ZeROGradients(Gradients):
         self._warned = False
         #: Whether an optimizer has stepped, or may have, what the other ranks do not see yet.
         self._unspread = False
-        self.listener = self
+        self.log = GradientLog(())
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.log.close()
+        self.log = GradientLog(parameters if self.engine.distributed else ())
+
+    def close(self) -> None:
+        self.log.close()
 
     def holders(self) -> Sequence[Accumulator]:
         """The fragments too: at stages 2 and 3 gradients come there while backward runs."""
@@ -144,8 +152,9 @@ class ZeROGradients(Gradients):
         if zero.interruption.cut and zero.eager:
             self._start_anew(zero)
 
-    def end(self, run: object) -> None:
-        """Nothing: its end is noticed as it is reached."""
+    def backward_begins(self) -> None:
+        super().backward_begins()
+        self.begin(None)
 
     def publish(self, zero: Partitions) -> None:
         """Let every rank see the stepped weights. Collective."""
@@ -158,7 +167,7 @@ class ZeROGradients(Gradients):
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
         if (zero := self.engine.zero) is None:
-            super().settle(optimizer)
+            self._average()
         else:
             if optimizer is not None and zero.eager:
                 refuse_inside_backward()
@@ -196,13 +205,12 @@ class ZeROGradients(Gradients):
                 "backend='deepspeed'. Call optimizer.zero_grad() or model.zero_grad()."
             )
 
-    def end_backward(self, indices: Sequence[int]) -> None:
+    def _average(self) -> None:
         """Average ``p.grad`` until DeepSpeed divides the model, which then has an optimizer."""
         engine = self.engine
-        if engine.zero is None:
-            parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
-            what = f"the reduction of {len(indices)} gradients ({engine.label})"
-            if average_gradients_(what, parameters, names, self.process):
+        if engine.distributed and any(p.grad is not None for p in engine.parameters):
+            what = f"the reduction of gradients ({engine.label})"
+            if average_gradients_(what, engine.parameters, engine.names, self.process):
                 self.buffers.synchronize()
 
     @property

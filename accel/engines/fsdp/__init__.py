@@ -257,9 +257,6 @@ class FSDPGradients(Gradients):
         if self.engine.divided:
             self.engine.holdings.rebind(optimizer, self.engine.parts)
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self.engine.parts.leaf(parameter)
-
     def pending(self) -> bool:
         engine = self.engine
         return engine.divided and bool(engine.parts.scalar_log.entries)
@@ -279,8 +276,6 @@ class FSDPGradients(Gradients):
         if self.buffers.stale:
             self.announce("the broadcast of buffers")
             self.buffers.synchronize()
-        if self.log.entries:
-            self.log.fold(stepping=optimizer)
 
     def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.engine.parts.gradients(parameters)
@@ -435,7 +430,7 @@ class FSDPEngine(Engine):
             self.parts.shard(names, self.holdings.whole)
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
             self._read_parameters()
-            self.parts.begin(self.gradients.log if self.precision.scaled else None)
+            self.parts.begin()
             self.known = self.parts.known
             self._draw_alike(self.parts.sharded.mesh)
             self.started = True

@@ -140,13 +140,9 @@ class Conversion:
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         return self.known.get(id(parameter), parameter)
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What autograd knows of a parameter object."""
-        return self._gathered.get(id(self.known.get(id(parameter), parameter)), parameter)
-
-    def begin(self, log: GradientLog | None) -> None:
-        """Take over, once every parameter has its values. As in ``Backwards``."""
-        self.backwards = Backwards(self, log)
+    def begin(self) -> None:
+        """Take over, once every parameter has its values."""
+        self.backwards = Backwards(self)
         self.sharded.begin(self.label, self.backwards.begin, self.backwards.end)
         self._gathered = {id(shard): whole for whole, shard in self.sharded.gathered()}
         self.known.update((id(whole), shard) for whole, shard in self.sharded.gathered())
@@ -282,14 +278,10 @@ def _take(old: nn.Parameter, full: torch.Tensor, grad: torch.Tensor | None) -> N
 
 @final
 class Backwards:
-    """What happens around each backward pass of a sharded module, and after one that an exception ended.
+    """What happens around each backward pass of a sharded module, and after one that an exception ended."""
 
-    ``log`` is told of every backward if the loss must be scaled.
-    """
-
-    def __init__(self, parts: Conversion, log: GradientLog | None) -> None:
+    def __init__(self, parts: Conversion) -> None:
         self._parts = parts
-        self._log = log
         self.interruption = Interruption()
 
     def begin(self) -> None:
@@ -301,8 +293,6 @@ class Backwards:
             grads = [here(p.grad) for p in self._parts.known_shards() if p.grad is not None]
             if any(bool(grad.any()) for grad in grads):  # zeros are dropped gradients too
                 self.interruption.refuse()
-        if self._log is not None:
-            self._log.entries.append(None)
         self.interruption.incomplete = False
 
     def end(self) -> None:

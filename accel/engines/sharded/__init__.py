@@ -161,7 +161,6 @@ class ShardedGradients(Gradients):
         #: of those whose gradients were still there when the next one came, the hooks.
         self._left: dict[int, tuple[nn.Parameter, int]] = {}
         self._spreading: dict[int, RemovableHandle] = {}
-        self.listener = self
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         super().follow(parameters)
@@ -174,8 +173,9 @@ class ShardedGradients(Gradients):
                 self._spreading[key] = spread_before_accumulation(parameter, self._world)
         self._left.clear()
 
-    def end(self, run: object) -> None:
-        """Nothing: what a backward has left is seen at the next step."""
+    def backward_begins(self) -> None:
+        super().backward_begins()
+        self.begin(None)
 
     def pending(self) -> bool:
         """Always: what other ranks have is known only together."""
@@ -197,11 +197,6 @@ class ShardedGradients(Gradients):
         live = self._settle(what, indices, everywhere=not split, weakest=LOCAL if split else OWNED)
         if split:
             self._unpublished.setdefault(id(optimizer), set()).update(live)
-        self.end_held_back()
-
-    def end_backward(self, indices: Sequence[int]) -> None:
-        """On every rank: whoever updates these by hand does it everywhere."""
-        self._settle(f"a backward ({len(indices)} parameters in no optimizer)", indices, everywhere=True, weakest=OWNED)
 
     def _settle(self, what: str, indices: Sequence[int], *, everywhere: bool, weakest: int) -> list[int]:
         """Bring the gradients that are known as ``weakest`` or less to their owners, or everywhere.
@@ -235,8 +230,6 @@ class ShardedGradients(Gradients):
                     parameter.grad = None
                 elif (final := parameter.grad) is not None:
                     self._leave(parameter, final, OWNED)
-        if self.log.entries:  # only now: what raises before leaves all as it was
-            self.log.fold()
         return live
 
     def _leave(self, parameter: nn.Parameter, gradient: torch.Tensor, where: int) -> None:
@@ -271,7 +264,7 @@ class ShardedGradients(Gradients):
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         parameters = self.engine.parameters
-        if not self.engine.distributed or any(parameters[i].requires_grad for i in self.unoptimized):
+        if not self.engine.distributed or not self.engine.optimizers:
             return super().clip(max_norm, norm_type, error_if_nonfinite)
         self._settle("clipping by accel.clip_grad_norm_", range(len(parameters)), everywhere=False, weakest=LOCAL)
         return self.clip_parts(max_norm, norm_type, error_if_nonfinite)

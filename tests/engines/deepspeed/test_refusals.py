@@ -310,7 +310,7 @@ def sparse() -> None:
     raw = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
     for backend in (*map(zero, STAGES), "fsdp"):
-        with pytest.raises(accel.BackendError, match="sparse gradients of 0: use sparse=False"):
+        with pytest.raises(accel.BackendError, match="sparse gradients of 0. Use sparse=False"):
             accel.setup(raw, optimizer, backend=backend)
 
 
