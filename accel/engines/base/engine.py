@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError, OptimizerError, refuse_unknown
 from ...gradients.log import TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
-from ...precision import Dtypes, LossScale, Precision, restore_dtypes
+from ...precision import Dtypes, LossScale, Precision, Replaced, restore_dtypes
 from ...process import Process
 from ...process.control import raise_lost, require_equal
 from .drift import DriftGuard, watch_loads
@@ -166,6 +166,8 @@ class Engine(ABC):
         #: The raw ones, in the order in which they were added.
         self.optimizers: list[Optimizer] = []
         self.dtypes: Dtypes = []
+        #: The children that a SyncBatchNorm replaced.
+        self.replaced_modules: Replaced = []
         #: Takes away the forwards that are computed again.
         self.undo = contextlib.ExitStack()
         self.gradients = self.gradients_type(self)
@@ -181,6 +183,10 @@ class Engine(ABC):
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         self._loads = watch_loads(self) if compared else None
         context.process.dependents.add(self)
+        #: True if raw objects get methods that gather, because the backend may shard them.
+        self._guards = self.distributed and self.holdings_type.partial is not Holdings.partial
+        if self._guards:
+            self.holdings.guard.watch_modules(module)
 
     def _read_parameters(self) -> None:
         """Take the module's parameters as they are: at first, and where ``start`` put others in their place."""
@@ -241,6 +247,8 @@ class Engine(ABC):
         handle = self.optimizer_handles[id(optimizer)] = OptimizerHandle(self, optimizer)
         HiddenAttribute.put(optimizer, weakref.ref(handle))
         self.optimizers.append(optimizer)
+        if self._guards:
+            self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Give the optimizer back to its user. Local."""
@@ -292,6 +300,7 @@ class Engine(ABC):
             self.drift.stop()
             if self._loads is not None:
                 self._loads.remove()
+            self.holdings.guard.release_modules()
             self.unwrap(optimizers)
 
     def _finish_gradients(self, problem: str) -> None:

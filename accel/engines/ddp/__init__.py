@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from ...errors import BackendError
 from ...gradients.log import at_end_of_backward
 from ...gradients.totals import average_gradients_
-from ...precision import Replaced, convert_batchnorms, restore_batchnorms
+from ...precision import convert_batchnorms, restore_batchnorms
 from ...process import Process
 from ...process.control import agree, raise_lost
 from ..base.engine import Context, Engine, SequenceOptions
 from ..base.gradients import Gradients, refuse_inside_backward
-from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from .reduction import Reduction
 
@@ -230,21 +229,6 @@ class DDPGradients(Gradients):
         self.reduction.release()
 
 
-@final
-class DDPHoldings(Holdings):
-    """Everything on every rank."""
-
-    def kind(self, module: nn.Module) -> type[Any]:
-        """Of a SyncBatchNorm that took another's place, that one's."""
-        there = {id(parent._modules[name]): type(child) for parent, name, child in self.engine._batchnorms}
-        return there.get(id(module)) or super().kind(module)
-
-    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
-        """The group of such a SyncBatchNorm."""
-        synchronized = isinstance(owner, nn.SyncBatchNorm) and self.kind(owner) is not type(owner)
-        return super().added(owner) | ({"process_group"} if synchronized else set())
-
-
 class DDPEngine(Engine):
     """A forward arms the reducer for the next backward."""
 
@@ -252,14 +236,12 @@ class DDPEngine(Engine):
     options_type = DDP
     options: DDP
     gradients_type = DDPGradients
-    holdings_type = DDPHoldings
     gradients: DDPGradients
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         #: What a forward calls where there is no reducer, and what the reducer is built around.
         self._core = entry
-        self._batchnorms: Replaced = []
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -284,7 +266,7 @@ class DDPEngine(Engine):
         if not self.distributed:
             return
         if self.options.sync_batchnorm:
-            self._batchnorms = convert_batchnorms(self.module, self.process.group)
+            self.replaced_modules = convert_batchnorms(self.module, self.process.group)
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -294,7 +276,7 @@ class DDPEngine(Engine):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Let go of the reducer and of its buckets."""
-        restore_batchnorms(self._batchnorms)
+        restore_batchnorms(self.replaced_modules)
         if self.gradients.ddp is not None and self.options.gradient_as_bucket_view:
             for parameter in self.parameters:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()
