@@ -225,9 +225,9 @@ class Holdings(Raw):
         @torch.no_grad()
         def fill() -> None:
             for name, tensor, target in places:
-                value, target.given = target.given, None
-                shard = None if value is None else self.part(name, tensor)
-                if shard is not None:
+                value: Any = target.given
+                target.given = None
+                if value is not None and (shard := self.part(name, tensor)) is not None:
                     shard.fill(value.full_tensor() if hasattr(value, "full_tensor") else value)
                     # Autograd may have saved the parameter, whose memory is not the shard's with some backends.
                     torch.autograd.graph.increment_version(tensor)

@@ -201,7 +201,8 @@ class Guard:
             self._is_open = was_open
 
     def _call(self, name: str, reference: weakref.ref[Any], replaced: Any, *args: Any, **kwargs: Any) -> Any:
-        raw, holdings = reference(), self._holdings()
+        raw: Any = reference()
+        holdings = self._holdings()
         if holdings is None:  # an optimizer doesn't keep its model and engine
             raise _refusal(raw)
         optimizer = raw if isinstance(raw, Optimizer) else None
@@ -209,7 +210,7 @@ class Guard:
             return holdings.copy(*args)
         if self._is_open or not holdings.partial(optimizer):
             if name == "__getstate__" and optimizer is None:
-                return holdings.copy({}).__getstate__()  # type: ignore[no-untyped-call]
+                return holdings.copy({}).__getstate__()
             return (replaced or functools.partial(getattr(type(raw), name), raw))(*args, **kwargs)
         if name == "__getstate__":
             raise _refusal(raw)
