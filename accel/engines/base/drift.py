@@ -89,6 +89,10 @@ class DriftGuard:
         if self.steps >= self.next:
             self.check()
 
+    def count_backward(self) -> None:
+        """Count a backward as a step, for an engine without optimizers. Collective if a check is due."""
+        self.step()
+
     def check(self) -> None:
         """Compare the ranks. Collective.
 

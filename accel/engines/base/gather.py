@@ -152,7 +152,9 @@ class _FullTensor:
                 yield rank, end, start + numel
                 end = start + numel
         if end < self.numel:
-            raise AccelError(f"{self.key} can't be put together, because no rank has its element {end} of {self.numel}.")
+            raise AccelError(
+                f"{self.key} can't be put together, because no rank has its element {end} of {self.numel}."
+            )
 
     def buffer(self, first: int, last: int) -> torch.Tensor:
         """Return memory for a range: the tensor's own, if it can be received there."""

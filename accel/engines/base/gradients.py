@@ -234,7 +234,7 @@ class Gradients:
         if not self.accumulating and not self.engine.ended:
             self.end_held_back()
             if not self.engine.optimizers:
-                self.engine.drift.step()
+                self.engine.drift.count_backward()
 
     @final
     def end_held_back(self) -> None:

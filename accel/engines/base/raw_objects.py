@@ -157,15 +157,15 @@ class Guard:
         self._is_open = False
         self._watched: dict[int, weakref.ref[Any]] = {}
 
-    def watch(self, raw: nn.Module | Optimizer) -> None:
-        """Put the methods on a raw model or optimizer."""
+    def watch(self, raw: nn.Module | Optimizer, *_: object) -> None:
+        """Put the methods on a raw model or optimizer. The base engine calls it for every backend that shards."""
         self.release(raw)
         self._watched[id(raw)] = weakref.ref(raw)
         for name in _METHODS if isinstance(raw, nn.Module) else _METHODS[:-1]:
             # The program may have put a method of its own there.
             vars(raw)[name] = functools.partial(self._call, name, weakref.ref(raw), vars(raw).get(name))
 
-    def watch_modules(self, module: nn.Module) -> None:
+    def watch_modules(self, module: nn.Module, *_: object) -> None:
         """Put the methods on a model. The ``state_dict()`` of a submodule has the keys and shapes of shards."""
         self.watch(module)
         for child in module.modules():
