@@ -284,7 +284,6 @@ class Snapshot:
         self._module, self._later = module, later
         owners = [*module.modules(), *module.parameters()]
         self._before = [(owner, type(owner), _marks(owner)) for owner in owners]
-        self._containers = [(part, type(part._parameters)) for part in module.modules()]
         #: By identity: the owner, its class before if the library changed it, and what the library added.
         self._changes: dict[int, tuple[Any, type[Any] | None, set[_Mark]]] = {}
 
@@ -320,11 +319,10 @@ class Snapshot:
     def restore(self) -> None:
         """Undo the library's changes, also if it failed half-way, because its hooks would run in the user's model."""
         self.changed()
-        for module, container in self._containers:
-            if type(module._parameters) is not container:
-                vars(module)["_parameters"] = container(module._parameters.items())
         for owner, kind, _ in self._changes.values():
             _remove(owner, self.added(owner))
+            if isinstance(owner, nn.Module) and type(owner._parameters) is not dict:
+                vars(owner)["_parameters"] = dict(owner._parameters.items())
             if kind is not None:
                 owner.__class__ = kind
         self._changes.clear()
