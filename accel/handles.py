@@ -147,18 +147,14 @@ class ModelHandle(nn.Module):
         raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = _engine(self).holdings.copy({}, self)
-        reduced = whole.__reduce_ex__(protocol)
-        # Of this, pickle takes an object of the very class only.
-        if getattr(reduced[0], "__name__", "") == "__newobj__":
-            _set(self, "_accel_written", type(whole))
-        return reduced
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:
-        """That of the raw module where a pickle asks for it, once."""
-        written: type[Any] = _get(self, "__dict__").pop("_accel_written", ModelHandle)
-        return written
+        """Pickle a copy of the raw module, which loads without accel."""
+        engine = _engine(self)
+        if engine.holdings.partial(None):
+            raise AccelError(
+                "A sharded model can't be pickled. Pickle copy.deepcopy(model), which every rank calls, or use "
+                "accel.full_state_dict(model)."
+            )
+        return operator.getitem, ((engine.holdings.copy({}),), 0)
 
 
 def _with_signature(handle: ModelHandle) -> Callable[..., Any]:

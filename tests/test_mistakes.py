@@ -284,8 +284,8 @@ def same_inputs(backend: Any) -> list[tuple[list[str], bool]]:
 
 
 SAME = (
-    r"Linear #\d+ is given the same inputs on all 2 ranks, so every rank computes the same gradients\. Pass the loader to "
-    r"accel\.setup, or choose different data by accel\.rank\(\)\. If you mean it, ignore this warning\."
+    r"All 2 ranks got the same inputs for Linear #\d+, so every rank computes the same gradients\. Pass the DataLoader to "
+    r"accel\.setup\(\)\. Ignore this warning if it is intended\."
 )
 
 

@@ -19,12 +19,11 @@ from torch.optim import Optimizer
 from ..errors import BackendError
 from ..gradients.totals import average_gradients_
 from ..gradients.watch import GRAD, Look, look, written
-from ..precision import Replaced, convert_batchnorms, restore_batchnorms
+from ..precision import convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree, raise_lost
 from .base.engine import Context, Engine, SequenceOptions
 from .base.gradients import Gradients, refuse_inside_backward
-from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
@@ -332,24 +331,6 @@ class DDPGradients(Gradients):
             buffers.synchronize()
 
 
-# -- state ------------------------------------------------------------------------------------------------------------
-
-
-@final
-class DDPHoldings(Holdings):
-    """Everything on every rank."""
-
-    def kind(self, module: nn.Module) -> type[Any]:
-        """Of a SyncBatchNorm that took another's place, that one's."""
-        there = {id(parent._modules[name]): type(child) for parent, name, child in self.engine._batchnorms}
-        return there.get(id(module)) or super().kind(module)
-
-    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
-        """The group of such a SyncBatchNorm."""
-        synchronized = isinstance(owner, nn.SyncBatchNorm) and self.kind(owner) is not type(owner)
-        return super().added(owner) | ({"process_group"} if synchronized else set())
-
-
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
@@ -360,14 +341,12 @@ class DDPEngine(Engine):
     options_type = DDP
     options: DDP
     gradients_type = DDPGradients
-    holdings_type = DDPHoldings
     gradients: DDPGradients
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
         #: The module inside the reducer, which forwards call if there is no reducer.
         self._core = entry
-        self._batchnorms: Replaced = []
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -392,7 +371,7 @@ class DDPEngine(Engine):
         if not self.distributed:
             return
         if self.options.sync_batchnorm:
-            self._batchnorms = convert_batchnorms(self.module, self.process.group)
+            self.replaced_modules = convert_batchnorms(self.module, self.process.group)
         self.rebuild()
 
     def rebuild(self) -> None:
@@ -402,7 +381,7 @@ class DDPEngine(Engine):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Let go of the reducer and of its buckets."""
-        restore_batchnorms(self._batchnorms)
+        restore_batchnorms(self.replaced_modules)
         if self.gradients.ddp is not None and self.options.gradient_as_bucket_view:
             for parameter in self.parameters:
                 parameter.grad = None if parameter.grad is None else parameter.grad.clone()

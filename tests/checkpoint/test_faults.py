@@ -380,7 +380,7 @@ def interrupted(backend: str, moment: str, wait: bool, directory: Path) -> list[
 def test_ranks_interrupted_in_different_steps_save_no_mixture(
     backend: str, moment: str, wait: bool, tmp_path: Path
 ) -> None:
-    last = "5 steps" if moment == "before" else "6 steps, the last of which was broken off"
+    last = "5 steps" if moment == "before" else "6 steps, the last of which was interrupted"
     for said in run(2, interrupted, backend, moment, wait, tmp_path / "c"):
         assert f"is after 6 steps on rank 0 and after {last} on rank 1, so that" in said[0]
         assert backend == "ddp" or f"after {last}" in said[1]

@@ -1,6 +1,6 @@
-"""The drift guard: compare what must be equal on all ranks at steps 1, 10, 100 and then every 1,000.
+"""The drift guard: check that replicated state is equal on all ranks at steps 1, 10, 100 and then every 1,000 steps.
 
-Comparing replicas by a hash every so many steps is Megatron-LM's idea (``--check-weight-hash-across-dp-replicas-interval``).
+Megatron-LM has a similar check (``--check-weight-hash-across-dp-replicas-interval``).
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import RankMismatchError
+from ...handles import HiddenAttribute
 from ...process import current
 from ...process.control import agree
 from ...trees import all_tensors
-from .digest import digest, digest_bytes, digests
+from .digest import digest, digest_values, digests
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -31,63 +31,67 @@ logger = logging.getLogger("accel")
 _EARLY: Final = (1, 10, 100)
 _INTERVAL: Final = 1000
 _NEVER: Final = sys.maxsize
-#: How many names an error gives, and how many forwards' inputs are noted from one check to the next.
-_NAMED: Final = 5
-_NOTED: Final = 8
+#: The number of names in an error, and of forwards whose inputs are digested before a check.
+_MAX_NAMES: Final = 5
+_MAX_FORWARDS: Final = 8
 _SAME_INPUTS: Final = (
-    "%s is given the same inputs on all %d ranks, so every rank computes the same gradients. Pass the loader to accel.setup, or "
-    "choose different data by accel.rank(). If you mean it, ignore this warning."
+    "All %d ranks got the same inputs for %s, so every rank computes the same gradients. Pass the DataLoader to "
+    "accel.setup(). Ignore this warning if it is intended."
 )
 _GROUPS: Final = (
-    "Change groups on every rank, and step a scheduler with a value that all ranks share: "
+    "Change param_groups on every rank. Step a scheduler with a value that all ranks share: "
     "scheduler.step(accel.all_reduce(loss, 'mean'))."
 )
 _WEIGHTS: Final = (
-    "Load state and change weights on every rank, never under accel.is_main(). If ranks have different kinds of devices, "
-    "which round differently, use drift_check=0."
+    "Load state and change weights on every rank, not only if accel.is_main(). If ranks have different kinds of devices, "
+    "use drift_check=0."
 )
 
 
 @final
 class DriftGuard:
-    """Counts one engine's steps, and compares what its ranks replicate at steps 1, 10, 100 and then every ``interval``.
+    """A counter of an engine's steps that compares the ranks at steps 1, 10, 100 and then every ``interval`` steps.
 
-    An interval of None is 1,000, and 0 is never.
+    An interval of None means 1,000 steps, and 0 means never.
     """
 
     def __init__(self, engine: Engine, interval: int | None) -> None:
         self._engine = weakref.ref(engine)
-        self._label = engine.label
-        self._interval = _INTERVAL if interval is None else interval or _NEVER
-        reads_other_batches = engine.replica(engine.options, engine.process)[1] > 1
-        #: The inputs of the first forwards, until two checks have compared them.
-        self.inputs = FirstInputs() if interval != 0 and reads_other_batches else None
+        self._interval = _INTERVAL if interval is None else interval
+        places = engine.replica(engine.options, engine.process)[1]
+        #: Digests of the first forwards' inputs. None after two checks have compared them.
+        self.inputs = FirstInputs() if self._interval and places > 1 else None
         self.restart()
 
     @property
     def progress(self) -> str:
-        """Return how far this rank has come, as text."""
-        return f"{self.steps} steps" + (", the last of which was broken off" if 0 < self.steps == self.broken else "")
+        """The number of steps on this rank, as text."""
+        interrupted = 0 < self.steps == self.broken
+        return f"{self.steps} steps" + (", the last of which was interrupted" if interrupted else "")
 
     def restart(self) -> None:
         """Count from 0, on every rank."""
-        #: Steps of the engine's optimizers, or backwards if it has none; the last step that raised; and the next to check.
+        #: Steps of the engine's optimizers (or backwards if it has none), the last step that raised, the next to check.
         self.steps = self.broken = 0
-        self.next = _NEVER if self._interval == _NEVER else 1
+        self.next = 1 if self._interval else _NEVER
 
     def pause(self) -> None:
-        """Check nothing until ``restart``, because ranks may make different numbers of steps."""
+        """Skip checks until ``restart``, because ranks may make different numbers of steps."""
         self.next = _NEVER
 
     def stop(self) -> None:
-        """Check nothing any more. Local."""
-        self.next, self._interval, self.inputs = _NEVER, _NEVER, None
+        """Skip all checks from now on."""
+        self.next, self._interval, self.inputs = _NEVER, 0, None
 
-    def count_backward(self) -> None:
-        """Count a backward as a step, for an engine without optimizers whose loop updates weights by hand."""
+    def step(self) -> None:
+        """Count a step, and compare the ranks if a check is due. Collective then."""
         self.steps += 1
         if self.steps >= self.next:
             self.check()
+
+    def count_backward(self) -> None:
+        """Count a backward as a step, for an engine without optimizers. Collective if a check is due."""
+        self.step()
 
     def check(self) -> None:
         """Compare the ranks. Collective.
@@ -97,84 +101,71 @@ class DriftGuard:
         """
         engine = self._engine()
         assert engine is not None  # it is stepping
-        later = self.steps + self._interval
-        self.next = min([later, *(step for step in _EARLY if step > self.steps)])
+        self.next = min([n for n in _EARLY if n > self.steps] + [self.steps + self._interval])
         facts = _facts(engine)
-        tensors = {"": [*engine.holdings.replicas(), *_tensors_of_groups(engine.optimizers)]}
-        tensors |= {place: list(named) for place, named in engine.holdings.replicated_parts().items()}
-        values = {place: digests([tensor for _, tensor in named]) for place, named in tensors.items()}
-        compared: dict[str, list[Any]] = {**values, "facts": sorted(facts.items())}
-        summary = [(place, digest_bytes(repr(each).encode())) for place, each in compared.items()]
-        inputs = self.inputs.take() if self.inputs is not None else 0
-        everyone = agree(f"the drift check of {self._label} at step {self.steps}", (summary, inputs))
-        self._judge_inputs([theirs for _, theirs in everyone])
-        different = {pair for theirs, _ in everyone for pair in theirs}
-        if len(dict(different)) < len(different):
-            # Names are exchanged only now.
-            names = {place: [name for name, _ in named] for place, named in tensors.items()}
-            by_name = {place: dict(zip(names[place], values[place], strict=True)) for place in tensors}
-            details = agree(f"what differs in {self._label}", (facts, by_name))
-            raise RankMismatchError(
-                f"{self._label} is not the same on all ranks at step {self.steps}: {_difference(details)}"
-            )
+        # Names are exchanged only if a digest differs.
+        hashes = {digest_values(name): digest_values(fact) for name, fact in facts.items()}
+        inputs = 0 if self.inputs is None else self.inputs.take()
+        title = f"the drift check of {engine.label} at step {self.steps}"
+        by_rank = agree(title, (hashes, inputs))
+        self._compare_inputs(engine.label, [inputs for _, inputs in by_rank])
+        if _differing([hashes for hashes, _ in by_rank]):
+            difference = _difference(agree(f"{title}: names", facts))
+            raise RankMismatchError(f"{engine.label} is not the same on all ranks at step {self.steps}: {difference}")
 
-    def _judge_inputs(self, inputs: Sequence[int]) -> None:
-        """Warn if the inputs were the same in two checks, since one batch may be the same by chance."""
+    def _compare_inputs(self, label: str, inputs: Sequence[int]) -> None:
+        """Warn if the inputs were the same in two checks, because one batch may be the same by chance."""
         if self.inputs is None:
             return
-        if len(set(inputs)) != 1 or not inputs[0]:
-            self.inputs = None
-        elif not self.inputs.suspicious:
-            self.inputs.suspicious = True
-        else:
-            self.inputs = None
-            if current().place.rank == 0:
-                logger.warning(_SAME_INPUTS, self._label, len(inputs))
+        same = bool(inputs[0]) and len(set(inputs)) == 1
+        if same and not self.inputs.were_same:
+            self.inputs.were_same = True
+            return
+        self.inputs = None
+        if same and current().place.rank == 0:
+            logger.warning(_SAME_INPUTS, len(inputs), label)
 
 
 @final
 class FirstInputs:
-    """Digests of the tensors that the first training forwards after a check are given."""
+    """Digests of the tensors that the first training forwards after a check get."""
 
     def __init__(self) -> None:
         self._digests: list[int | torch.Tensor] = []
-        #: True if all ranks were given the same before the last check.
-        self.suspicious = False
+        #: True if all ranks had the same inputs before the last check.
+        self.were_same = False
 
     def note(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take digests of a forward's arguments."""
-        trains = torch.is_grad_enabled() and engine.module.training and not torch.compiler.is_compiling()
-        if not trains or len(self._digests) >= _NOTED:
+        """Digest a forward's arguments."""
+        is_training = torch.is_grad_enabled() and engine.module.training and not torch.compiler.is_compiling()
+        if not is_training or len(self._digests) >= _MAX_FORWARDS:
             return
-        kinds = ("cpu", engine.process.device.type)
-        with contextlib.suppress(Exception), torch.no_grad():  # tensors inside of torch.func have no bits
+        devices = ("cpu", engine.process.device.type)
+        with contextlib.suppress(Exception), torch.no_grad():  # tensors inside torch.func.grad have no bits
             for _, t in all_tensors((args, kwargs)):
-                if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in kinds:
+                if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in devices:
                     self._digests.append(digest(t))
 
     def take(self) -> int:
-        """Return one number for the digests so far, or 0 if there are none, and forget them."""
+        """Return one number for the digests since the last call, or 0 if there are none."""
         values, self._digests = [int(value) for value in self._digests], []
-        return digest_bytes(repr(values).encode()) if values else 0
+        return digest_values(values) if values else 0
 
 
 # -- loads on one rank -------------------------------------------------------------------------------------------------
 
-_watched: Final[weakref.WeakSet[Engine]] = weakref.WeakSet()
-
 
 def watch_loads(engine: Engine) -> RemovableHandle:
-    """Compare over the ranks that each of them calls ``load_state_dict`` of the engine's module."""
-    _watched.add(engine)
-    hook: RemovableHandle = engine.module.register_load_state_dict_pre_hook(_loading)
+    """Check on each ``load_state_dict`` of the engine's module that all ranks call it."""
+    hook: RemovableHandle = engine.module.register_load_state_dict_pre_hook(_before_load)
     return hook
 
 
-def _loading(module: nn.Module, *_: object) -> None:
-    # A function of this file, and no method: copies and pickles of the module have the hook too, and no engine.
-    for engine in list(_watched):
-        if engine.module is module:
-            compare_load(engine, "load_state_dict() of the model")
+def _before_load(module: nn.Module, *_: object) -> None:
+    # A function and not a method, because copies of the module have the hook too. They have no engine.
+    engine: Engine | None = HiddenAttribute.get(module)
+    if engine is not None:
+        compare_load(engine, "load_state_dict() of the model")
 
 
 def compare_load(engine: Engine, what: str) -> None:
@@ -183,33 +174,34 @@ def compare_load(engine: Engine, what: str) -> None:
         engine.compare(what)
 
 
-# -- what is compared -------------------------------------------------------------------------------------------------
+# -- facts that must be equal on all ranks -----------------------------------------------------------------------------
 
 
-def _facts(engine: Engine) -> dict[str, str]:
-    """Return what must be equal and is not a tensor, as text by name."""
-    facts = {"number of optimizers": str(len(engine.optimizers))}
-    for place, group in _groups_of(engine.optimizers):
-        compared = {k: v for k, v in group.items() if k != "params" and isinstance(v, _COMPARED)}
-        facts |= {f"{key} {place}": _plain(value) for key, value in compared.items()}
+def _facts(engine: Engine) -> dict[str, str | int]:
+    """Return values as text, and digests of tensors, by name."""
+    facts: dict[str, str | int] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    groups = [f"{type(optimizer).__name__} ({len(optimizer.param_groups)})" for optimizer in engine.optimizers]
+    facts["optimizers and their numbers of groups"] = ", ".join(groups)
+    for name, value in _group_values(engine):
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif isinstance(value, _COMPARED):
+            facts[name] = _plain(value)
     if engine.gradients.reduced:
         frozen = [name for name, trainable in zip(engine.names, engine.mask.now(), strict=True) if not trainable]
         facts["frozen parameters"] = ", ".join(frozen)
-    return facts
+    tensors |= dict(engine.holdings.replicas())
+    return facts | dict(zip(tensors, digests(tensors.values()), strict=True))
 
 
-def _groups_of(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, dict[str, Any]]]:
-    for number, optimizer in enumerate(optimizers):
-        which = f" (optimizer {number})" if len(optimizers) > 1 else ""
+def _group_values(engine: Engine) -> Iterator[tuple[str, Any]]:
+    for number, optimizer in enumerate(engine.optimizers):
+        which = f" (optimizer {number})" if len(engine.optimizers) > 1 else ""
         for index, group in enumerate(optimizer.param_groups):
-            yield f"of group {index} of {type(optimizer).__name__}{which}", group
-
-
-def _tensors_of_groups(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, torch.Tensor]]:
-    for place, group in _groups_of(optimizers):
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor):
-                yield f"{key} {place}", value
+            for key, value in group.items():
+                if key != "params":
+                    yield f"{key} of group {index} of {type(optimizer).__name__}{which}", value
 
 
 _TEXTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
@@ -227,32 +219,26 @@ def _plain(value: Any) -> str:
     return type(value).__name__
 
 
-def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping[str, int]]]]) -> str:
-    facts, by_name = zip(*everyone, strict=True)
-    if differing := _differing(facts):
-        values = [theirs.get(differing[0], "none") for theirs in facts]
-        by_value = {value: [r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)}
-        described = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
-        return f"{differing[0]}: {described}{_more(differing[1:])}. {_GROUPS}"
-    for place in sorted({place for theirs in by_name for place in theirs}):
-        digests_by_rank = {rank: theirs[place] for rank, theirs in enumerate(by_name) if place in theirs}
-        if differing := _differing(list(digests_by_rank.values())):
-            name, first = differing[0], min(digests_by_rank)
-            expected = digests_by_rank[first].get(name)
-            others = [rank for rank, theirs in digests_by_rank.items() if theirs.get(name) != expected]
-            where = f" ({place})" if place else ""
-            return (
-                f"{name}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}. {_WEIGHTS}"
-            )
-    raise AssertionError
+def _differing(by_rank: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    """Return the keys whose values differ between the ranks that have them."""
+    values: dict[Any, set[Any]] = {}
+    for facts in by_rank:
+        for key, value in facts.items():
+            values.setdefault(key, set()).add(value)
+    return [key for key, different in values.items() if len(different) > 1]
 
 
-def _differing(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    return [name for name in names if len({theirs.get(name) for theirs in everyone}) > 1]
-
-
-def _more(names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    return f"; also {', '.join(names[:_NAMED])}" + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+def _difference(by_rank: Sequence[Mapping[str, str | int]]) -> str:
+    """Return a text about the first fact that differs."""
+    name, *others = _differing(by_rank)
+    also = f" (also {', '.join(others[:_MAX_NAMES])})" if others else ""
+    ranks_by_value: dict[str | int, list[int]] = {}
+    for rank, facts in enumerate(by_rank):
+        if name in facts:
+            ranks_by_value.setdefault(facts[name], []).append(rank)
+    first, *rest = ranks_by_value
+    if isinstance(first, int):
+        ranks = sorted(rank for value in rest for rank in ranks_by_value[value])
+        return f"{name} on ranks {ranks} is not what it is on rank {ranks_by_value[first][0]}{also}. {_WEIGHTS}"
+    described = "; ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_by_value.items())
+    return f"{name}: {described}{also}. {_GROUPS}"

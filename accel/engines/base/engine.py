@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.watch import TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
-from ...precision import Dtypes, LossScale, Precision, restore_dtypes
+from ...precision import Dtypes, LossScale, Precision, Replaced, restore_dtypes
 from ...process import Process
 from ...process.control import raise_lost, require_equal
 from .drift import DriftGuard, watch_loads
@@ -97,6 +97,8 @@ class Engine(ABC):
         self.optimizer_handles: dict[int, OptimizerHandle] = {}
         self.optimizers: list[Optimizer] = []
         self.dtypes: Dtypes = []
+        #: The children that SyncBatchNorm replaced.
+        self.replaced_modules: Replaced = []
         #: Undoes changes of the module that are not the backend's: compilation, checkpointing.
         self.undo = contextlib.ExitStack()
         self.gradients = self.gradients_type(self)
@@ -111,6 +113,10 @@ class Engine(ABC):
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         self._loads = watch_loads(self) if compared else None
         context.process.dependents.add(self)
+        #: True if raw objects get methods that gather, because the backend may shard them.
+        self._guards = self.distributed and self.holdings_type.partial is not Holdings.partial
+        if self._guards:
+            self.holdings.guard.watch_modules(module)
 
     def _read_parameters(self) -> None:
         """Read the module's parameters. Call it again after ``start`` replaced some of them."""
@@ -187,6 +193,8 @@ class Engine(ABC):
         self.optimizer_handles[id(optimizer)] = handle
         HiddenAttribute.put(optimizer, weakref.ref(handle))
         self.optimizers.append(optimizer)
+        if self._guards:
+            self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         """Remove an optimizer. Local."""
@@ -240,6 +248,7 @@ class Engine(ABC):
             self.drift.stop()
             if self._loads is not None:
                 self._loads.remove()
+            self.holdings.guard.release_modules()
             self.unwrap(optimizers)
 
     def _finish_gradients(self, problem: str) -> None:

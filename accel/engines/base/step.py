@@ -68,8 +68,6 @@ def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = Fals
     except RuntimeError as error:
         raise_lost(f"the reduction of gradients before a step ({engine.label})", error)
         raise
-    if engine.drift.steps >= engine.drift.next:
-        engine.drift.check()
     if engine.process.ended:  # a device that waited for the other ranks has no sums
         current()
 
@@ -143,7 +141,7 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
-        engine.drift.steps += 1
+        engine.drift.step()
         num_parameters = 0  # counted here: no call in a usual step
         for group in optimizer.param_groups:
             num_parameters += len(group["params"])

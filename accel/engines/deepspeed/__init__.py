@@ -376,7 +376,6 @@ class DeepSpeedEngine(Engine):
         for optimizer in optimizers if self.zero is not None else ():
             state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)}
             self.holdings.take(optimizer, state)
-            self.holdings.guard.watch(optimizer)
 
     def _divide(self) -> None:
         if inference := [name for name, p in self.named.items() if p.is_inference()]:
@@ -390,8 +389,6 @@ class DeepSpeedEngine(Engine):
         dtype = next((p for p in floating if p.requires_grad), floating[0]).dtype  # that of all which it divides
         device = self.process.device
         zero.start(self.configuration.complete(dtype, numel, self.process.backends.get(device.type)), device)
-        if self.holdings.partial(None):
-            self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it; at stage 3 each module gathers its weights, for methods the root too."""
@@ -426,7 +423,6 @@ class DeepSpeedEngine(Engine):
         return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        self.holdings.guard.release_modules()
         remove_methods(self.module)
         zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
         if zero is not None and not self.ended:

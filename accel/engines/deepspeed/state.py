@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ...deferred import without_values
@@ -17,6 +16,7 @@ from ...shard import Shard, StateEntry
 from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
+from ..base.raw_objects import Snapshot
 from ..base.step import refuse_steps, take_added_groups
 from .config import Configuration
 from .library import without_groups
@@ -34,11 +34,10 @@ class DeepSpeedHoldings(Holdings):
 
     engine: DeepSpeedEngine
     offloads = True
-    packages = ("accel.", "deepspeed.runtime.zero.parameter_offload.")
 
-    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
-        zero = self.engine.zero
-        return super().added(owner) | (set() if zero is None else zero.snapshot.added(owner))
+    @property
+    def snapshot(self) -> Snapshot | None:
+        return None if self.engine.zero is None else self.engine.zero.snapshot
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:

@@ -7,16 +7,15 @@ an empty tensor in the place of a weight that is not gathered, and torch would c
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError
+from ...errors import BackendError
 from ...process import Process
 from ...process.control import Waiting, announce
 from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly, recorded
@@ -198,10 +197,7 @@ def _gathering(weight: Any, gather: Callable[..., Any], process: Process, what: 
     return all_gather
 
 
-# -- methods of raw objects that are others meanwhile: zero_grad, and copies of a module ------------------------------
-
-#: What stands in the place of a raw object's own.
-_OWN: Final = ("zero_grad", "__deepcopy__", "__getstate__")
+# -- zero_grad of raw objects -----------------------------------------------------------------------------------------
 
 
 @final
@@ -221,32 +217,13 @@ def put_methods(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
     zero_grad = _zero_grad(weakref.ref(engine))
     for holder in raw.modules() if isinstance(raw, nn.Module) else [raw]:
         vars(holder)["zero_grad"] = Method(zero_grad, holder)
-    if isinstance(raw, nn.Module):
-        vars(raw).update({"__deepcopy__": Method(_deepcopy, raw), "__getstate__": Method(_getstate, raw)})
 
 
 def remove_methods(raw: nn.Module | Optimizer) -> None:
     """Take them out again."""
     for holder in raw.modules() if isinstance(raw, nn.Module) else [raw]:
-        for name in _OWN:
-            if isinstance(vars(holder).get(name), Method):
-                del vars(holder)[name]
-
-
-def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    own = {name: vars(module).pop(name) for name in _OWN}
-    try:
-        return copy.deepcopy(module, memo)
-    finally:
-        vars(module).update(own)
-
-
-def _getstate(module: nn.Module) -> NoReturn:
-    raise AccelError(
-        f"a {type(module).__name__} cannot be pickled while DeepSpeed works on its weights: pickle what "
-        "accel.full_state_dict(model) returns, which every rank calls, or the module that accel.teardown(model) returns; "
-        "accel.save writes a checkpoint"
-    )
+        if isinstance(vars(holder).get("zero_grad"), Method):
+            del vars(holder)["zero_grad"]
 
 
 def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:

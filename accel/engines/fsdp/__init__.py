@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -34,6 +34,7 @@ from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
 from ..base.local import LocalSteps, elementwise
 from ..base.memory import MemoryUse, TensorSize, add_uses
+from ..base.raw_objects import Snapshot
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from .plan import (
@@ -64,7 +65,6 @@ class FSDPHoldings(Holdings):
     engine: FSDPEngine
     offloads = True
     materializes = True
-    packages = ("accel.", "torch.distributed.fsdp.", "torch.distributed.tensor.")
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -73,10 +73,9 @@ class FSDPHoldings(Holdings):
     def partial(self, optimizer: Optimizer | None) -> bool:
         return self.engine.divided
 
-    def added(self, owner: nn.Module | nn.Parameter) -> set[str]:
-        """FSDP2's own too; all of a shard's."""
-        snapshot = self.engine.parts.sharded.snapshot
-        return super().added(owner) | (snapshot.added(owner) if isinstance(owner, nn.Module) else set(vars(owner)))
+    @property
+    def snapshot(self) -> Snapshot | None:
+        return self.engine.parts.sharded.snapshot if self.engine.divided else None
 
     def prepare(self, *, writing: bool) -> None:
         self.engine.parts.sharded.reshard()
@@ -132,20 +131,16 @@ class FSDPHoldings(Holdings):
                 refuse_steps(optimizer, engine.ended)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        shards = self._shards()
-        return [(name, p) for name, p in super().replicas() if id(p) not in shards]
-
-    def replicated_parts(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
-        """The shards that other ranks have too, by their place along the axes that they are divided along."""
-        mesh, shards = self.engine.parts.sharded.mesh, self._shards()
-        found: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        """Return parameters that every rank holds, and shards that other ranks hold too, with the shard in their names."""
+        mesh, shards, found = self.engine.parts.sharded.mesh, self._shards(), []
         for name, p in super().replicas():
             copies = mesh.copies(p)
-            place = [mesh.place[axis] for axis in ("shard", "tensor") if axis not in copies]
-            those = found.setdefault(f"part {' of part '.join(map(str, place))}" if place else "whole", [])
-            if id(p) in shards and any(mesh.sizes[axis] > 1 for axis in copies):
-                those.append((name, here(p)))
-        return {place: those for place, those in found.items() if those}
+            place = [str(mesh.place[axis]) for axis in ("shard", "tensor") if axis not in copies]
+            if id(p) not in shards:
+                found.append((name, p))
+            elif any(mesh.sizes[axis] > 1 for axis in copies):
+                found.append((f"{name} (part {' of part '.join(place)})" if place else name, here(p)))
+        return found
 
     def _shards(self) -> set[int]:
         return {id(p.sharded_param) for p in self.engine.parts.sharded.params}
@@ -404,7 +399,6 @@ class FSDPEngine(Engine):
         if isinstance(optimizer, _WHOLE_MATRICES):
             muon_patch().need(optimizer)
         super().attach(optimizer)
-        self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         if self.distributed:
@@ -428,7 +422,6 @@ class FSDPEngine(Engine):
                 logger.warning(what, self.kind)
             self.parts, self.divided = Conversion(self), True
             self.parts.shard(names, self.holdings.whole)
-            self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
             self._read_parameters()
             self.parts.begin()
             self.known = self.parts.known
@@ -484,7 +477,6 @@ class FSDPEngine(Engine):
             self.parts.sharded.let_go()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        self.holdings.guard.release_modules()
         if self.divided:
             self.gradients.local_steps.clear()
             self.holdings.restore(self.parts, optimizers)

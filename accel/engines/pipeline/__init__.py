@@ -127,8 +127,6 @@ class PipelineHoldings(Holdings):
                     text = f"child {name!r} of this pipeline lies on rank {number}: call the handle, on all ranks"
                     refuse = functools.partial(refuse_call, BackendError, text)
                     self._hooks.callback(child.register_forward_pre_hook(refuse).remove)
-        here = {id(part) for child in own for part in child.modules()}
-        self.guard.watch_modules(module, lambda part: id(part) not in here)
         self.away = [(name, p) for name, p in module.named_parameters() if not self.has(name)]
         for name, tensor in self._elsewhere().items():
             tensor.grad = None
@@ -147,11 +145,9 @@ class PipelineHoldings(Holdings):
 
     def keep_stage(self, optimizer: Optimizer) -> None:
         self.drop_others(optimizer)
-        self.guard.watch(optimizer)
 
     def end(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the children be called and copied again, and give every rank everything, unless it is alone. Collective."""
-        self.guard.release_modules()
         self._hooks.close()
         for _, parameter in self.away:
             bring_back(parameter)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -110,18 +108,6 @@ class ShardedHoldings(Holdings):
         owners = self.engine.gradients.owners
         owners.take(parameters_of(optimizer))
         return [entry for entry in held if owners.owns(entry.parameter)]
-
-
-def _own_of(
-    reference: weakref.ref[ShardedHoldings], optimizer: Optimizer, full: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """This rank's part of a whole state. Where the numbers of parameters differ, torch's own check raises."""
-    if (holdings := reference()) is None:
-        return None
-    own = {id(entry.parameter) for entry in holdings.entries(optimizer)}
-    numbers = itertools.chain.from_iterable(group["params"] for group in full["param_groups"])
-    mine = {n for n, p in zip(numbers, parameters_of(optimizer), strict=False) if id(p) in own}
-    return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in mine}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,10 +326,7 @@ class ShardedEngine(Engine):
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
-        if self.splits(optimizer):
-            # The raw optimizer keeps this rank's part of what it loads.
-            self.holdings.guard.watch(optimizer, functools.partial(_own_of, weakref.ref(self.holdings)))
-        elif self.distributed:
+        if self.distributed and not self.splits(optimizer):
             logger.warning(
                 "%s steps whole on every rank, which saves no memory: backend %r splits torch's own optimizers, but not "
                 "LBFGS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -38,14 +37,12 @@ def look_through_the_library(pair: Pair) -> None:
 SEES_A_PART: list[Callable[[Pair], Any]] = [
     look_through_the_library,
     lambda pair: adamw(pair.raw).step(),
-    lambda pair: pair.raw_optimizer.load_state_dict(pair.plain_optimizer.state_dict()),
     lambda pair: pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
 ]
 
 
 AT_STAGE_3: list[Callable[[Pair], Any]] = [
     lambda pair: pair.raw.left.state_dict()["weight"] + 1,
-    lambda pair: copy.deepcopy(pair.raw),
 ]
 
 

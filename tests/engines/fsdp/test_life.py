@@ -137,7 +137,7 @@ def test_a_copy_of_checkpointed_blocks_computes_with_its_own_weights() -> None:
     x = torch.randn(2, 3)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)))
     model = accel.setup(net, backend=accel.FSDP(activation_checkpointing=True)).model
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(net))]
+    copies = [copy.deepcopy(model), copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
     for copied in copies:
         with torch.no_grad():
             for parameter in copied.parameters():
@@ -223,10 +223,10 @@ def state_verbs() -> list[str]:
     model, handle, net, raw = start()
     train(model, handle, range(2))
     full, full_optimizer = accel.full_state_dict(model), accel.full_state_dict(handle)
-    assert full["head.weight"] is full["embed.weight"]
+    assert full["head.weight"].data_ptr() == full["embed.weight"].data_ptr()
     assert not accel.full_state_dict(handle, rank0_only=True) or accel.is_main()
     said = []
-    for call in (lambda: torch.save(net.blocks[1].state_dict(), os.devnull), lambda: copy.deepcopy(net)):
+    for call in (lambda: torch.save(net.blocks[1].state_dict(), os.devnull), lambda: pickle.dumps(net)):
         with pytest.raises(accel.AccelError, match="accel.full_state_dict") as caught:
             call()
         said.append(str(caught.value))
