@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .api import shut_down
+from .verbs import shut_down
 from .data import LoaderHandle, raw_loader
 from .errors import LaunchError, whole_number
 from .handles import ModelHandle, OptimizerHandle

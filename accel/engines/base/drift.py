@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import RankMismatchError
+from ...facts import comparable_text, differing_names
 from ...process import current
 from ...process.control import agree
 from ...trees import all_tensors
@@ -191,7 +192,7 @@ def _facts(engine: Engine) -> dict[str, str]:
     facts = {"number of optimizers": str(len(engine.optimizers))}
     for place, group in _groups_of(engine.optimizers):
         compared = {k: v for k, v in group.items() if k != "params" and isinstance(v, _COMPARED)}
-        facts |= {f"{key} {place}": _plain(value) for key, value in compared.items()}
+        facts |= {f"{key} {place}": comparable_text(value) for key, value in compared.items()}
     if engine.gradients.reduced:
         frozen = [name for name, trainable in zip(engine.names, engine.mask.now(), strict=True) if not trainable]
         facts["frozen parameters"] = ", ".join(frozen)
@@ -212,31 +213,20 @@ def _tensors_of_groups(optimizers: Sequence[Optimizer]) -> Iterable[tuple[str, t
                 yield f"{key} {place}", value
 
 
-_TEXTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
-_COMPARED: Final = (*_TEXTS, tuple, list, dict)
-
-
-def _plain(value: Any) -> str:
-    """Return text that is the same on every rank if the value is. Other objects count by their class."""
-    if isinstance(value, _TEXTS):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_plain, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_plain(v)}' for key, v in value.items())}}}"
-    return type(value).__name__
+#: Other values of groups, such as functions, may have different texts on equal ranks.
+_COMPARED: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None), tuple, list, dict)
 
 
 def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping[str, int]]]]) -> str:
     facts, by_name = zip(*everyone, strict=True)
-    if differing := _differing(facts):
+    if differing := differing_names(facts):
         values = [theirs.get(differing[0], "none") for theirs in facts]
         by_value = {value: [r for r, v in enumerate(values) if v == value] for value in dict.fromkeys(values)}
         described = "; ".join(f"{value} on ranks {ranks}" for value, ranks in by_value.items())
         return f"{differing[0]}: {described}{_more(differing[1:])}. {_GROUPS}"
     for place in sorted({place for theirs in by_name for place in theirs}):
         digests_by_rank = {rank: theirs[place] for rank, theirs in enumerate(by_name) if place in theirs}
-        if differing := _differing(list(digests_by_rank.values())):
+        if differing := differing_names(list(digests_by_rank.values())):
             name, first = differing[0], min(digests_by_rank)
             expected = digests_by_rank[first].get(name)
             others = [rank for rank, theirs in digests_by_rank.items() if theirs.get(name) != expected]
@@ -245,11 +235,6 @@ def _difference(everyone: Sequence[tuple[Mapping[str, str], Mapping[str, Mapping
                 f"{name}{where} on ranks {others} is not what it is on rank {first}{_more(differing[1:])}. {_WEIGHTS}"
             )
     raise AssertionError
-
-
-def _differing(everyone: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for theirs in everyone for name in theirs)
-    return [name for name in names if len({theirs.get(name) for theirs in everyone}) > 1]
 
 
 def _more(names: Sequence[str]) -> str:

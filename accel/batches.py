@@ -10,17 +10,17 @@ from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 
-from .. import process
-from ..data.iteration import latest
-from ..data.sampling import Division, fingerprint, has_parts
-from ..errors import AccelError, RankMismatchError, described, text_of_error, whole_number
-from ..planning import place_of
-from ..process.control import agree, is_lost, locked, raise_together
-from ..process.rng import rng_state
-from ..process.transfer import Prints, other_values
-from ..registry import registry
-from ..trees import walk
-from . import shut_down
+from . import process
+from .data.iteration import latest
+from .data.sampling import Division, fingerprint, has_parts
+from .errors import AccelError, RankMismatchError, described, text_of_error, whole_number
+from .process.control import agree, is_lost, locked, raise_together
+from .process.rng import rng_state
+from .process.transfer import Prints, other_values
+from .registry import registry
+from .setup import place_of
+from .trees import walk
+from .verbs import shut_down
 
 logger = logging.getLogger("accel")
 T = TypeVar("T")
