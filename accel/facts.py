@@ -46,9 +46,7 @@ def values_by_rank(name: str, facts_by_rank: Iterable[Mapping[str, Any]]) -> str
     return "; ".join(texts)
 
 
-def first_difference(
-    facts_by_rank: Sequence[Mapping[str, Any]], order: Callable[[str], Any] = lambda name: 0
-) -> str:
+def first_difference(facts_by_rank: Sequence[Mapping[str, Any]], order: Callable[[str], Any] = lambda name: 0) -> str:
     """Return the name of the first fact that differs, by ``order``, with the ranks' values. Empty if all are equal."""
     names = sorted(differing_names(facts_by_rank), key=order)
     return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""

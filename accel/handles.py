@@ -90,7 +90,9 @@ class ModelHandle(nn.Module):
         if name == "_orig_mod" and module._compiled_call_impl is not None:
             return module  # as the result of torch.compile has it
         if name == "_ddp_params_and_buffers_to_ignore":
-            raise AccelError("accel.setup() has already distributed this model. Don't put torch's wrapper around its handle.")
+            raise AccelError(
+                "accel.setup() has already distributed this model. Don't put torch's wrapper around its handle."
+            )
         if name == "module":
             kind = type(module).__name__
             raise AttributeError(f"{kind!r} object has no attribute 'module'. Use model, or accel.unwrap(model).")
@@ -145,7 +147,9 @@ class ModelHandle(nn.Module):
         return copied
 
     def __copy__(self) -> nn.Module:
-        raise AccelError("A handle can't be copied shallowly, because both would drive one engine. Use copy.deepcopy(model).")
+        raise AccelError(
+            "A handle can't be copied shallowly, because both would drive one engine. Use copy.deepcopy(model)."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         holdings = _engine(self).holdings

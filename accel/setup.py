@@ -356,7 +356,7 @@ def _instead_of_loader(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What one rank tells the others about its plan."""
+    """A rank's message to the others about its plan."""
 
     digest: str
     error: str
@@ -370,16 +370,8 @@ class Proposal:
     first_samples: dict[int, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks agreed on."""
-
-    serial: int
-    loader_seeds: dict[int, int]
-
-
-def agree_on_plan(plan: Plan) -> Agreement:
-    """Compare the ranks' plans. Collective.
+def agree_on_plan(plan: Plan) -> Proposal:
+    """Compare the ranks' plans, and return rank 0's proposal. Collective.
 
     Raises:
         AccelError: this rank's plan failed.
@@ -405,7 +397,7 @@ def agree_on_plan(plan: Plan) -> Agreement:
         if len(samples) > 1 and plan.process.place.rank == 0 and registry.first(_OTHER_DATA, number, model_serial):
             logger.warning(_OTHER_DATA, number)
     registry.agree_on_scaling([proposal.scaled_engines for proposal in proposals], proposals[0].loss_scale)
-    return Agreement(serial, proposals[0].loader_seeds)
+    return dataclasses.replace(proposals[0], serial=serial)
 
 
 def _proposal(plan: Plan, facts: dict[str, str]) -> Proposal:
@@ -566,7 +558,7 @@ def loader_handle(loader: Any, place: LoaderPlace) -> LoaderHandle | None:
     return handle
 
 
-def distribute_loaders(plan: Plan, agreement: Agreement) -> None:
+def distribute_loaders(plan: Plan, agreement: Proposal) -> None:
     """Create the handles of new loaders. Local."""
     options = plan.loader_options or LoaderOptions()
     in_place = plan.process.place.world_size == 1 and options.seed is None

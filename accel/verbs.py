@@ -108,7 +108,9 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
     """
     handle: Any = loader  # to a type checker a handle is its loader
     if type(handle) is not LoaderHandle:
-        raise LoaderError(f"accel.accumulate: expected the loader that accel.setup returned, found {described(loader)}.")
+        raise LoaderError(
+            f"accel.accumulate: expected the loader that accel.setup returned, found {described(loader)}."
+        )
     if (number := whole_number(n)) < 1:
         raise LoaderError(f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1.")
     serials = handle._accel.engines
