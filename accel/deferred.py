@@ -98,9 +98,7 @@ def _is_resetting() -> bool:
     return frame is not None
 
 
-def _defer(
-    source: Source | None, writes: _Writes, module: nn.Module, name: str, parameter: nn.Parameter | None
-) -> nn.Parameter | None:
+def _defer(source: Source | None, writes: _Writes, module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
     """Return a parameter on the meta device in place of one that a module is given."""
     if parameter is None or parameter.is_meta:
         return None

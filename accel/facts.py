@@ -15,7 +15,7 @@ def comparable_text(value: Any) -> str:
     a text of its own is described by its class.
     """
     if isinstance(value, torch.Tensor):
-        total = "sharded" if hasattr(value, "to_local") else value.detach().double().sum().item()
+        total = "in shards" if hasattr(value, "to_local") else value.detach().double().sum().item()
         return f"tensor {tuple(value.shape)} {total}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(comparable_text, value))}]"

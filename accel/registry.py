@@ -163,7 +163,7 @@ class Registry:
         if engine is not None:
             return engine
         kind = type(module).__name__
-        if outer := registry.other_owner(list(module.parameters()), None):
+        if outer := registry._other_owner(list(module.parameters()), None):
             raise AccelError(f"This {kind} is a part of a {outer.kind} that was set up. Pass the {outer.kind}.")
         raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, ...) first.")
 

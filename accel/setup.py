@@ -305,7 +305,7 @@ def _class_name(plan: Plan) -> str:
 
 
 def _plan_loader(plan: Plan, number: int, loader: Any, path: str) -> None:
-    if type(loader) is not LoaderHandle and not isinstance(loader, DataLoader):
+    if not isinstance(loader, LoaderHandle) and not isinstance(loader, DataLoader):
         hint = _instead_of_loader(loader)
         raise LoaderError(f"{path} is {described(loader)}; expected a torch.utils.data.DataLoader. {hint}".strip())
     handle = loader_handle(loader, plan.place)
