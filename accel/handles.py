@@ -155,8 +155,8 @@ class ModelHandle(nn.Module):
         holdings = _engine(self).holdings
         if holdings.partial(None):
             raise AccelError(
-                "This rank has only shards of the model, so it can't be pickled. Call accel.full_state_dict(model) on every rank, "
-                "or use accel.save()."
+                "This rank has only shards of the model, so it can't be pickled. Call accel.full_state_dict(model) on every "
+                "rank, or use accel.save()."
             )
         # Unpickled, it is a raw module, and accel need not be installed.
         return operator.getitem, ((holdings.copy({}),), 0)

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -349,21 +350,25 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
         module = raw(model)
         return module, module
     if not isinstance(model, nn.Module):
-        hint = _instead_of_model(model)
-        raise AccelError(f"Expected a torch.nn.Module as the model, got {described(model)}. {hint}".strip())
+        raise AccelError(f"Expected a torch.nn.Module as the model, got {described(model)}. {hint(model)}")
     if type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules:
         return resolve_module(model._modules["_orig_mod"])[0], model
     return model, model
 
 
-def _instead_of_model(value: object) -> str:
-    if type(value) is Handles:
+def hint(value: object) -> str:
+    """Return a sentence that tells what to pass to ``setup`` instead of a wrong argument."""
+    if isinstance(value, Handles):
         return "Unpack the result: model, optimizer, loader = accel.setup(model, optimizer, loader)."
-    if isinstance(value, type) and issubclass(value, nn.Module):
-        return f"Create one: {value.__name__}(...)."
+    if isinstance(value, type):
+        return f"Pass an object of this class: {value.__name__}(...)."
+    if isinstance(getattr(value, "optimizer", None), Optimizer):
+        return f"Pass the optimizer of this {type(value).__name__}, and keep the scheduler in the loop."
+    if isinstance(value, Dataset):
+        return "Wrap the dataset: DataLoader(dataset, batch_size=...)."
     if isinstance(value, Iterator):
-        return "Pass the model itself, not its parameters."
-    return ""
+        return "Pass the model, the optimizer or the DataLoader itself, not an iterator."
+    return "The order is accel.setup(model, optimizers, dataloaders)."
 
 
 registry: Final = Registry()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from . import data, engines, process
 from .data import LoaderHandle, LoaderOptions, LoaderPlace
@@ -39,7 +40,7 @@ from .handles import Dataloaders, Handles, HiddenAttribute, Model, Optimizers, e
 from .precision import Precision, convert_module, convert_optimizer
 from .process import Process, current, running, use_devices
 from .process.control import Waiting, agree, locked, raise_together
-from .registry import registry, resolve_module
+from .registry import hint, registry, resolve_module
 from .shard import parameters_of
 from .trees import map_leaves
 
@@ -162,7 +163,8 @@ def make_plan(plan: Plan, model: Any) -> None:
     Raises:
         AccelError: the call can't work.
     """
-    data.check_options(plan.loader_options or LoaderOptions())
+    if plan.loader_options is not None:
+        data.check_options(plan.loader_options)
     if model is None:
         _plan_without_model(plan)
     else:
@@ -174,8 +176,8 @@ def make_plan(plan: Plan, model: Any) -> None:
             _plan_known_engine(plan, plan.engine)
     plan.place = loader_place(plan.engine_type, plan.options, plan.process)
     map_leaves(lambda optimizer, path: _plan_optimizer(plan, optimizer, path), plan.optimizers, "optimizers")
-    for number, (path, loader) in enumerate(_loaders_of(plan)):
-        _plan_loader(plan, number, loader, path)
+    numbers = itertools.count()
+    map_leaves(lambda loader, path: _plan_loader(plan, next(numbers), loader, path), plan.dataloaders, "dataloaders")
     if plan.new_optimizers and not plan.engine_type.synchronizes and plan.process.place.world_size > 1:
         with _from_environment("ACCEL_BACKEND", plan.backend):
             raise BackendError(
@@ -268,9 +270,9 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     # Every step calls these hooks. An optimizer that doesn't call torch's constructor has none.
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if not isinstance(optimizer, Optimizer) or not isinstance(hooks, OrderedDict):
-        hint = _instead_of_optimizer(optimizer)
-        raise OptimizerError(f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer. {hint}".strip())
+        raise OptimizerError(f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer. {hint(optimizer)}")
     kind = type(optimizer).__name__
+    model_kind = type(plan.module).__name__ if plan.engine is None else plan.engine.kind
     handle = registry.optimizer_handle(optimizer)
     if handle is not None:
         engine = engine_behind(handle)
@@ -285,12 +287,12 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     parameters = parameters_of(optimizer)
     if not any(id(p) in known for p in parameters):
         raise OptimizerError(
-            f"{path} ({kind}) holds no parameter of this {_class_name(plan)}. Build it from this model's parameters()."
+            f"{path} ({kind}) holds no parameter of this {model_kind}. Build it from this model's parameters()."
         )
     other = registry.other_owner(parameters, plan.engine)
     if other is not None:
         raise OptimizerError(
-            f"{path} ({kind}) holds parameters of two models, {_class_name(plan)} and {other.kind}. "
+            f"{path} ({kind}) holds parameters of two models, {model_kind} and {other.kind}. "
             "Set up one model that contains both: accel.setup(nn.ModuleDict({...}), optimizer)."
         )
     if plan.precision is not None:
@@ -300,14 +302,9 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     plan.new_optimizers.append(optimizer)
 
 
-def _class_name(plan: Plan) -> str:
-    return type(plan.module).__name__ if plan.engine is None else plan.engine.kind
-
-
 def _plan_loader(plan: Plan, number: int, loader: Any, path: str) -> None:
     if not isinstance(loader, LoaderHandle) and not isinstance(loader, DataLoader):
-        hint = _instead_of_loader(loader)
-        raise LoaderError(f"{path} is {described(loader)}; expected a torch.utils.data.DataLoader. {hint}".strip())
+        raise LoaderError(f"{path} is {described(loader)}; expected a torch.utils.data.DataLoader. {hint(loader)}")
     handle = loader_handle(loader, plan.place)
     if handle is not None:
         options = handle._accel.options
@@ -323,32 +320,6 @@ def _plan_loader(plan: Plan, number: int, loader: Any, path: str) -> None:
     if not any(loader is other for other in plan.new_loaders.values()):
         data.check(loader, plan.loader_options or LoaderOptions(), plan.place.world)
         plan.new_loaders[number] = loader
-
-
-def _loaders_of(plan: Plan) -> list[tuple[str, Any]]:
-    loaders: list[tuple[str, Any]] = []
-    map_leaves(lambda loader, path: loaders.append((path, loader)), plan.dataloaders, "dataloaders")
-    return loaders
-
-
-def _instead_of_optimizer(value: object) -> str:
-    if isinstance(value, type) and issubclass(value, Optimizer):
-        return f"Create one: {value.__name__}(model.parameters(), ...)."
-    if isinstance(getattr(value, "optimizer", None), Optimizer):
-        return f"Pass the optimizer of this {type(value).__name__}, and keep the scheduler in the loop."
-    if isinstance(value, Iterator):
-        return "Pass an optimizer of these parameters, such as torch.optim.AdamW(model.parameters())."
-    return ""
-
-
-def _instead_of_loader(value: object) -> str:
-    if isinstance(value, type) and issubclass(value, DataLoader):
-        return "Create one: DataLoader(dataset, batch_size=...)."
-    if isinstance(value, Dataset):
-        return "Wrap the dataset: DataLoader(dataset, batch_size=...)."
-    if isinstance(value, Iterable) and not isinstance(value, nn.Module):
-        return "Keep other iterables as they are, and choose each rank's batches by accel.rank()."
-    return ""
 
 
 # -- Agree: every rank has the same plan, or all raise -----------------------------------------------------------------

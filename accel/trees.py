@@ -36,7 +36,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -
 
 def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
     """Replace each leaf by ``fn(leaf, path)``. None stays None."""
-    return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
+    return None if tree is None else walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
 
 
 def to_device(tree: T, device: Any) -> T:

@@ -50,9 +50,9 @@ OPTIMIZER = [
     # what stands in the optimizer's place, and words of the OptimizerError
     (lambda: step(sgd()), "Pass the optimizer of this StepLR"),
     (lambda: {"all": step(sgd())}, 'optimizers["all"] is a torch.optim.lr_scheduler.StepLR'),
-    (lambda: net().parameters(), "such as torch.optim.AdamW(model.parameters())"),
+    (lambda: net().parameters(), "not an iterator"),
     (lambda: list(net().parameters()), "optimizers[0] is a torch.nn.parameter.Parameter"),
-    (lambda: torch.optim.SGD, "Create one: SGD(model.parameters(), ...)"),
+    (lambda: torch.optim.SGD, "Pass an object of this class: SGD(...)"),
     (lambda: functools.partial(torch.optim.SGD, lr=0.1), "optimizers is a functools.partial"),
     (nn.MSELoss, "optimizers is a torch.nn.modules.loss.MSELoss"),
     (loader, "optimizers is a torch.utils.data.dataloader.DataLoader"),
@@ -60,12 +60,12 @@ OPTIMIZER = [
 LOADER = [
     (lambda: step(sgd()), "dataloaders is a torch.optim.lr_scheduler.StepLR"),
     (lambda: loader().dataset, "DataLoader(dataset, batch_size=...)"),
-    (lambda: enumerate(loader()), "Keep other iterables as they are"),
+    (lambda: enumerate(loader()), "not an iterator"),
     (lambda: [torch.zeros(2, 2)], "dataloaders[0] is a torch.Tensor"),
     (sgd, "dataloaders is a torch.optim.sgd.SGD"),
 ]
 MODEL = [
-    (lambda: nn.Linear, "Create one: Linear(...)"),
+    (lambda: nn.Linear, "Pass an object of this class: Linear(...)"),
     (sgd, "got a torch.optim.sgd.SGD"),
     (lambda: [net(), net()], "got a list"),
     (lambda: net().state_dict(), "got a collections.OrderedDict"),
@@ -74,7 +74,7 @@ MODEL = [
 ]
 OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ANY.setup(net(), sgd(), [], []), accel.LoaderError, "takes all DataLoaders in one argument"),
-    (lambda: ANY.clip_grad_norm_(net().parameters(), 1.0), accel.AccelError, "Pass the model itself"),
+    (lambda: ANY.clip_grad_norm_(net().parameters(), 1.0), accel.AccelError, "Pass the model, the optimizer"),
     (lambda: ANY.no_sync(handles().optimizers), accel.AccelError, "an accel.handles.OptimizerHandle"),
     (lambda: handles().model.module, AttributeError, "accel.unwrap(model)"),
     (lambda: ANY.prepare(net(), sgd()), AttributeError, "docs/migrating.md"),
