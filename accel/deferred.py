@@ -22,8 +22,6 @@ from .errors import BackendError, CheckpointError, described, is_url, refuse_url
 _DEFERRED: Final = "_accel_deferred"
 #: True on a deferred parameter that was written to, other than by ``reset_parameters``.
 _WRITTEN: Final = "_accel_written"
-#: True on a parameter whose setup failed after it was given memory, and before it got values.
-_LOST: Final = "_accel_without_values"
 _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
 
@@ -132,11 +130,7 @@ def weights_of(module: nn.Module) -> Source | None:
 
 def check_deferred(module: nn.Module) -> None:
     """Raise BackendError if parameters or buffers would never get values."""
-    named = list(module.named_parameters())
-    meta = [(name, p) for name, p in named if p.is_meta]
-    lost = [name for name, p in named if hasattr(p, _LOST)]
-    if lost:
-        raise BackendError(f"{lost[0]} has no values, because an earlier accel.setup() failed. Build the model again.")
+    meta = [(name, p) for name, p in module.named_parameters() if p.is_meta]
     plain = [name for name, p in meta if not hasattr(p, _DEFERRED)]
     plain += [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if plain:
@@ -159,18 +153,6 @@ def check_deferred(module: nn.Module) -> None:
             f"The module of {', '.join(uncovered[:3])} has no reset_parameters() to initialize it. Add the method, or build "
             "the model outside of accel.deferred_init()."
         )
-
-
-def without_setup(module: nn.Module) -> Callable[[], None]:
-    """Return a function to call after a failed setup. It marks parameters that got memory, but no values."""
-    deferred = {name for name, p in module.named_parameters() if p.is_meta}
-
-    def mark_lost() -> None:
-        for name, parameter in module.named_parameters():
-            if name in deferred and not parameter.is_meta:
-                setattr(parameter, _LOST, True)
-
-    return mark_lost
 
 
 # -- memory and values -------------------------------------------------------------------------------------------------
@@ -262,7 +244,7 @@ def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def _take_away(parameter: nn.Parameter, real: nn.Parameter) -> None:
-    with contextlib.suppress(RuntimeError):  # a library still refers to it, so without_setup marks it
+    with contextlib.suppress(RuntimeError):  # a library may still refer to it
         swap(parameter, real)
 
 

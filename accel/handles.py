@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, ClassVar, Final, Generic, NoReturn
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -122,26 +120,6 @@ class ModelHandle(nn.Module):
     def __bool__(self) -> bool:
         return True
 
-    # Python looks up operators on the class. Without one, the raw module raises.
-
-    def __len__(self) -> int:
-        return len(_engine(self).module)
-
-    def __iter__(self) -> Any:
-        return iter(_engine(self).module)
-
-    def __contains__(self, item: Any) -> bool:
-        return item in _engine(self).module
-
-    def __getitem__(self, key: Any) -> Any:
-        return _engine(self).module[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _engine(self).module[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del _engine(self).module[key]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = _engine(self).holdings.copy(memo)
         return copied
@@ -162,6 +140,25 @@ class ModelHandle(nn.Module):
         return operator.getitem, ((holdings.copy({}),), 0)
 
 
+def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(handle: ModelHandle, *args: Any) -> Any:
+        return function(_engine(handle).module, *args)
+
+    return call
+
+
+# Python looks up operators on the class. A module without them raises.
+_OPERATORS: Final[dict[str, Callable[..., Any]]] = {
+    "__len__": len,
+    "__iter__": iter,
+    "__contains__": operator.contains,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem,
+}
+for _name, _function in _OPERATORS.items():
+    setattr(ModelHandle, _name, _on_module(_function))
+
 _TORCH_NAMES: Final = frozenset(vars(nn.Module))
 
 
@@ -171,7 +168,7 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     Torch's own methods and the user's overrides of them, such as ``train``, run directly.
     """
     name = getattr(bound, "__name__", "")
-    is_torchs = name in _TORCH_NAMES and _overrides_torchs(bound, name)
+    is_torchs = name in _TORCH_NAMES
 
     @functools.wraps(bound)
     def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
@@ -180,26 +177,10 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
             return engine.holdings.load_state_dict(None, args, kwargs)
         if name == "compile" and is_torchs:
             return engine.compile(*args, **kwargs)
-        # A train(batch) that computes a loss may have the signature of torch's train(mode).
-        computes = name == "train" and any(isinstance(arg, torch.Tensor) for arg in args)
-        out = bound(*args, **kwargs) if is_torchs and not computes else engine.call(bound, args, kwargs)
+        out = bound(*args, **kwargs) if is_torchs else engine.call(bound, args, kwargs)
         return handle if out is engine.module else out
 
     return call
-
-
-def _overrides_torchs(bound: MethodType, name: str) -> bool:
-    """True if a method can be called like torch's method of its name, and so isn't a different one by chance."""
-    original = getattr(nn.Module, name)
-    if bound.__func__ is original:
-        return True
-    parameters = inspect.signature(original).parameters.values()
-    needed = [p for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
-    try:
-        inspect.signature(bound).bind(*[None] * (len(needed) - 1))
-    except TypeError:
-        return False
-    return True
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

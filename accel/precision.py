@@ -69,7 +69,7 @@ class Precision:
                 )
 
     def check_optimizer(self, optimizer: Optimizer, path: str) -> None:
-        """Raise PrecisionError if ``eps`` rounds to 0 in the dtype of the state, because weights would become NaN."""
+        """Raise PrecisionError if ``eps`` rounds to 0 in the dtype of the state. AdamW's does, and weights become NaN."""
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=self.storage, device="cpu"):

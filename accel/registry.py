@@ -12,7 +12,6 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -75,7 +74,6 @@ class Registry:
                 self._module_hooks = [
                     register_module_parameter_registration_hook(self._registered),
                     register_module_module_registration_hook(self._registered),
-                    register_module_buffer_registration_hook(self._buffer_registered),
                 ]
             if engine.gradients.watched and not self._step_hooks:
                 self._step_hooks = [register_optimizer_step_pre_hook(self._before_any_step)]
@@ -272,17 +270,11 @@ class Registry:
 
     # -- events ---------------------------------------------------------------------------------------------------
 
-    def _owner(self, module: nn.Module) -> Engine | None:
-        reference = self._owners.get(module)
-        return None if reference is None else reference()
-
     def _registered(self, module: nn.Module, name: str, value: object) -> None:
-        if (engine := self._owner(module)) is not None:
+        reference = self._owners.get(module)
+        engine = None if reference is None else reference()
+        if engine is not None:
             engine.restructured = True
-
-    def _buffer_registered(self, module: nn.Module, name: str, value: object) -> None:
-        if (engine := self._owner(module)) is not None:
-            engine.gradients.buffers.registered()
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Make gradients final for an optimizer that was not given to ``setup``, or raise."""

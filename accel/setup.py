@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from . import data, engines, process
 from .data import LoaderHandle, LoaderOptions, LoaderPlace
-from .deferred import check_deferred, materialize, weights_of, without_setup
+from .deferred import check_deferred, materialize, weights_of
 from .engines import Context, Engine, Options
 from .engines.base.activations import checkpointed
 from .engines.base.gradients import check_parameters
@@ -311,7 +311,7 @@ def _plan_loader(plan: Plan, number: int, loader: Any, path: str) -> None:
         if plan.loader_options not in (options, None):
             raise AlreadySetUpError(f"{path} is already set up with {options}, not {plan.loader_options}.")
         return
-    if type(loader) is LoaderHandle:
+    if isinstance(loader, LoaderHandle):
         place = loader._accel.place
         raise LoaderError(
             f"{path} was divided for rank {place.rank} of {place.world} on {place.device} by an earlier setup, and this one "
@@ -479,7 +479,6 @@ def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
     assert module is not None
     assert plan.entry is not None
     assert precision is not None
-    undo.callback(without_setup(module))
     reads = plan.fill is not None
     if not reads:
         _materialize(plan, module, undo)

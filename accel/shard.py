@@ -397,7 +397,9 @@ class Raw:
         if optimizer is None:
             fill_module_values(self.module, values)
             return
-        _fill_groups(optimizer.param_groups, values["groups"])
+        for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
+            options = {key: value for key, value in saved.items() if key != "params"}
+            group.update({key: _copied(value, group.get(key), None) for key, value in options.items()})
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             saved = values["state"].get(entry.name)
@@ -434,19 +436,6 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
     """True if tensors of the state are known to have the shapes of the parameters."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("LBFGS", "Adafactor")
-
-
-def _fill_groups(groups: Sequence[dict[str, Any]], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Set the options of groups. A tensor that several groups share, such as a learning rate, stays shared."""
-    new_by_old: dict[int, torch.Tensor] = {}
-    for group, saved in zip(groups, saved_groups, strict=True):
-        for key in [key for key in saved if key != "params"]:
-            old, new = group.get(key), _copied(saved[key], group.get(key), None)
-            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-                first = new_by_old.setdefault(id(old), new)
-                if new.dtype == first.dtype and torch.equal(new, first):
-                    new = first
-            group[key] = new
 
 
 def _copied(value: Any, old: Any, device: torch.device | None) -> Any:

@@ -503,9 +503,7 @@ def test_eight_bits_by_torchao() -> None:
 
 def test_an_eps_that_is_nothing_in_half_precision_is_refused() -> None:
     raw = net()
-    with pytest.raises(
-        accel.PrecisionError, match=r"eps=1e-08 of optimizers \(AdamW\) is 0 in precision '16-true'"
-    ):
+    with pytest.raises(accel.PrecisionError, match=r"eps=1e-08 of optimizers \(AdamW\) is 0 in precision '16-true'"):
         accel.setup(raw, torch.optim.AdamW(raw.parameters()), precision="16-true")
     model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), eps=1e-4), precision="16-true")
     for step in range(3):
