@@ -39,7 +39,7 @@ def _engine(handle: object) -> Any:
     engine: Any | None = _get(handle, "_accel_engine")
     if engine is None:
         kind = type(handle).__name__
-        raise AccelError(f"The engine of this {kind} was torn down. Use the raw object, or call accel.setup() again.")
+        raise AccelError(f"The engine of this {kind} was torn down; use the raw object, or call accel.setup() again.")
     return engine
 
 
@@ -133,8 +133,8 @@ class ModelHandle(nn.Module):
         holdings = _engine(self).holdings
         if holdings.partial(None):
             raise AccelError(
-                "This rank has only shards of the model, so it can't be pickled. Call accel.full_state_dict(model) on every "
-                "rank, or use accel.save()."
+                "This rank has only shards of the model, so it can't be pickled. Pickle copy.deepcopy(model), which every "
+                "rank calls, or use accel.full_state_dict(model)."
             )
         # Unpickled, it is a raw module, and accel need not be installed.
         return operator.getitem, ((holdings.copy({}),), 0)

@@ -181,8 +181,8 @@ def make_plan(plan: Plan, model: Any) -> None:
     if plan.new_optimizers and not plan.engine_type.synchronizes and plan.process.place.world_size > 1:
         with _from_environment("ACCEL_BACKEND", plan.backend):
             raise BackendError(
-                f"backend={plan.engine_type.name!r} can't train on {plan.process.place.world_size} ranks because gradients "
-                "would not be synchronized. Use a distributed backend."
+                f"backend={plan.engine_type.name!r} can't train on {plan.process.place.world_size} ranks, because each process "
+                "would train a model of its own. Use a distributed backend."
             )
     if plan.builds and plan.module is not None and weights_of(plan.module) is not None:
         from .checkpoint.load import first_values  # imports everything that checkpoints need

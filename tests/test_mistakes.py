@@ -230,8 +230,8 @@ def test_what_differs_is_told_by_its_name_on_every_rank() -> None:
             "batch": f"{differs}batch size of dataloader 0 is 2 on rank 0; 3 on rank 1.",
             "backend": f"{differs}backend is ddp on rank 0; fsdp on rank 1.",
             "option": f"{differs}find_unused_parameters of accel.DDP is False on rank 0; True on rank 1.",
-            "outside": "BackendError: ACCEL_BACKEND='single': backend='single' can't train on 2 ranks because gradients "
-            "would not be synchronized. Use a distributed backend.",
+            "outside": "BackendError: ACCEL_BACKEND='single': backend='single' can't train on 2 ranks, because each process "
+            "would train a model of its own. Use a distributed backend.",
             "forked": f"This process was forked from rank {rank}, as DataLoader workers are, and can't use its connections to "
             "other ranks. Call accel in the process that called accel.setup.",
         }

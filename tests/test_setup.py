@@ -296,7 +296,7 @@ def one_model_a_rank() -> None:
     for backend in ("single", "dp"):
         raw = normalised()
         refuse(
-            accel.BackendError, "synchronized", lambda raw=raw, b=backend: accel.setup(raw, adamw(raw), backend=b), raw
+            accel.BackendError, "of its own", lambda raw=raw, b=backend: accel.setup(raw, adamw(raw), backend=b), raw
         )
         accel.setup(raw, backend=backend)
 
