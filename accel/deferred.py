@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import BackendError, CheckpointError, described, is_url, refuse_url
 
-#: On a deferred parameter: a reference to the module that it was created for, and the source of its values.
+#: On a deferred parameter: a reference to the module that it was created for, and the source of its
+#: values.
 _DEFERRED: Final = "_accel_deferred"
 #: True on a deferred parameter that was written to, other than by ``reset_parameters``.
 _WRITTEN: Final = "_accel_written"
@@ -26,7 +27,7 @@ _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
 
 class Source(NamedTuple):
-    """A directory of weights, the model's name there, and whether other weights there are an error."""
+    """A directory of weights, the model's name there, and True if other weights are an error."""
 
     weights: str
     name: str | None
@@ -39,17 +40,20 @@ def deferred_init(
 ) -> Iterator[None]:
     """Build modules without allocating their parameters.
 
-    Parameters are created on the meta device, and ``accel.setup`` gives them memory and values. Buffers are real. The
-    values come from each module's ``reset_parameters()`` (or ``_reset_parameters()``), and are the same on all ranks.
-    Backends that shard do this one module at a time. ``setup`` raises if a parameter has no such method, or if other code
-    in the context has written to it, because that write would be lost.
+    Parameters are created on the meta device, and ``accel.setup`` gives them memory and values.
+    Buffers are real. The values come from each module's ``reset_parameters()`` (or
+    ``_reset_parameters()``), and are the same on all ranks. Backends that shard do this one module
+    at a time. ``setup`` raises if a parameter has no such method, or if other code in the context
+    has written to it, because that write would be lost.
 
     Args:
-        weights: a checkpoint with one model, or a directory with ``model.safetensors`` or its index (diffusers' names work
-            too). Each rank reads only what it needs, converted to the model's dtypes, and no method is called. The
-            directory must have all parameters and persistent buffers. Other buffers stay as they were built.
+        weights: a checkpoint with one model, or a directory with ``model.safetensors`` or its index
+            (diffusers' names work too). Each rank reads only what it needs, converted to the
+            model's dtypes, and no method is called. The directory must have all parameters and
+            persistent buffers. Other buffers stay as they were built.
         name: the name of the model, if the checkpoint has several.
-        strict: with False, ``weights`` may have other tensors, and may lack buffers. A warning lists both.
+        strict: with False, ``weights`` may have other tensors, and may lack buffers. A warning
+            lists both.
     """
     if type(strict) is not bool:
         raise CheckpointError(f"deferred_init(strict={strict!r}): expected True or False.")
@@ -74,7 +78,7 @@ def deferred_init(
 
 
 class _Writes(TorchDispatchMode):
-    """Marks deferred parameters that are written to outside of ``reset_parameters``, through any view."""
+    """A mode that marks deferred parameters if they are written to outside ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -96,7 +100,13 @@ def _is_resetting() -> bool:
     return frame is not None
 
 
-def _defer(source: Source | None, writes: _Writes, module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+def _defer(
+    source: Source | None,
+    writes: _Writes,
+    module: nn.Module,
+    name: str,
+    parameter: nn.Parameter | None,
+) -> Any:
     """Return a parameter on the meta device in place of one that a module is given."""
     if parameter is None or parameter.is_meta:
         return None
@@ -110,7 +120,7 @@ def _defer(source: Source | None, writes: _Writes, module: nn.Module, name: str,
     return deferred
 
 
-# -- checks before setup -----------------------------------------------------------------------------------------------
+# -- checks before setup ---------------------------------------------------------------------------
 
 
 def weights_of(module: nn.Module) -> Source | None:
@@ -122,8 +132,8 @@ def weights_of(module: nn.Module) -> Source | None:
     sources = {getattr(p, _DEFERRED, (None, None))[1] for p in module.parameters() if p.is_meta}
     if len(sources) > 1:
         raise BackendError(
-            f"The parameters of {type(module).__name__} would get their values from {len(sources)} different sources. "
-            "Build the whole model in one accel.deferred_init()."
+            f"The parameters of {type(module).__name__} would get their values from {len(sources)} "
+            "different sources. Build the whole model in one accel.deferred_init()."
         )
     return next(iter(sources), None)
 
@@ -143,24 +153,25 @@ def check_deferred(module: nn.Module) -> None:
     written = [name for name, p in meta if hasattr(p, _WRITTEN)]
     if written:
         raise BackendError(
-            f"The values of {', '.join(written[:3])} were set inside accel.deferred_init(), which allocates none. To load "
-            "pretrained weights, build the model from its config inside accel.deferred_init(weights=directory)."
+            f"The values of {', '.join(written[:3])} were set inside accel.deferred_init(), which "
+            "allocates none. To load pretrained weights, build the model from its config inside "
+            "accel.deferred_init(weights=directory)."
         )
     covered = {id(p) for child, _ in resetting(module) for p in child.parameters()}
     uncovered = [name for name, p in meta if id(p) not in covered]
     if uncovered:
         raise BackendError(
-            f"The module of {', '.join(uncovered[:3])} has no reset_parameters() to initialize it. Add the method, or build "
-            "the model outside of accel.deferred_init()."
+            f"The module of {', '.join(uncovered[:3])} has no reset_parameters() to initialize it. "
+            "Add the method, or build the model outside of accel.deferred_init()."
         )
 
 
-# -- memory and values -------------------------------------------------------------------------------------------------
+# -- memory and values -----------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
-    """Give memory to every deferred parameter, and its values unless they are read later. ``undo`` takes them away."""
+    """Give memory and values to deferred parameters. Values from a directory are read later."""
     deferred = [p for p in module.parameters() if p.is_meta]
     if not deferred:
         return
@@ -185,7 +196,7 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
 
 
 def resetting(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-    """Give the submodules with a ``reset_parameters`` and this method, children first as in a constructor."""
+    """Give submodules with their ``reset_parameters``, children first as in a constructor."""
     seen = set() if seen is None else seen
     if module in seen:
         return
@@ -199,7 +210,7 @@ def resetting(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator
 
 
 def borrowing(module: nn.Module) -> dict[int, set[str]]:
-    """Return the names of tied parameters that were created for a different submodule, by the id of each submodule."""
+    """Return names of tied parameters that a different submodule created, by the submodule's id."""
     inside = set(module.modules())
     names: dict[int, set[str]] = {id(child): set() for child in inside}
     for child in inside:
@@ -229,13 +240,13 @@ def refuse_without_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     names = [name for name, p in named if p.numel() and bool(p.isnan().all())]
     if names:
         raise BackendError(
-            f"reset_parameters() gave no values to {', '.join(names[:3])}. Initialize it there, because "
-            "accel.deferred_init() builds it without values."
+            f"reset_parameters() gave no values to {', '.join(names[:3])}. Initialize it there, "
+            "because accel.deferred_init() builds it without values."
         )
 
 
 def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Exchange the contents of two parameters. Each keeps its identity, by which optimizers know it."""
+    """Exchange the contents of two parameters, whose identities optimizers know."""
     other.__class__ = type(parameter)
     for name, value in parameter.__dict__.items():
         if name != _DEFERRED:
@@ -249,7 +260,7 @@ def _take_away(parameter: nn.Parameter, real: nn.Parameter) -> None:
 
 
 def _disconnect(recurrent: Iterable[nn.RNNBase]) -> None:
-    """Drop the weak references of RNNs to their weights, because torch can't swap tensors that have some."""
+    """Drop weak references of RNNs to their weights, because torch can't swap such tensors."""
     for child in recurrent:
         child._flat_weight_refs = []
 

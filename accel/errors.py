@@ -27,7 +27,7 @@ class SharedParametersError(AccelError):
 
 
 class RankMismatchError(AccelError):
-    """The ranks have different models, arguments or trainable parameters, or make different calls."""
+    """The ranks have different models, arguments or trainable parameters, or different calls."""
 
 
 class OptimizerError(AccelError):
@@ -62,11 +62,11 @@ class TimeoutError(AccelError, builtins.TimeoutError):
     """A rank did not arrive at a collective in time."""
 
 
-# -- Texts and checks of arguments -------------------------------------------------------------------------------------
+# -- Texts and checks of arguments -----------------------------------------------------------------
 
 
 def described(value: object) -> str:
-    """Return the class of a value for an error message, such as "a torch.nn.Linear" or "the class torch.nn.Linear"."""
+    """Return a value's class for a message: "a torch.nn.Linear", or "the class torch.nn.Linear"."""
     if value is None:
         return "None"
     kind = value if isinstance(value, type) else type(value)
@@ -85,7 +85,7 @@ def whole_number(value: Any) -> int:
 
 
 def refuse_unknown(kind: type, args: Sequence[object], names: Iterable[str], error: type[AccelError]) -> None:
-    """Raise ``error`` if a dataclass of options is given options without a name, or unknown ones."""
+    """Raise ``error`` if a dataclass of options is given unknown options, or some without names."""
     known = [option.name for option in dataclasses.fields(kind)]
     if args:
         raise error(f"{kind.__name__}({args[0]!r}): options need their names: {', '.join(known)}")
@@ -103,19 +103,19 @@ def text_of_error(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-# -- Paths -------------------------------------------------------------------------------------------------------------
+# -- Paths -----------------------------------------------------------------------------------------
 
 #: Also a URL that lost a slash in a Path, and a chain of fsspec such as "simplecache::s3://bucket".
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(/|:)")
 
 
 def is_url(path: str) -> bool:
-    """True if a path is the URL of a store, but no chain of stores and no URL that lost a slash in a Path."""
+    """True if a path is the URL of one store, which has not lost a slash in a Path."""
     return bool(re.match("[A-Za-z][A-Za-z0-9+._-]+://", path))
 
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
-    """Return the path. Raise ``error`` if it is a URL, because the system would create a directory named ``s3:``."""
+    """Return a path. Raise ``error`` if it is a URL, which would create a directory ``s3:``."""
     match = _URL.match(path)
     if match is None:
         return path

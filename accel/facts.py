@@ -11,8 +11,8 @@ import torch
 def comparable_text(value: Any) -> str:
     """Return a text that is equal on all ranks if the value is.
 
-    A tensor is described by its shape and sum, and a shard of a DTensor by its shape only. An object without
-    a text of its own is described by its class.
+    A tensor is described by its shape and sum, and a shard of a DTensor by its shape only. An
+    object without a text of its own is described by its class.
     """
     if isinstance(value, torch.Tensor):
         total = "in shards" if hasattr(value, "to_local") else value.detach().double().sum().item()
@@ -47,6 +47,6 @@ def values_by_rank(name: str, facts_by_rank: Iterable[Mapping[str, Any]]) -> str
 
 
 def first_difference(facts_by_rank: Sequence[Mapping[str, Any]], order: Callable[[str], Any] = lambda name: 0) -> str:
-    """Return the name of the first fact that differs, by ``order``, with the ranks' values. Empty if all are equal."""
+    """Return the first name whose values differ, with the ranks' values, or an empty text."""
     names = sorted(differing_names(facts_by_rank), key=order)
     return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""

@@ -1,4 +1,4 @@
-"""Handles: the model and optimizer that ``setup`` returns. They show the user's own objects and drive them through an engine."""
+"""The handles that ``setup`` returns: the user's own objects, driven by an engine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from typing import Any, ClassVar, Final, Generic, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import NamedTuple, TypeVar  # typing's own have no parameters and no defaults in Python 3.10
+from typing_extensions import (
+    NamedTuple,
+    TypeVar,
+)  # typing's own have no parameters and no defaults in Python 3.10
 
 from .data import LoaderHandle as LoaderHandle
 from .errors import AccelError, OptimizerError
 
 # The types of setup's arguments. To type checkers, torch.compile returns a callable.
 Model = TypeVar("Model", bound=Callable[..., Any] | None)
-Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer] | None, default=None)
+Optimizers = TypeVar(
+    "Optimizers",
+    bound=Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer] | None,
+    default=None,
+)
 _Loader = DataLoader[Any]
 Dataloaders = TypeVar("Dataloaders", bound=_Loader | Sequence[_Loader] | Mapping[Any, _Loader] | None, default=None)
 
 
 class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
-    """The result of ``setup``. Each part has the form of its argument, and its type to a type checker."""
+    """The result of ``setup``. Each part has the form of its argument, and its static type."""
 
     model: Model
     optimizers: Optimizers
@@ -43,13 +50,14 @@ def _engine(handle: object) -> Any:
     return engine
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 class ModelHandle(nn.Module):
     """The user's module, driven by its engine.
 
-    All attributes are those of the raw module. Calls and user-defined methods run through the engine.
+    All attributes are those of the raw module. Calls and user-defined methods run through the
+    engine.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -99,8 +107,8 @@ class ModelHandle(nn.Module):
     @property
     def _torchdynamo_orig_callable(self) -> NoReturn:
         raise AccelError(
-            "A torch.compile that was imported before accel.setup cannot wrap a handle. Use model.compile(...), which "
-            "compiles in place."
+            "A torch.compile that was imported before accel.setup cannot wrap a handle. Use "
+            "model.compile(...), which compiles in place."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -133,8 +141,9 @@ class ModelHandle(nn.Module):
         holdings = _engine(self).holdings
         if holdings.partial(None):
             raise AccelError(
-                "This rank has only shards of the model, so it can't be pickled. Pickle copy.deepcopy(model), which every "
-                "rank calls, or use accel.full_state_dict(model)."
+                "This rank has only shards of the model, so it can't be pickled. Pickle "
+                "copy.deepcopy(model), which every rank calls, or use "
+                "accel.full_state_dict(model)."
             )
         # Unpickled, it is a raw module, and accel need not be installed.
         return operator.getitem, ((holdings.copy({}),), 0)
@@ -183,11 +192,11 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
     return call
 
 
-# -- the optimizer -----------------------------------------------------------------------------------------------------
+# -- the optimizer ---------------------------------------------------------------------------------
 
 
 class OptimizerHandle(Optimizer):
-    """The user's optimizer, driven by the engine of its model. ``param_groups`` and ``state`` are the raw optimizer's."""
+    """The user's optimizer, driven by the engine of its model. It shares ``param_groups`` and ``state``."""
 
     _accel_engine: Any | None
     _accel_raw: Optimizer
@@ -224,7 +233,7 @@ class OptimizerHandle(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step changed nothing, because gradients of a scaled loss had overflowed (``16-mixed``)."""
+        """True if the last step was skipped, because a scaled loss had overflowed (``16-mixed``)."""
         return bool(_engine(self).steppers[id(self._accel_raw)].skipped)
 
     @property
@@ -242,7 +251,7 @@ class OptimizerHandle(Optimizer):
         _engine(self).steppers[id(self._accel_raw)].add_param_group(param_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the raw optimizer's state. For a sharded optimizer it is the full state, and the call is collective."""
+        """Return the raw optimizer's state. If it is sharded, this is the full state. Collective then."""
         _engine(self)
         return self._accel_raw.state_dict(*args, **kwargs)
 
@@ -263,8 +272,8 @@ class OptimizerHandle(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _engine(self)
         raise AccelError(
-            "A handle of an optimizer can't be pickled. Call accel.full_state_dict(optimizer) on every rank and pickle the "
-            "result, or use accel.save()."
+            "A handle of an optimizer can't be pickled. Call accel.full_state_dict(optimizer) on "
+            "every rank and pickle the result, or use accel.save()."
         )
 
     def __copy__(self) -> Optimizer:
@@ -275,13 +284,14 @@ class OptimizerHandle(Optimizer):
 
 
 _OWN_METHODS: Final = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
-# Attributes that Optimizer itself defines are the raw optimizer's. __getattribute__ would cost time in every step.
+# Attributes that Optimizer itself defines are the raw optimizer's. __getattribute__ would cost time
+# in every step.
 for _name in vars(Optimizer).keys() - _OWN_METHODS:
     if not _name.startswith("__"):
         setattr(OptimizerHandle, _name, property(operator.methodcaller("__getattr__", _name)))
 
 
-# -- handles and raw objects -------------------------------------------------------------------------------------------
+# -- handles and raw objects -----------------------------------------------------------------------
 
 
 def end(handle: ModelHandle | OptimizerHandle) -> None:
@@ -302,8 +312,8 @@ def engine_behind(handle: ModelHandle | OptimizerHandle) -> Any:
 class HiddenAttribute:
     """A value that accel keeps on a user's object. Copies and pickles of the object don't have it.
 
-    The value lives as long as its owner and may refer to it: the garbage collector sees the cycle, which it would not if
-    a table held both.
+    The value lives as long as its owner and may refer to it: the garbage collector sees the cycle,
+    which it would not if a table held both.
     """
 
     __slots__ = ("owner_id", "value")
@@ -318,7 +328,7 @@ class HiddenAttribute:
 
     @staticmethod
     def get(owner: object) -> Any:
-        """Return the value on ``owner``, or None. A shallow copy of the owner has the attribute, but doesn't own it."""
+        """Return the value on ``owner``, or None. A shallow copy of the owner doesn't own it."""
         attribute = owner.__dict__.get(HiddenAttribute.KEY)
         return attribute.value if attribute is not None and attribute.owner_id == id(owner) else None
 

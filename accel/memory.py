@@ -331,11 +331,11 @@ def _meta_copy(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[O
     return stand_in, parameters
 
 
-# -- A summary of a model's engine ---------------------------------------------------------------------------------------
+# -- A summary of a model's engine -----------------------------------------------------------------
 
 
 def summary(model: nn.Module) -> str:
-    """Return a text about a model's engine: backend, ranks, precision, parameters, and the bytes on this rank. Local.
+    """Return a text with the backend, precision, parameters and bytes on this rank. Local.
 
     Print it on rank 0 by ``accel.print(accel.summary(model))``.
 

@@ -1,4 +1,4 @@
-"""The numeric precision of a model, the loss scale of fp16, and conversion to other dtypes and devices."""
+"""The numeric precision of a model, the loss scale of fp16, and conversion in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
 def dtype_of(value: object) -> torch.dtype | None:
-    """Return the dtype that a text such as "bfloat16" or "torch.bfloat16" names, or the dtype itself, or None."""
+    """Return the dtype that "bfloat16" or "torch.bfloat16" names, or a dtype itself, or None."""
     if isinstance(value, str):
         value = getattr(torch, value.removeprefix("torch."), None)
     return value if isinstance(value, torch.dtype) else None
@@ -40,8 +40,9 @@ def dtype_of(value: object) -> torch.dtype | None:
 class Precision:
     """The dtypes of parameters, inputs, the forward pass and outputs.
 
-    ``32-true`` changes nothing. ``bf16-mixed`` and ``16-mixed`` keep fp32 parameters, run the forward pass under autocast,
-    and return fp32 outputs. ``bf16-true`` and ``16-true`` store and compute in bfloat16 or float16, and return fp32 outputs.
+    ``32-true`` changes nothing. ``bf16-mixed`` and ``16-mixed`` keep fp32 parameters, run the
+    forward pass under autocast, and return fp32 outputs. ``bf16-true`` and ``16-true`` store and
+    compute in bfloat16 or float16, and return fp32 outputs.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -64,25 +65,27 @@ class Precision:
             if half and parameter.requires_grad:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise PrecisionError(
-                    f"precision {self.name!r} trains fp32 parameters, but {name} of this {type(module).__name__} is {dtype}. "
-                    "Call model.float() first, or use 'bf16-true'."
+                    f"precision {self.name!r} trains fp32 parameters, but {name} of this "
+                    f"{type(module).__name__} is {dtype}. Call model.float() first, or use "
+                    "'bf16-true'."
                 )
 
     def check_optimizer(self, optimizer: Optimizer, path: str) -> None:
-        """Raise PrecisionError if ``eps`` rounds to 0 in the dtype of the state. AdamW's does, and weights become NaN."""
+        """Raise PrecisionError if ``eps`` is 0 in the state's dtype, because weights would become NaN."""
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=self.storage, device="cpu"):
                 raise PrecisionError(
-                    f"eps={eps} of {path} ({type(optimizer).__name__}) is 0 in precision {self.name!r}. "
-                    "Use eps=1e-4, or precision 'bf16-true' or '16-mixed'."
+                    f"eps={eps} of {path} ({type(optimizer).__name__}) is 0 in precision "
+                    f"{self.name!r}. Use eps=1e-4, or precision 'bf16-true' or '16-mixed'."
                 )
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn`` in this precision.
 
         Raises:
-            PrecisionError: it returns a generator or coroutine, whose body would run outside of this precision.
+            PrecisionError: it returns a generator or coroutine, whose body would run outside of
+            this precision.
         """
         if self.plain:
             return fn(*args, **kwargs)
@@ -94,8 +97,8 @@ class Precision:
                 out = fn(*args, **kwargs)
         if isinstance(out, GeneratorType | CoroutineType):
             raise PrecisionError(
-                f"{getattr(fn, '__qualname__', fn)} returns a {type(out).__name__}, which would run outside of precision "
-                f"{self.name!r}. Return tensors, or use '32-true'."
+                f"{getattr(fn, '__qualname__', fn)} returns a {type(out).__name__}, which would "
+                f"run outside of precision {self.name!r}. Return tensors, or use '32-true'."
             )
         return map_tensors(_to_fp32, out, others=True)
 
@@ -109,22 +112,24 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if half and not isinstance(tensor, nn.Parameter | nn.Buffer) else tensor
 
 
-# -- the loss scale ----------------------------------------------------------------------------------------------------
+# -- the loss scale --------------------------------------------------------------------------------
 
 
 @final
 class LossScale:
     """The dynamic loss scale of this process, which follows the rule of ``torch.amp.GradScaler``.
 
-    The scale exists only during ``backward``. Afterwards gradients are divided by it, so that clipping, logging and models
-    of a different precision see true gradients. It is a power of two, so both are exact.
+    The scale exists only during ``backward``. Afterwards gradients are divided by it, so that
+    clipping, logging and models of a different precision see true gradients. It is a power of two,
+    so both are exact.
     """
 
     GROWTH_INTERVAL: Final = 2000
 
     def __init__(self) -> None:
         self.restore()
-        #: The number of scaled backwards, and those after which steps were counted and the scale was halved.
+        #: The number of scaled backwards, and those after which steps were counted and the scale
+        #: was halved.
         self.serial = 0
         self._counted = 0
         self._halved = 0
@@ -143,7 +148,7 @@ class LossScale:
         retain_graph: bool | None,
         inputs: Any,
     ) -> None:
-        """Call ``loss.backward()`` with a scaled loss. ``accumulators`` and all other leaves get true gradients."""
+        """Call ``backward`` of a scaled loss. ``accumulators`` and all other leaves get true gradients."""
         holders: dict[int, Accumulator] = {id(holder): holder for holder in accumulators}
         holders.update((id(leaf), leaf) for leaf in _leaves(loss))
         _multiply(holders.values(), self.value)
@@ -154,7 +159,7 @@ class LossScale:
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
-        """Update the scale, once for each scaled backward. Return True if an optimizer with these gradients may step."""
+        """Update the scale once for each scaled backward. Return True if an optimizer may step."""
         if self._counted != self.serial:
             self._counted = self.serial
             self._good_steps += 1
@@ -197,7 +202,7 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         nodes.extend(following for following, _ in node.next_functions)
 
 
-# -- gradients and norms -----------------------------------------------------------------------------------------------
+# -- gradients and norms ---------------------------------------------------------------------------
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +223,7 @@ def all_finite(optimizer: Optimizer) -> bool:
 
 
 def norms(tensors: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the norm of each tensor that has elements, stacked for each device and dtype, so that one read gets all."""
+    """Return the norms of nonempty tensors, stacked by device and dtype, so that one read gets all."""
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     nonempty = [t for t in dense if t.numel()]
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -227,7 +232,7 @@ def norms(tensors: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
     return [torch.stack(values) for values in by_kind.values()]
 
 
-# -- conversion in place: parameters keep their identity ---------------------------------------------------------------
+# -- conversion in place: parameters keep their identity -------------------------------------------
 
 #: Tensors that were converted, each with the dtype that it had.
 Dtypes = list[tuple[torch.Tensor, torch.dtype]]
@@ -236,7 +241,7 @@ Dtypes = list[tuple[torch.Tensor, torch.dtype]]
 def convert_module(
     module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
 ) -> Dtypes:
-    """Move parameters, their gradients and buffers to a device, and floating ones to ``dtype``. ``undo`` moves them back."""
+    """Move parameters, gradients and buffers to a device, and floating ones to ``dtype``."""
     converted: Dtypes = []
     moved: set[int] = set()
     for tensor in chain(module.parameters(), module.buffers()):
@@ -260,7 +265,12 @@ def restore_dtypes(converted: Dtypes, optimizers: Iterable[Optimizer]) -> None:
             convert_optimizer(optimizer, without_undo)
 
 
-def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> bool:
+def _convert(
+    tensor: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    undo: contextlib.ExitStack,
+) -> bool:
     """Convert one tensor. Return True if its memory is new."""
     # A tensor can't have a gradient of a different dtype, not even for a moment.
     grad, tensor.grad = tensor.grad, None
@@ -289,7 +299,7 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
-    """Move optimizer state to the devices and dtypes of the parameters, by the rule of ``Optimizer.load_state_dict``."""
+    """Move optimizer state to where its parameters are, by the rule of ``Optimizer.load_state_dict``."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
@@ -304,7 +314,7 @@ def _moved(device: torch.device, dtype: torch.dtype | None, tensor: torch.Tensor
     return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
 
-# -- BatchNorm over ranks ----------------------------------------------------------------------------------------------
+# -- BatchNorm over ranks --------------------------------------------------------------------------
 
 #: The parent, the name, and the BatchNorm that was replaced there.
 Replaced = list[tuple[nn.Module, str, nn.Module]]

@@ -1,4 +1,4 @@
-"""The registry of live engines: from a raw module, a handle, an optimizer or a parameter to the engine that drives it."""
+"""The registry of live engines: from a module, handle, optimizer or parameter to its engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .engines import FOREIGN, Engine, foreign_part
 from .engines.base.step import prepare
-from .errors import AccelError, BackendError, OptimizerError, PrecisionError, SharedParametersError, described
+from .errors import (
+    AccelError,
+    BackendError,
+    OptimizerError,
+    PrecisionError,
+    SharedParametersError,
+    described,
+)
 from .gradients.clip import Owners, clip_patches
 from .gradients.log import remove_hooks
 from .gradients.patches import BackwardListener, Patch, changing, compile_patch, run_patches
@@ -46,8 +53,8 @@ class Registry:
         self.next_serial = 0
         #: Serials of engines that were torn down.
         self.ended: set[int] = set()
-        #: Serials of sharded engines that were not torn down explicitly. Equal on all ranks, even if some engines were
-        #: garbage-collected on this rank.
+        #: Serials of sharded engines that were not torn down explicitly. Equal on all ranks, even
+        #: if some engines were garbage-collected on this rank.
         self.divided: set[int] = set()
         #: Serials of engines with "16-mixed", equal on all ranks like ``divided``.
         self.scaled: set[int] = set()
@@ -122,7 +129,7 @@ class Registry:
             if not any(engine.gradients.watched for engine in list(self.engines)):
                 remove_hooks(self._step_hooks)
 
-    # -- look-up --------------------------------------------------------------------------------------------------
+    # -- look-up -----------------------------------------------------------------------------------
 
     def in_order(self) -> list[Engine]:
         """Return the live engines in an order that is the same on all ranks.
@@ -132,7 +139,7 @@ class Registry:
         return sorted(self.engines, key=_SERIAL)
 
     def sweep(self) -> None:
-        """Collect garbage, so that engines that nobody references are gone. Modules are part of reference cycles."""
+        """Collect garbage, so that engines that nobody references are gone. Modules are in cycles."""
         if self.engines:
             gc.collect()
 
@@ -179,20 +186,22 @@ class Registry:
         return None
 
     def check_new(self, module: nn.Module) -> None:
-        """Raise if a different engine or library already distributes a module or some of its parameters."""
+        """Raise if a different engine or library distributes a module or some of its parameters."""
         for name, child in _named_modules(module):
             if type(child) is ModelHandle:
                 names = ", ".join([name for name, _ in raw(child).named_parameters()][:5])
                 raise SharedParametersError(
-                    f"{type(module).__name__}.{name} is a handle of accel.setup (parameters {names}). "
-                    "Build the model from accel.unwrap(handle), or set up only the outer model."
+                    f"{type(module).__name__}.{name} is a handle of accel.setup (parameters "
+                    f"{names}). Build the model from accel.unwrap(handle), or set up only the "
+                    "outer model."
                 )
         for engine in self.engines:
             shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
             if shared:
                 raise SharedParametersError(
-                    f"{type(module).__name__} shares {len(shared)} parameters with a {engine.kind} that is already set up "
-                    f"({', '.join(shared[:5])}). Set up one module that contains both, or call accel.teardown() on the other."
+                    f"{type(module).__name__} shares {len(shared)} parameters with a {engine.kind} "
+                    f"that is already set up ({', '.join(shared[:5])}). Set up one module that "
+                    "contains both, or call accel.teardown() on the other."
                 )
         # After the engines, because a backend may change classes of modules.
         for name, child in _named_modules(module):
@@ -207,13 +216,14 @@ class Registry:
                 raise BackendError(f"{name} {problem}")
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[Owners, list[torch.Tensor]]:
-        """Return the engines' gradients with the parameters of each, and the parameters of no engine.
+        """Return the gradients of each engine with its parameters, and the parameters of no engine.
 
-        The engines come in the order of all ranks. Without parameters, engines that may have gradients on other ranks only
-        take part too.
+        The engines come in the order of all ranks. Without parameters, engines that may have
+        gradients on other ranks only take part too.
 
         Raises:
-            BackendError: there are no parameters, and an engine has gradients that ``p.grad`` does not show.
+            BackendError: there are no parameters, and an engine has gradients that ``p.grad`` does
+            not show.
         """
         if not parameters:
             self._refuse_hidden()
@@ -237,15 +247,15 @@ class Registry:
             self.sweep()
         for engine in [engine for engine in self.engines if engine.gradients.hidden()]:
             raise BackendError(
-                f"torch.nn.utils finds no gradients in p.grad of a {engine.kind}, because backend {engine.name!r} keeps them "
-                "elsewhere. Use accel.clip_grad_norm_(model, max_norm)."
+                f"torch.nn.utils finds no gradients in p.grad of a {engine.kind}, because backend "
+                f"{engine.name!r} keeps them elsewhere. Use accel.clip_grad_norm_(model, max_norm)."
             )
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         engine = next((engine for engine in self.engines if id(tensor) in engine.known), None)
         return tensor if engine is None else engine.gradients.leaf(tensor)
 
-    # -- what all engines share -----------------------------------------------------------------------------------
+    # -- what all engines share --------------------------------------------------------------------
 
     def scaled_engines(self) -> frozenset[int]:
         """Return the serials of the engines with "16-mixed" that live on this rank."""
@@ -263,12 +273,12 @@ class Registry:
             self.loss_scale.restore()
 
     def first(self, *warning: object) -> bool:
-        """Return True the first time that a warning is given. A loop may set up a loader for each rollout. Local."""
+        """True the first time that a warning is given. A loop may set up a loader per rollout. Local."""
         known = warning in self._warnings
         self._warnings.add(warning)
         return not known
 
-    # -- events ---------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _registered(self, module: nn.Module, name: str, value: object) -> None:
         reference = self._owners.get(module)
@@ -288,18 +298,19 @@ class Registry:
                 continue
             if engine.precision.scaled or engine.gradients.hidden():
                 raise OptimizerError(
-                    f"{kind} steps parameters of a {engine.precision.name!r} model with backend {engine.name!r}, but was not "
-                    "given to accel.setup. Call accel.setup(model, optimizer)."
+                    f"{kind} steps parameters of a {engine.precision.name!r} model with backend "
+                    f"{engine.name!r}, but was not given to accel.setup. Call accel.setup(model, "
+                    "optimizer)."
                 )
             prepare(engine, optimizer)
         if self.scaled and self.loss_scale.serial and not all_finite(optimizer):
             raise PrecisionError(
-                f"The scaled loss overflowed in gradients of a {kind} that was not given to accel.setup. "
-                "Skip its step if a gradient is not finite."
+                f"The scaled loss overflowed in gradients of a {kind} that was not given to "
+                "accel.setup. Skip its step if a gradient is not finite."
             )
 
     def _warn_of_loose(self, optimizer: Optimizer) -> None:
-        """Warn once of an optimizer whose parameters are in no model, because ranks may train them differently. Local."""
+        """Warn once of an optimizer of parameters in no model, which ranks train differently. Local."""
         if optimizer in self._loose or not any(engine.distributed and engine.optimizers for engine in self.engines):
             return
         self._loose.add(optimizer)
@@ -310,8 +321,9 @@ class Registry:
         facts = (type(optimizer).__name__, len(params), tuple(params[0].shape))
         if self.first(*facts):
             logger.warning(
-                "%s steps %d parameters that are in no model of accel.setup, the first of shape %s, so each rank trains its "
-                "own. Give their module and this optimizer to accel.setup, unless ranks are meant to differ.",
+                "%s steps %d parameters that are in no model of accel.setup, the first of shape "
+                "%s, so each rank trains its own. Give their module and this optimizer to "
+                "accel.setup, unless ranks are meant to differ.",
                 *facts,
             )
 
@@ -322,7 +334,7 @@ def _needs_preparation(engine: Engine) -> bool:
 
 
 def _named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Give all submodules with their names, like ``named_modules``, but without those inside a handle."""
+    """Give submodules with their names, like ``named_modules``, but none inside a handle."""
     yield prefix, module
     if type(module) is not ModelHandle:
         for name, child in module._modules.items():
@@ -331,7 +343,8 @@ def _named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
-    """Return the raw module of a user's object, and the module that a forward calls (a ``torch.compile`` wrapper, say).
+    """Return a raw module, and the module that its forward calls (a ``torch.compile`` wrapper,
+    say).
 
     Raises:
         AccelError: the object is not a module, or the handle of an engine that has ended.

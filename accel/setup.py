@@ -1,4 +1,4 @@
-"""``accel.setup``: plan the call on this rank, agree on the plan with the other ranks, then build and start the engine."""
+"""``accel.setup``: plan a call on each rank, agree on the plan, then build and start the engine."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ logger = logging.getLogger("accel")
 #: Loaders that are set up without a model have this number instead of an engine's serial.
 WITHOUT_MODEL: Final = -1
 _OTHER_DATA: Final = (
-    "dataloader %d has different data on different ranks, so most of it will not be read. Build the same data on every "
-    "rank, for example by accel.seed(0). If each rank has its own data, use accel.LoaderOptions(shard=False)."
+    "dataloader %d has different data on different ranks, so most of it will not be read. Build "
+    "the same data on every rank, for example by accel.seed(0). If each rank has its own data, "
+    "use accel.LoaderOptions(shard=False)."
 )
 
 
@@ -65,24 +66,28 @@ def setup(
     devices: Any = "auto",
     loader_options: LoaderOptions | None = None,
 ) -> Handles[Model, Optimizers, Dataloaders]:
-    """Distribute a model, its optimizers and its dataloaders, and return handles for the unchanged training loop.
+    """Distribute a model, its optimizers and dataloaders, and return handles for the unchanged
+    loop.
 
-    Call it with the same arguments on every rank. All ranks start from rank 0's weights and buffers. A second call with
-    the same objects returns the same handles. A later call may add optimizers and dataloaders.
+    Call it with the same arguments on every rank. All ranks start from rank 0's weights and
+    buffers. A second call with the same objects returns the same handles. A later call may add
+    optimizers and dataloaders.
 
     Args:
-        model: a module, its handle, or its ``torch.compile`` wrapper. None distributes dataloaders alone, for example to
-            evaluate a model that is not trained.
+        model: a module, its handle, or its ``torch.compile`` wrapper. None distributes dataloaders
+            alone, for example to evaluate a model that is not trained.
         optimizers: an optimizer of ``model``'s parameters, or a list, tuple or dict of them.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
         more: nothing. Pass several dataloaders as a tuple.
-        backend: the name of a backend or its options, such as ``accel.DDP(...)``. "auto" is the backend of the model's
-            engine if it has one, else ``ACCEL_BACKEND``, else "ddp" at world size > 1, "dp" in a notebook with several
-            accelerators, and "single" otherwise.
-        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is the precision of the model's
-            engine if it has one, else ``ACCEL_PRECISION``, else "32-true".
-        devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators, else the CPU.
-        loader_options: how these dataloaders are distributed. None keeps the options of a loader that is already set up.
+        backend: the name of a backend or its options, such as ``accel.DDP(...)``. "auto" is the
+            backend of the model's engine if it has one, else ``ACCEL_BACKEND``, else "ddp" at world
+            size > 1, "dp" in a notebook with several accelerators, and "single" otherwise.
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is the
+            precision of the model's engine if it has one, else ``ACCEL_PRECISION``, else "32-true".
+        devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators, else
+            the CPU.
+        loader_options: how these dataloaders are distributed. None keeps the options of a loader
+            that is already set up.
 
     Returns:
         ``Handles(model, optimizers, dataloaders)``, each in the form of its argument.
@@ -92,7 +97,8 @@ def setup(
         SharedParametersError: the model shares parameters with a model that is already set up.
         RankMismatchError: the ranks have different models or arguments; raised on every rank.
         CheckpointError: the weights of a deferred model don't fit it.
-        OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: an argument can't work.
+        OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: an argument can't
+        work.
     """
     process.refuse_fork()
     if more:
@@ -119,7 +125,7 @@ def setup(
     return handles_of(plan)
 
 
-# -- Plan: local, and nothing changes ----------------------------------------------------------------------------------
+# -- Plan: local, and nothing changes --------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -175,14 +181,23 @@ def make_plan(plan: Plan, model: Any) -> None:
         else:
             _plan_known_engine(plan, plan.engine)
     plan.place = loader_place(plan.engine_type, plan.options, plan.process)
-    map_leaves(lambda optimizer, path: _plan_optimizer(plan, optimizer, path), plan.optimizers, "optimizers")
+    map_leaves(
+        lambda optimizer, path: _plan_optimizer(plan, optimizer, path),
+        plan.optimizers,
+        "optimizers",
+    )
     numbers = itertools.count()
-    map_leaves(lambda loader, path: _plan_loader(plan, next(numbers), loader, path), plan.dataloaders, "dataloaders")
+    map_leaves(
+        lambda loader, path: _plan_loader(plan, next(numbers), loader, path),
+        plan.dataloaders,
+        "dataloaders",
+    )
     if plan.new_optimizers and not plan.engine_type.synchronizes and plan.process.place.world_size > 1:
         with _from_environment("ACCEL_BACKEND", plan.backend):
             raise BackendError(
-                f"backend={plan.engine_type.name!r} can't train on {plan.process.place.world_size} ranks, because each process "
-                "would train a model of its own. Use a distributed backend."
+                f"backend={plan.engine_type.name!r} can't train on {plan.process.place.world_size} "
+                "ranks, because each process would train a model of its own. Use a distributed "
+                "backend."
             )
     if plan.builds and plan.module is not None and weights_of(plan.module) is not None:
         from .checkpoint.load import first_values  # imports everything that checkpoints need
@@ -248,14 +263,14 @@ def _refuse_max_norm(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, embeddings) and child.max_norm is not None:
             raise BackendError(
-                f"max_norm of {name or type(child).__name__} changes weights in forward, so ranks would diverge. "
-                "Set max_norm=None, and renormalize after optimizer.step()."
+                f"max_norm of {name or type(child).__name__} changes weights in forward, so ranks "
+                "would diverge. Set max_norm=None, and renormalize after optimizer.step()."
             )
 
 
 @contextlib.contextmanager
 def _from_environment(variable: str, argument: Any, default: Any = None) -> Iterator[Any]:
-    """Give the argument, or what ``variable`` says if it is "auto", or the default. Errors name the variable."""
+    """Give the argument, or ``variable`` if it is "auto", or the default. Errors name the variable."""
     value = os.environ.get(variable) if argument == "auto" else None
     if value in (None, "", "auto"):
         yield default if argument == "auto" else argument
@@ -314,15 +329,16 @@ def _plan_loader(plan: Plan, number: int, loader: Any, path: str) -> None:
     if isinstance(loader, LoaderHandle):
         place = loader._accel.place
         raise LoaderError(
-            f"{path} was divided for rank {place.rank} of {place.world} on {place.device} by an earlier setup, and this one "
-            f"needs rank {plan.place.rank} of {plan.place.world} on {plan.place.device}. Pass the original DataLoader."
+            f"{path} was divided for rank {place.rank} of {place.world} on {place.device} by an "
+            f"earlier setup, and this one needs rank {plan.place.rank} of {plan.place.world} on "
+            f"{plan.place.device}. Pass the original DataLoader."
         )
     if not any(loader is other for other in plan.new_loaders.values()):
         data.check(loader, plan.loader_options or LoaderOptions(), plan.place.world)
         plan.new_loaders[number] = loader
 
 
-# -- Agree: every rank has the same plan, or all raise -----------------------------------------------------------------
+# -- Agree: every rank has the same plan, or all raise ---------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,18 +441,19 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
                 facts[f"{key} of group {index} of {label}"] = comparable_text(value)
         for position, parameter in enumerate(group["params"]):
             facts[f"params[{position}] of group {index} of {label}"] = names.get(id(parameter), "?")
-    # In the order of the groups: the order of optimizer.state depends on which gradients a rank had.
+    # In the order of the groups: the order of optimizer.state depends on which gradients a rank
+    # had.
     for parameter in parameters_of(optimizer):
         for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda entry: str(entry[0])):
             facts[f"{key} of the state of {names.get(id(parameter), '?')} in {label}"] = comparable_text(value)
     return facts
 
 
-# -- Build: on every rank, or on none ----------------------------------------------------------------------------------
+# -- Build: on every rank, or on none --------------------------------------------------------------
 
 
 def build_engine(plan: Plan, serial: int) -> Engine:
-    """Build the engine, or add the new optimizers to it. If a rank fails, all ranks undo it. Collective."""
+    """Build the engine or add the optimizers to it. If a rank fails, all ranks undo it. Collective."""
     # In torch.inference_mode an engine would create tensors that no backward can use.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
         with _failing_together("accel.setup"):
@@ -496,14 +513,14 @@ def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
 
 
 def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Give memory to the parameters of a deferred model, unless the backend does that block by block."""
+    """Give memory to deferred parameters, unless the backend does that block by block."""
     alone, holdings_type = plan.process.place.world_size == 1, plan.engine_type.holdings_type
     if alone or not holdings_type.materializes:
         from_host = plan.fill is not None and not alone and holdings_type.divides_from_host(plan.options)
         materialize(module, torch.device("cpu") if from_host else plan.process.device, undo)
 
 
-# -- Loaders and handles -----------------------------------------------------------------------------------------------
+# -- Loaders and handles ---------------------------------------------------------------------------
 
 
 def loader_place(engine_type: type[Engine], options: Any, process: Process) -> LoaderPlace:
@@ -518,7 +535,7 @@ def place_of(engine: Engine) -> LoaderPlace:
 
 
 def loader_handle(loader: Any, place: LoaderPlace) -> LoaderHandle | None:
-    """Return the handle of a loader for a place, or None if there is none. A handle may be given itself."""
+    """Return the handle of a loader (or of a handle) for a place, or None if there is none."""
     if type(loader) is LoaderHandle:
         return loader if loader._accel.place == place else None
     handles: dict[LoaderPlace, LoaderHandle] = HiddenAttribute.get(loader) or {}
@@ -558,13 +575,17 @@ def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
 
     return Handles(
         None if plan.engine is None else plan.engine.handle,
-        map_leaves(lambda optimizer, path: registry.optimizer_handle(optimizer), plan.optimizers, "optimizers"),
+        map_leaves(
+            lambda optimizer, path: registry.optimizer_handle(optimizer),
+            plan.optimizers,
+            "optimizers",
+        ),
         map_leaves(handle_of_loader, plan.dataloaders, "dataloaders"),
     )
 
 
 def log_setup(plan: Plan) -> None:
-    """Log the engine and the global batch sizes, and warn of a scheduler that may count on a longer loader. Local."""
+    """Log the engine and batch sizes. Warn of a scheduler that may count on a longer loader. Local."""
     world, engine = plan.process.place.world_size, plan.engine
     if plan.builds and engine is not None:
         device, precision = plan.process.device.type, engine.precision.name
@@ -580,8 +601,9 @@ def log_setup(plan: Plan) -> None:
         before, after = data.length_of(loader), data.length_of(handle)
         if scheduled and before != after:
             logger.warning(
-                "accel.setup shortened a DataLoader from %s to %s batches, and %s already has a learning rate scheduler. "
-                "If you computed its number of steps from len(loader), build it after accel.setup().",
+                "accel.setup shortened a DataLoader from %s to %s batches, and %s already has a "
+                "learning rate scheduler. If you computed its number of steps from len(loader), "
+                "build it after accel.setup().",
                 before,
                 after,
                 type(scheduled[0]).__name__,

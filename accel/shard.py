@@ -1,4 +1,4 @@
-"""The shards of tensors on this rank, and the state of modules and optimizers that checkpoints write and fill."""
+"""Shards of tensors, and the state of modules and optimizers that checkpoints write and fill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .trees import map_tensors
 
 _EXTRA: Final = "_extra_state"
 
-# -- boxes of a tensor that is cut along several dimensions, and the grid that they make -------------------------------
+# -- boxes of a tensor that is cut along several dimensions, and the grid that they make -----------
 
 #: (begin, end) in each dimension. () is the whole tensor.
 Box = tuple[tuple[int, int], ...]
@@ -63,7 +63,8 @@ def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
 class Grid:
     """A tensor that all ranks cut into the same blocks.
 
-    The line of a grid is all elements, block after block in row-major order, and row-major inside of each block.
+    The line of a grid is all elements, block after block in row-major order, and row-major inside
+    of each block.
     """
 
     def __init__(self, shape: tuple[int, ...], cuts: Cuts = ()) -> None:
@@ -128,18 +129,20 @@ class Grid:
                 done += target.numel()
 
 
-# -- shards ------------------------------------------------------------------------------------------------------------
+# -- shards ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """A contiguous range of elements of a tensor, in row-major order, that is stored on this rank.
 
-    The range may be in a box of the tensor. All boxes of a tensor form a grid. If the elements of a box are a range of the
-    tensor, as rows of a matrix are, it is stored as a range: ``start`` moves, and ``box`` becomes ().
+    The range may be in a box of the tensor. All boxes of a tensor form a grid. If the elements of a
+    box are a range of the tensor, as rows of a matrix are, it is stored as a range: ``start``
+    moves, and ``box`` becomes ().
 
     Args:
-        name: the tensor's name. An optimizer's state of a parameter is named ``"<parameter>/<key>"``.
+        name: the tensor's name. An optimizer's state of a parameter is named
+            ``"<parameter>/<key>"``.
         shape: the shape of the full tensor.
         start: the position of the first element in the box.
         tensor: the elements, in any shape. Writing to it changes the state itself.
@@ -154,7 +157,8 @@ class Shard:
     def __post_init__(self) -> None:
         if not self.box:
             return
-        # The first dimension that can be cut decides, so that all boxes of a grid become ranges, or none.
+        # The first dimension that can be cut decides, so that all boxes of a grid become ranges, or
+        # none.
         rows = next((dim for dim, size in enumerate(self.shape) if size != 1), 0)
         for dim, (side, size) in enumerate(zip(self.box, self.shape, strict=True)):
             if dim != rows and side != (0, size):
@@ -187,14 +191,14 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-# -- names and entries of state dicts ----------------------------------------------------------------------------------
+# -- names and entries of state dicts --------------------------------------------------------------
 
 #: The shape and dtype of every tensor in a checkpoint, by name.
 Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give parameters and persistent buffers in the order of ``state_dict``, tied ones under each of their names."""
+    """Give parameters and persistent buffers as in ``state_dict``, tied ones under all their names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, tensor in chain(child._parameters.items(), child._buffers.items()):
             if tensor is not None and name not in child._non_persistent_buffers_set:
@@ -210,7 +214,8 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
 
 
 def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]) -> list[Shard]:
-    """Return the shards of parameters and persistent buffers, tied ones under the first of their names in ``state_dict``.
+    """Return the shards of parameters and persistent buffers, by their first names in
+    ``state_dict``.
 
     Raises:
         CheckpointError: ``state_dict`` adds entries, which could not be filled in place.
@@ -223,8 +228,8 @@ def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard |
             continue  # it is one of the values
         if not isinstance(value, torch.Tensor) or id(value) not in own:
             raise CheckpointError(
-                f"the state_dict() of this {kind} has {name!r} ({type(value).__name__}), which is not one of its parameters or "
-                "buffers. Save model.state_dict() as a value instead."
+                f"the state_dict() of this {kind} has {name!r} ({type(value).__name__}), which is "
+                "not one of its parameters or buffers. Save model.state_dict() as a value instead."
             )
         if is_lazy(value):
             raise CheckpointError(f"{name!r} of this {kind} has no shape yet. Run one forward before.")
@@ -255,7 +260,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
-    """True if an entry of a parameter's state is a tensor of shards. The others (step counters, lists, flags) are values.
+    """True if an entry of a parameter's state is stored as shards, and not as a value.
 
     The state of a 0-dim parameter is 0-dim too, except for its counter.
     """
@@ -263,14 +268,14 @@ def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
 
 
 def state_device(key: object, device: torch.device, group: Mapping[str, Any]) -> torch.device | None:
-    """Return the device of a tensor in the state of a parameter on ``device``, by the rule of ``Optimizer.load_state_dict``.
+    """Return the device of state of a parameter, by the rule of ``Optimizer.load_state_dict``.
 
     None means any device: a step counter may be anywhere, unless its group is fused or capturable.
     """
     return device if key != "step" or group.get("fused") or group.get("capturable") else None
 
 
-# -- the state on this rank --------------------------------------------------------------------------------------------
+# -- the state on this rank ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +313,8 @@ class Raw:
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """Return this rank's shard of a tensor, without a copy, or None if it has none. Local.
 
-        ``tensor`` is a parameter or buffer, or its optimizer state under ``key``, or its gradient ("grad").
+        ``tensor`` is a parameter or buffer, or its optimizer state under ``key``, or its gradient
+        ("grad").
         """
         return whole(f"{name}/{key}" if key else name, tensor)
 
@@ -318,7 +324,7 @@ class Raw:
         return [StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {})) for p in parameters_of(optimizer)]
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate this rank's part of a tensor of this full shape in a parameter's state. Local."""
+        """Allocate this rank's shard of a tensor of this full shape in a parameter's state. Local."""
         return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
 
     def has(self, name: str) -> bool:
@@ -331,7 +337,7 @@ class Raw:
         return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """Return this rank's tensors in full precision (master copies if there are some), without a copy. Local.
+        """Return this rank's tensors (master copies if there are some), without a copy. Local.
 
         Raises:
             CheckpointError: there is something that could not be loaded again.
@@ -350,8 +356,9 @@ class Raw:
     def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """Return everything that is not a shard. Local.
 
-        For an optimizer these are its groups, with the names of their parameters, and the values of its state, by parameter
-        and key. All ranks' values together are the optimizer's. For the module it is the extra state, by name.
+        For an optimizer these are its groups, with the names of their parameters, and the values of
+        its state, by parameter and key. All ranks' values together are the optimizer's. For the
+        module it is the extra state, by name.
         """
         if optimizer is None:
             modules = extra_modules(self.module)
@@ -366,7 +373,7 @@ class Raw:
         return {"groups": groups, "state": state}
 
     def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """Return the shards that a checkpoint fills on this rank. Optimizer state that is missing is created. Local."""
+        """Return the shards that a checkpoint fills here. Missing optimizer state is created. Local."""
         if optimizer is None:
             return self.shards(None)
         elementwise = _is_elementwise(optimizer)
@@ -378,7 +385,14 @@ class Raw:
             if entry is None:
                 continue
             if elementwise and shape != entry.shape:  # the caller raises, so nothing is allocated
-                slots.append(Shard(full_name, entry.shape, 0, torch.empty(entry.shape, dtype=dtype, device="meta")))
+                slots.append(
+                    Shard(
+                        full_name,
+                        entry.shape,
+                        0,
+                        torch.empty(entry.shape, dtype=dtype, device="meta"),
+                    )
+                )
                 continue
             state = optimizer.state[entry.parameter]
             if not is_shard(key, state.get(key), entry.parameter):
@@ -393,7 +407,7 @@ class Raw:
         return slots
 
     def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
-        """Set the values of all ranks' ``values`` together. Other state of a parameter is dropped. Local."""
+        """Set all ranks' ``values`` together. Other state of a parameter is dropped. Local."""
         if optimizer is None:
             fill_module_values(self.module, values)
             return
@@ -421,25 +435,30 @@ def _check_keys(optimizer: Optimizer, names: Mapping[int, str], entries: Sequenc
         if id(owner) not in known and not empty:
             label = names.get(id(owner), "a parameter") if isinstance(owner, torch.Tensor) else repr(owner)
             raise CheckpointError(
-                f"this {kind} has state of {label}, which is in none of its groups and would be lost. "
-                "Keep a frozen parameter in its group, or call optimizer.state.pop(parameter)."
+                f"this {kind} has state of {label}, which is in none of its groups and would be "
+                "lost. Keep a frozen parameter in its group, or call "
+                "optimizer.state.pop(parameter)."
             )
     for entry in entries:
         for key, value in entry.state.items():
             if isinstance(value, torch.Tensor) and (not isinstance(key, str) or "/" in key):
                 raise CheckpointError(
-                    f"the state of {entry.name} in this {kind} has a tensor under {key!r}: expected a string without a slash"
+                    f"the state of {entry.name} in this {kind} has a tensor under {key!r}: "
+                    "expected a string without a slash"
                 )
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
     """True if tensors of the state are known to have the shapes of the parameters."""
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in ("LBFGS", "Adafactor")
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in (
+        "LBFGS",
+        "Adafactor",
+    )
 
 
 def _copied(value: Any, old: Any, device: torch.device | None) -> Any:
-    """Return a saved value with copies of its tensors on ``device``, or else on the device of the old value."""
+    """Return a saved value with its tensors copied to ``device``, or to the old value's device."""
     if device is None and isinstance(old, torch.Tensor):
         device = old.device
     return map_tensors(lambda tensor: tensor.to(device, copy=True), value, others=True)

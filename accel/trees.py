@@ -58,7 +58,7 @@ def all_tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
 
 
 def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Replace quantized tensors by the plain tensors that they consist of, such as codes and scales in torchao."""
+    """Replace quantized tensors by their plain tensors, such as torchao's codes and scales."""
     plain: list[Tensor] = []
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -101,10 +101,15 @@ def move(tree: Any, to: Callable[[Any], Any]) -> Any:
     return walk(visit, tree, "data", is_movable)
 
 
-def exchange(give: Callable[[Tensor], Tensor], tree: Any, give_inside: Callable[[Tensor], Tensor] | None = None) -> Any:
+def exchange(
+    give: Callable[[Tensor], Tensor],
+    tree: Any,
+    give_inside: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
     """Replace every tensor by ``give(tensor)``.
 
-    Tensors in the attributes of other objects are replaced in place, by ``give_inside`` if it is given.
+    Tensors in the attributes of other objects are replaced in place, by ``give_inside`` if it is
+    given.
     """
 
     def visit(_: str, leaf: Any) -> Any:
@@ -121,7 +126,10 @@ def exchange(give: Callable[[Tensor], Tensor], tree: Any, give_inside: Callable[
 
 
 def walk(
-    visit: Callable[[str, Any], Any], tree: T, path: str, is_leaf: Callable[[Any], bool] = lambda tree: False
+    visit: Callable[[str, Any], Any],
+    tree: T,
+    path: str,
+    is_leaf: Callable[[Any], bool] = lambda tree: False,
 ) -> T:
     """Replace each leaf by ``visit(path, leaf)``, with paths that begin with ``path``.
 
@@ -132,7 +140,11 @@ def walk(
 
 
 def _walk(
-    visit: Callable[[str, Any], Any], tree: Any, path: str, is_leaf: Callable[[Any], bool], parents: set[int]
+    visit: Callable[[str, Any], Any],
+    tree: Any,
+    path: str,
+    is_leaf: Callable[[Any], bool],
+    parents: set[int],
 ) -> Any:
     keys: list[Any]
     if isinstance(tree, Tensor) or id(tree) in parents or is_leaf(tree):
@@ -159,7 +171,7 @@ def _walk(
 
 
 def _key_texts(keys: Sequence[Any]) -> list[str]:
-    """Return a different text for each key. A key without a text that is equal on all ranks gets its number."""
+    """Return a different text for each key. A key whose text depends on the rank gets its number."""
     texts = [f'"{key}"' if isinstance(key, str) and '"' not in key else repr(key) for key in keys]
     times = Counter(texts)
     for number, key in enumerate(keys):

@@ -18,7 +18,15 @@ from .data import LoaderHandle
 from .engines import Engine
 from .engines.base.sequence import prepared
 from .engines.base.step import take_added_groups
-from .errors import AccelError, BackendError, LoaderError, PrecisionError, described, text_of_error, whole_number
+from .errors import (
+    AccelError,
+    BackendError,
+    LoaderError,
+    PrecisionError,
+    described,
+    text_of_error,
+    whole_number,
+)
 from .handles import Model, ModelHandle, engine_behind, raw
 from .process import current, ended, running
 from .process.control import agree, locked, raise_together
@@ -33,7 +41,7 @@ logger = logging.getLogger("accel")
 Batch = TypeVar("Batch")
 
 
-# -- a step of the loop ------------------------------------------------------------------------------------------------
+# -- a step of the loop ----------------------------------------------------------------------------
 
 
 def backward(
@@ -49,7 +57,8 @@ def backward(
     Gradients are unscaled before this returns, so clipping and logging see true gradients.
 
     Raises:
-        PrecisionError: a "16-mixed" model already has gradients from a plain ``loss.backward()``, or ``create_graph``
+        PrecisionError: a "16-mixed" model already has gradients from a plain ``loss.backward()``,
+        or ``create_graph``
             asks for a graph that would contain the scale.
     """
     if not isinstance(loss, torch.Tensor):
@@ -59,8 +68,9 @@ def backward(
         return
     if create_graph:
         raise PrecisionError(
-            "accel.backward(create_graph=True) under '16-mixed' gives gradients whose graph contains the loss scale. "
-            "Use torch.autograd.grad(loss, inputs, create_graph=True) for the penalty."
+            "accel.backward(create_graph=True) under '16-mixed' gives gradients whose graph "
+            "contains the loss scale. Use torch.autograd.grad(loss, inputs, create_graph=True) "
+            "for the penalty."
         )
     if any(engine.precision.scaled and engine.gradients.log.plain for engine in registry.engines):
         registry.sweep()  # the engine may be a dropped one
@@ -76,15 +86,16 @@ def backward(
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients without synchronization in the backward passes of the forwards inside. Can be nested.
+    """Accumulate gradients without synchronization, for the forwards inside. Can be nested.
 
-    You don't need to leave it for the last backward pass: ``optimizer.step()`` synchronizes what hasn't been.
+    You don't need to leave it for the last backward pass: ``optimizer.step()`` synchronizes what
+    hasn't been.
     """
     return registry.of_handle(model).no_sync()
 
 
 def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
-    """Group the batches of a loader for gradient accumulation, ``n`` batches for each optimizer step.
+    """Group a loader's batches for gradient accumulation, ``n`` batches for each optimizer step.
 
     ::
 
@@ -94,17 +105,20 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.step()
             optimizer.zero_grad()
 
-    ``len(group)`` is the number of its batches, which is smaller at the end of an epoch. ``len(accel.accumulate(loader, n))``
-    is the number of steps. Where it saves communication, gradients are only reduced in the last backward of a group. A
-    ``break`` drops the rest of a group. The grouping follows ``itertools.batched``.
+    ``len(group)`` is the number of its batches, which is smaller at the end of an epoch.
+    ``len(accel.accumulate(loader, n))`` is the number of steps. Where it saves communication,
+    gradients are only reduced in the last backward of a group. A ``break`` drops the rest of a
+    group. The grouping follows ``itertools.batched``.
 
     Args:
-        loader: a loader's handle. For an iterable dataset a group is read ahead, because only the dataset knows its end.
+        loader: a loader's handle. For an iterable dataset a group is read ahead, because only the
+            dataset knows its end.
         n: batches of each rank for one step.
 
     Raises:
         LoaderError: ``loader`` isn't a handle, or ``n`` isn't a positive number.
-        RankMismatchError: while iterating, on every rank, if ranks have different numbers of batches or ``n``.
+        RankMismatchError: while iterating, on every rank, if ranks have different numbers of
+        batches or ``n``.
     """
     handle: Any = loader  # to a type checker a handle is its loader
     if type(handle) is not LoaderHandle:
@@ -145,7 +159,7 @@ def clip_grad_norm_(
 
 
 def refresh_trainable(model: nn.Module) -> None:
-    """Apply a change of ``requires_grad`` now. Collective. Needed only with the option ``auto_refresh=False``.
+    """Apply a change of ``requires_grad`` now. Needed only with ``auto_refresh=False``. Collective.
 
     Raises:
         RankMismatchError: the ranks changed different parameters.
@@ -155,14 +169,14 @@ def refresh_trainable(model: nn.Module) -> None:
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Allow ranks to have different numbers of batches inside (``torch.distributed.algorithms.Join``)."""
+    """Allow ranks to have different numbers of batches, as ``torch.distributed.algorithms.Join``."""
     engine = registry.of_handle(model)
     if engine.sequence is not None:
         raise BackendError("accel.join() doesn't work with sequence_parallel, because attention needs all ranks.")
     return engine.join()
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 def unwrap(model: Model) -> Model:
@@ -206,34 +220,38 @@ class DataParallelPlace(NamedTuple):
 
 
 def data_parallel_place(model: nn.Module) -> DataParallelPlace:
-    """Return this process's data-parallel place. Processes that share one batch have the same place."""
+    """Return this process's data-parallel place, which processes that share a batch have in common."""
     place = place_of(registry.of_handle(model))
     return DataParallelPlace(place.rank, place.world)
 
 
 def mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the device mesh of a model, with those of the axes "replicate", "shard" and "tensor" that it has, or None.
+    """Return the device mesh of a model, or None. Its axes are "replicate", "shard" and "tensor".
 
-    If accel was started again after ``accel.teardown()``, the names of the axes end in the number of the start.
+    If accel was started again after ``accel.teardown()``, the names of the axes end in the number
+    of the start.
     """
     return registry.of_handle(model).holdings.mesh
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
-    """Return this rank's shard of a batch's sequences, for a model with ``sequence_parallel``. Collective.
+    """Return this rank's shard of a batch for a model with ``sequence_parallel``. Collective.
 
-    Tensors that are as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first tensor are cut. Others are
-    kept. For models of transformers, ``position_ids`` and ``shift_labels`` of the full sequence are added if they are
-    missing, and an ``attention_mask`` without padding is removed. For other models this returns the batch.
+    Tensors that are as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first
+    tensor are cut. Others are kept. For models of transformers, ``position_ids`` and
+    ``shift_labels`` of the full sequence are added if they are missing, and an ``attention_mask``
+    without padding is removed. For other models this returns the batch.
 
     Args:
         model: a handle or its raw module.
-        batch: a tensor, or nested dicts, lists and tuples of them, the same on all ranks of a sequence.
+        batch: a tensor, or nested dicts, lists and tuples of them, the same on all ranks of a
+            sequence.
         dim: the dimension of the sequence.
 
     Raises:
-        BackendError: the sequence can't be divided, no tensor has such a dimension, or ``attention_mask`` has padding.
-        RankMismatchError: ranks of one sequence have different batches.
+        BackendError: the sequence can't be divided, no tensor has such a dimension, or
+        ``attention_mask`` has padding. RankMismatchError: ranks of one sequence have different
+        batches.
     """
     engine = registry.of_handle(model)
     if engine.sequence is None:
@@ -245,7 +263,7 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Give a model with ``sequence_parallel`` whole sequences inside, as in ``generate``. Each rank computes by itself."""
+    """Give a model with ``sequence_parallel`` whole sequences, as in ``generate``, on each rank."""
     if (sequence := registry.of_handle(model).sequence) is None:
         yield
         return
@@ -256,7 +274,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         sequence.whole = before
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 @overload
@@ -267,18 +285,19 @@ def teardown() -> None: ...
 def teardown(model: Any = None) -> Any:
     """Undo ``setup`` and return the raw module with its full trained weights. Collective.
 
-    The raw optimizers work again as before ``setup``. Without a model, tear down every engine and the process group that
-    accel created, and return None.
+    The raw optimizers work again as before ``setup``. Without a model, tear down every engine and
+    the process group that accel created, and return None.
 
     Note:
-        If some ranks have dropped a model whose weights are sharded, its weights can't be gathered: they become NaN, and
-        this raises.
+        If some ranks have dropped a model whose weights are sharded, its weights can't be gathered:
+        they become NaN, and this raises.
 
     Raises:
-        RankMismatchError: the ranks tear down different models, or a sharded one after different numbers of steps; nothing
+        RankMismatchError: the ranks tear down different models, or a sharded one after different
+        numbers of steps; nothing
             has changed.
-        OptimizerError: an optimizer was given parameters that the model doesn't have; nothing has changed.
-        AccelError: weights could not be gathered. The engines have ended all the same.
+        OptimizerError: an optimizer was given parameters that the model doesn't have; nothing has
+        changed. AccelError: weights could not be gathered. The engines have ended all the same.
     """
     process.refuse_fork()
     if model is None:
@@ -296,7 +315,7 @@ def teardown(model: Any = None) -> Any:
 
 @locked
 def shut_down(how: str = process.TORN_DOWN) -> None:
-    """End every engine and the process group that accel created. Ranks that wait for this one hear ``how``. Collective."""
+    """End every engine and accel's process group. Ranks that wait for this one hear ``how``. Collective."""
     if save := sys.modules.get("accel.checkpoint.background"):
         save.background.wait()  # it uses the groups
     try:
@@ -307,7 +326,7 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
 
 
 def end_all() -> None:
-    """End every engine, together with the other ranks if they have it too. Collective if an engine was sharded.
+    """End every engine, together with the ranks that have it too. Collective if one was sharded.
 
     An error is raised after all engines have ended.
     """
@@ -341,7 +360,8 @@ def end_all() -> None:
 
 def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
     """Return why engines can't end together with the other ranks, by serial. Collective."""
-    # A rank that tears down after an error must not wait long for ranks that wait for it in a different call.
+    # A rank that tears down after an error must not wait long for ranks that wait for it in a
+    # different call.
     after_error = sys.exc_info()[0] is not None
     limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
     progress = {engine.serial: engine.drift.progress if engine.gradients.partial else "" for engine in engines}
