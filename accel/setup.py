@@ -12,10 +12,12 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -66,8 +68,7 @@ def setup(
     devices: Any = "auto",
     loader_options: LoaderOptions | None = None,
 ) -> Handles[Model, Optimizers, Dataloaders]:
-    """Distribute a model, its optimizers and dataloaders, and return handles for the unchanged
-    loop.
+    """Distribute a model, its optimizers and dataloaders, and return handles for the same loop.
 
     Call it with the same arguments on every rank. All ranks start from rank 0's weights and
     buffers. A second call with the same objects returns the same handles. A later call may add
@@ -84,10 +85,8 @@ def setup(
             size > 1, "dp" in a notebook with several accelerators, and "single" otherwise.
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is the
             precision of the model's engine if it has one, else ``ACCEL_PRECISION``, else "32-true".
-        devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators, else
-            the CPU.
-        loader_options: how these dataloaders are distributed. None keeps the options of a loader
-            that is already set up.
+        devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators or CPU.
+        loader_options: how these dataloaders are distributed. None keeps those of known loaders.
 
     Returns:
         ``Handles(model, optimizers, dataloaders)``, each in the form of its argument.
@@ -97,8 +96,7 @@ def setup(
         SharedParametersError: the model shares parameters with a model that is already set up.
         RankMismatchError: the ranks have different models or arguments; raised on every rank.
         CheckpointError: the weights of a deferred model don't fit it.
-        OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: an argument can't
-        work.
+        OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: wrong arguments.
     """
     process.refuse_fork()
     if more:
@@ -181,23 +179,14 @@ def make_plan(plan: Plan, model: Any) -> None:
         else:
             _plan_known_engine(plan, plan.engine)
     plan.place = loader_place(plan.engine_type, plan.options, plan.process)
-    map_leaves(
-        lambda optimizer, path: _plan_optimizer(plan, optimizer, path),
-        plan.optimizers,
-        "optimizers",
-    )
-    numbers = itertools.count()
-    map_leaves(
-        lambda loader, path: _plan_loader(plan, next(numbers), loader, path),
-        plan.dataloaders,
-        "dataloaders",
-    )
-    if plan.new_optimizers and not plan.engine_type.synchronizes and plan.process.place.world_size > 1:
+    map_leaves(partial(_plan_optimizer, plan), plan.optimizers, "optimizers")
+    map_leaves(partial(_plan_loader, plan, itertools.count()), plan.dataloaders, "dataloaders")
+    world_size = plan.process.place.world_size
+    if plan.new_optimizers and world_size > 1 and not plan.engine_type.synchronizes:
         with _from_environment("ACCEL_BACKEND", plan.backend):
             raise BackendError(
-                f"backend={plan.engine_type.name!r} can't train on {plan.process.place.world_size} "
-                "ranks, because each process would train a model of its own. Use a distributed "
-                "backend."
+                f"backend={plan.engine_type.name!r} can't train on {world_size} ranks, because "
+                "each process would train a model of its own. Use a distributed backend."
             )
     if plan.builds and plan.module is not None and weights_of(plan.module) is not None:
         from .checkpoint.load import first_values  # imports everything that checkpoints need
@@ -207,11 +196,11 @@ def make_plan(plan: Plan, model: Any) -> None:
 
 def _plan_without_model(plan: Plan) -> None:
     if plan.optimizers is not None:
-        raise OptimizerError("accel.setup(None, optimizers) lacks the model. Pass it as the first argument.")
+        raise OptimizerError("accel.setup(None, optimizers) lacks the model. Pass it first.")
     if plan.dataloaders is None:
         raise AccelError("accel.setup(None) has nothing to set up. Pass a model or dataloaders=...")
     if (plan.backend, plan.precision_name) != ("auto", "auto"):
-        raise AccelError("accel.setup(None, ...) takes no backend and no precision. Leave them out.")
+        raise AccelError("accel.setup(None, ...) takes no backend and no precision.")
     use_devices(plan.devices)
 
 
@@ -238,9 +227,9 @@ def _plan_engine(plan: Plan, module: nn.Module) -> None:
     """Choose backend, options and precision of the engine that this call builds."""
     registry.sweep()  # a model that was dropped must not count as set up, or keep its memory
     registry.check_new(module)
-    lazy = [n for n, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise AccelError(f"{lazy[0]} is a lazy parameter without a shape. Run one forward before accel.setup().")
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise AccelError(f"{name} is lazy and has no shape. Run one forward before accel.setup().")
     check_deferred(module)
     use_devices(plan.devices)
     process = plan.process
@@ -252,7 +241,8 @@ def _plan_engine(plan: Plan, module: nn.Module) -> None:
         if process.place.world_size > 1:
             engines.check_torch(plan.engine_type.name)
         plan.engine_type.check(module, plan.options, process)
-        plan.engine_type.replica(plan.options, process)  # raises if the options don't fit the number of ranks
+        # It raises if the options don't fit the number of ranks.
+        plan.engine_type.replica(plan.options, process)
     if plan.engine_type.gradients_type.reduced and process.place.world_size > 1:
         _refuse_max_norm(module)
     plan.builds = True
@@ -285,7 +275,8 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     # Every step calls these hooks. An optimizer that doesn't call torch's constructor has none.
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
     if not isinstance(optimizer, Optimizer) or not isinstance(hooks, OrderedDict):
-        raise OptimizerError(f"{path} is {described(optimizer)}; expected a torch.optim.Optimizer. {hint(optimizer)}")
+        found = f"{path} is {described(optimizer)}"
+        raise OptimizerError(f"{found}; expected a torch.optim.Optimizer. {hint(optimizer)}")
     kind = type(optimizer).__name__
     model_kind = type(plan.module).__name__ if plan.engine is None else plan.engine.kind
     handle = registry.optimizer_handle(optimizer)
@@ -293,7 +284,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
         engine = engine_behind(handle)
         if engine is not plan.engine or engine is None:
             owner = "a model that was torn down" if engine is None else f"the model {engine.kind}"
-            raise OptimizerError(f"{path} ({kind}) belongs to {owner}. Pass it together with its own model.")
+            raise OptimizerError(f"{path} ({kind}) belongs to {owner}. Pass it with its own model.")
         return
     if any(optimizer is other for other in plan.new_optimizers):
         return
@@ -302,7 +293,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     parameters = parameters_of(optimizer)
     if not any(id(p) in known for p in parameters):
         raise OptimizerError(
-            f"{path} ({kind}) holds no parameter of this {model_kind}. Build it from this model's parameters()."
+            f"{path} ({kind}) holds no parameter of this {model_kind}. Build it from the model's parameters()."
         )
     other = registry.other_owner(parameters, plan.engine)
     if other is not None:
@@ -317,14 +308,17 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     plan.new_optimizers.append(optimizer)
 
 
-def _plan_loader(plan: Plan, number: int, loader: Any, path: str) -> None:
+def _plan_loader(plan: Plan, numbers: Iterator[int], loader: Any, path: str) -> None:
+    number = next(numbers)
     if not isinstance(loader, LoaderHandle) and not isinstance(loader, DataLoader):
-        raise LoaderError(f"{path} is {described(loader)}; expected a torch.utils.data.DataLoader. {hint(loader)}")
+        found = f"{path} is {described(loader)}"
+        raise LoaderError(f"{found}; expected a torch.utils.data.DataLoader. {hint(loader)}")
     handle = loader_handle(loader, plan.place)
     if handle is not None:
         options = handle._accel.options
         if plan.loader_options not in (options, None):
-            raise AlreadySetUpError(f"{path} is already set up with {options}, not {plan.loader_options}.")
+            asked = plan.loader_options
+            raise AlreadySetUpError(f"{path} is already set up with {options}, not {asked}.")
         return
     if isinstance(loader, LoaderHandle):
         place = loader._accel.place
@@ -371,20 +365,25 @@ def agree_on_plan(plan: Plan) -> Proposal:
     try:
         raise_together("accel.setup", plan.error, [proposal.error for proposal in proposals])
     finally:
-        plan.error = None  # its traceback holds this frame, which would live until a garbage collection
+        plan.error = None  # its traceback holds this frame
     if len({proposal.digest for proposal in proposals}) > 1:
         facts_by_rank = agree("accel.setup (comparing the models)", facts)
         # Parameters come first, because other differences often follow from them.
-        difference = first_difference(facts_by_rank, lambda name: not name.startswith(("parameter", "buffer")))
+        difference = first_difference(facts_by_rank, _is_no_tensor)
         difference = difference or "their parameters come in a different order"
         raise RankMismatchError(f"accel.setup got different arguments on different ranks: {difference}.")
     for number in plan.new_loaders:
         samples = {proposal.first_samples[number] for proposal in proposals}
-        model_serial = WITHOUT_MODEL if plan.module is None else serial if plan.engine is None else plan.engine.serial
-        if len(samples) > 1 and plan.process.place.rank == 0 and registry.first(_OTHER_DATA, number, model_serial):
+        model = serial if plan.builds else plan.engine and plan.engine.serial
+        if len(samples) > 1 and plan.process.place.rank == 0 and registry.first(number, model):
             logger.warning(_OTHER_DATA, number)
-    registry.agree_on_scaling([proposal.scaled_engines for proposal in proposals], proposals[0].loss_scale)
+    scaled_by_rank = [proposal.scaled_engines for proposal in proposals]
+    registry.agree_on_scaling(scaled_by_rank, proposals[0].loss_scale)
     return dataclasses.replace(proposals[0], serial=serial)
+
+
+def _is_no_tensor(name: str) -> bool:
+    return not name.startswith(("parameter", "buffer"))
 
 
 def _proposal(plan: Plan, facts: dict[str, str]) -> Proposal:
@@ -441,11 +440,11 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
                 facts[f"{key} of group {index} of {label}"] = comparable_text(value)
         for position, parameter in enumerate(group["params"]):
             facts[f"params[{position}] of group {index} of {label}"] = names.get(id(parameter), "?")
-    # In the order of the groups: the order of optimizer.state depends on which gradients a rank
-    # had.
+    # In the order of the groups, because the order of optimizer.state depends on the gradients.
     for parameter in parameters_of(optimizer):
-        for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=lambda entry: str(entry[0])):
-            facts[f"{key} of the state of {names.get(id(parameter), '?')} in {label}"] = comparable_text(value)
+        state, name = optimizer.state.get(parameter, {}), names.get(id(parameter), "?")
+        for key in sorted(state, key=str):
+            facts[f"{key} of the state of {name} in {label}"] = comparable_text(state[key])
     return facts
 
 
@@ -516,7 +515,8 @@ def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> N
     """Give memory to deferred parameters, unless the backend does that block by block."""
     alone, holdings_type = plan.process.place.world_size == 1, plan.engine_type.holdings_type
     if alone or not holdings_type.materializes:
-        from_host = plan.fill is not None and not alone and holdings_type.divides_from_host(plan.options)
+        reads = plan.fill is not None and not alone
+        from_host = reads and holdings_type.divides_from_host(plan.options)
         materialize(module, torch.device("cpu") if from_host else plan.process.device, undo)
 
 
@@ -575,11 +575,7 @@ def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
 
     return Handles(
         None if plan.engine is None else plan.engine.handle,
-        map_leaves(
-            lambda optimizer, path: registry.optimizer_handle(optimizer),
-            plan.optimizers,
-            "optimizers",
-        ),
+        map_leaves(lambda o, path: registry.optimizer_handle(o), plan.optimizers, "optimizers"),
         map_leaves(handle_of_loader, plan.dataloaders, "dataloaders"),
     )
 
@@ -589,8 +585,11 @@ def log_setup(plan: Plan) -> None:
     world, engine = plan.process.place.world_size, plan.engine
     if plan.builds and engine is not None:
         device, precision = plan.process.device.type, engine.precision.name
-        logger.info("%s: backend %s, %s, %d x %s", engine.kind, engine.name, precision, world, device)
-    scheduled = [o for o in plan.new_optimizers if any("initial_lr" in group for group in o.param_groups)]
+        facts = (engine.kind, engine.name, precision, world, device)
+        logger.info("%s: backend %s, %s, %d x %s", *facts)
+    optimizers: list[Optimizer] = []
+    map_leaves(lambda optimizer, path: optimizers.append(optimizer), plan.optimizers, "optimizers")
+    scheduled = [o for o in optimizers if any("initial_lr" in group for group in o.param_groups)]
     places = plan.place.world
     for loader in plan.new_loaders.values():
         handle: Any = loader_handle(loader, plan.place)
