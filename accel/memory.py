@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import itertools
 import os
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,30 +304,26 @@ def _nbytes(value: Any) -> int:
 
 
 def _meta_copy(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Optimizer, list[nn.Parameter]]:
-    """Return a copy over meta parameters with gradients, and these parameters."""
-    memo: dict[int, Any] = {}
+    """Return a copy without state over meta parameters with gradients, and these parameters."""
     parameters = []
     for parameter, shape in zip(parameters_of(optimizer), shapes, strict=True):
         data = torch.empty(tuple(shape), dtype=parameter.dtype, device="meta")
         other = nn.Parameter(data, requires_grad=parameter.requires_grad)
         other.grad = torch.empty_like(data) if parameter.requires_grad else None
-        memo[id(parameter)] = other
         parameters.append(other)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    # Some devices compute a step differently, with the same state.
+    plain = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
+    groups, remaining = [], iter(parameters)
+    for group in optimizer.param_groups:
+        options = {**group, **{key: value for key, value in plain.items() if key in group}}
+        groups.append({**options, "params": list(itertools.islice(remaining, len(group["params"])))})
     # Hooks, and methods that a scheduler or accel has replaced, know the original.
     replaced = ("step", "zero_grad", "state_dict")
-    attributes = {k: v for k, v in vars(optimizer).items() if k not in replaced}
-    attributes = {k: v for k, v in attributes.items() if not k.startswith(("_optimizer_", "__"))}
     stand_in = type(optimizer).__new__(type(optimizer))
-    vars(stand_in).update(copy.deepcopy(attributes, memo))
-    for group in stand_in.param_groups:
-        # Some devices compute a step differently, with the same state.
-        for option in ("foreach", "fused", "capturable", "differentiable"):
-            if option in group:
-                group[option] = False
+    for name, value in vars(optimizer).items():
+        if name not in replaced and not name.startswith(("_optimizer_", "__")):
+            vars(stand_in)[name] = value
+    stand_in.state, stand_in.param_groups = defaultdict(dict), groups
     return stand_in, parameters
 
 
