@@ -4,22 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from . import engines
-from .api import accumulate as accumulate
-from .api import backward as backward
-from .api import clip_grad_norm_ as clip_grad_norm_
-from .api import data_parallel_place as data_parallel_place
-from .api import full_state_dict as full_state_dict
-from .api import join as join
-from .api import mesh as mesh
-from .api import no_sync as no_sync
-from .api import refresh_trainable as refresh_trainable
-from .api import setup as setup
-from .api import shard_sequence as shard_sequence
-from .api import teardown as teardown
-from .api import unwrap as unwrap
-from .api import whole_sequences as whole_sequences
-from .api.batches import largest_batch as largest_batch
-from .api.batches import split as split
+from .batches import largest_batch as largest_batch
+from .batches import split as split
 from .data import LoaderOptions as LoaderOptions
 from .data import effective_batch_size as effective_batch_size
 from .data import gather_for_metrics as gather_for_metrics
@@ -57,6 +43,20 @@ from .process.control import barrier as barrier
 from .process.control import main_first as main_first
 from .process.rng import rng_state as rng_state
 from .process.rng import seed as seed
+from .setup import setup as setup
+from .verbs import accumulate as accumulate
+from .verbs import backward as backward
+from .verbs import clip_grad_norm_ as clip_grad_norm_
+from .verbs import data_parallel_place as data_parallel_place
+from .verbs import full_state_dict as full_state_dict
+from .verbs import join as join
+from .verbs import mesh as mesh
+from .verbs import no_sync as no_sync
+from .verbs import refresh_trainable as refresh_trainable
+from .verbs import shard_sequence as shard_sequence
+from .verbs import teardown as teardown
+from .verbs import unwrap as unwrap
+from .verbs import whole_sequences as whole_sequences
 
 if TYPE_CHECKING:
     from .checkpoint import latest as latest

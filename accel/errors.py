@@ -1,4 +1,4 @@
-"""Every error that accel raises on purpose: an AccelError, and one class of it for each kind of mistake."""
+"""Every error that accel raises on purpose, and texts and checks of arguments."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from typing import Any, Final
 
 
 class AccelError(Exception):
-    """Base of every error raised on purpose by accel."""
+    """Base of every error that accel raises on purpose."""
 
-    #: The rank of whose failure this one tells, where that is another one.
+    #: The rank that failed, if it is a different one.
     failed_rank: int | None = None
 
 
 class AlreadySetUpError(AccelError):
-    """The model already has a live engine with another backend, precision or options."""
+    """The model already has an engine with a different backend, precision or options."""
 
 
 class SharedParametersError(AccelError):
-    """A module shares parameters with, or contains, a module that has a live engine."""
+    """A module shares parameters with a module that is already set up."""
 
 
 class RankMismatchError(AccelError):
-    """The ranks disagree: another model, backend, precision, trainable mask or call."""
+    """The ranks have different models, arguments or trainable parameters, or different calls."""
 
 
 class OptimizerError(AccelError):
-    """The optimizer does not fit the model or the engine."""
+    """The optimizer doesn't fit the model or the backend."""
 
 
 class BackendError(AccelError):
-    """The backend is unknown, not installed, or cannot do what was asked."""
+    """The backend is unknown or not installed, or can't do what was asked."""
 
 
 class DeviceError(AccelError):
-    """A device that does not exist, is taken, or was not asked for in a known form."""
+    """A device doesn't exist or is taken, or ``devices`` has an unknown form."""
 
 
 class PrecisionError(AccelError):
-    """The precision is unknown, or the model or the loop does not honour it."""
+    """The precision is unknown, or the model or the loop doesn't follow it."""
 
 
 class LoaderError(AccelError):
-    """The dataloader cannot be distributed as asked."""
+    """The dataloader can't be distributed as asked."""
 
 
 class CheckpointError(AccelError):
-    """A checkpoint cannot be written, read or trusted."""
+    """A checkpoint can't be written, read or trusted."""
 
 
 class LaunchError(AccelError):
@@ -59,67 +59,70 @@ class LaunchError(AccelError):
 
 
 class TimeoutError(AccelError, builtins.TimeoutError):
-    """A rank did not arrive at a collective of accel in time."""
+    """A rank did not arrive at a collective in time."""
 
 
-# -- What users give ---------------------------------------------------------------------------------------------------
+# -- Texts and checks of arguments -----------------------------------------------------------------
 
 
-def described(other: object) -> str:
-    """What something is, by its class."""
-    if other is None:
+def described(value: object) -> str:
+    """Return a value's class for a message: "a torch.nn.Linear", or "the class torch.nn.Linear"."""
+    if value is None:
         return "None"
-    kind, what = (other, "the class") if isinstance(other, type) else (type(other), "")
+    kind = value if isinstance(value, type) else type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{what or ('an' if name[0] in 'aeiou' else 'a')} {name}"
+    if isinstance(value, type):
+        return f"the class {name}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def whole_number(value: Any) -> int:
-    """The int that a value is, as those of NumPy are; -1 where it is none."""
+    """Return an int, or the int of a NumPy integer, or -1 for everything else."""
     try:
         return -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return -1
 
 
-def refuse_unknown(kind: type, args: Sequence[object], given: Iterable[str], error: type[AccelError]) -> None:
-    """Refuse other options than a dataclass of options has, and those without a name."""
+def refuse_unknown(kind: type, args: Sequence[object], names: Iterable[str], error: type[AccelError]) -> None:
+    """Raise ``error`` if a dataclass of options is given unknown options, or some without names."""
     known = [option.name for option in dataclasses.fields(kind)]
     if args:
-        raise error(f"{kind.__name__}({args[0]!r}): options go by their names: {', '.join(known)}")
-    for name in given:
+        raise error(f"{kind.__name__}({args[0]!r}): options need their names: {', '.join(known)}")
+    for name in names:
         if name not in known:
-            meant = [one for one in known if name.startswith(f"{one}_")] or difflib.get_close_matches(name, known, 1)
-            guess = f"did you mean {meant[0]}?" if meant else f"its options are {', '.join(known)}"
-            raise error(f"{kind.__name__}({name}=...): there is no such option; {guess}")
+            # sync_batchnorm_if is more like sync_batchnorm than difflib finds.
+            similar = [option for option in known if name.startswith(f"{option}_")]
+            similar = similar or difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {similar[0]}?" if similar else f"its options are {', '.join(known)}"
+            raise error(f"{kind.__name__}({name}=...): there is no such option; {hint}")
 
 
 def text_of_error(error: BaseException | None) -> str:
-    """An error as the ranks tell each other of it; empty where there is none."""
+    """Return an error as the other ranks show it, or an empty text if there is none."""
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
-# -- Paths that users name ---------------------------------------------------------------------------------------------
+# -- Paths -----------------------------------------------------------------------------------------
 
-#: Also as a Path has it, which makes one slash of two, and a chain of them: "simplecache::s3://bucket".
+#: Also a URL that lost a slash in a Path, and a chain of fsspec such as "simplecache::s3://bucket".
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(/|:)")
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL of one store: neither a chain of them, nor what a Path has made of one."""
+    """True if a path is the URL of one store, which has not lost a slash in a Path."""
     return bool(re.match("[A-Za-z][A-Za-z0-9+._-]+://", path))
 
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
-    """The same path; ``error`` where it is a URL, of which the system would make a local directory named ``s3:``."""
-    if match := _URL.match(path):
-        how = "mount the bucket, or copy what was written there"
-        if match[1].lower() == "file":
-            how = f"give the path alone, {'/' + path[len(match[0]) :].lstrip('/')!r}"
-        if not is_url(path):
-            how = "give it as text, as 's3://bucket/run' (a Path loses a slash), and without a chain of caches"
-        raise error(
-            f"{path} is a URL, and accel reads and writes the file systems of this machine: {how} (a directory that does have "
-            f"this name is './{path}')"
-        )
-    return path
+    """Return a path. Raise ``error`` if it is a URL, which would create a directory ``s3:``."""
+    match = _URL.match(path)
+    if match is None:
+        return path
+    if match[1].lower() == "file":
+        hint = f"Pass the path alone, {'/' + path[len(match[0]) :].lstrip('/')!r}."
+    elif not is_url(path):
+        hint = "Pass it as a string such as 's3://bucket/run' (a Path drops a slash), and without a chain."
+    else:
+        hint = "Mount the bucket, or copy the files to this machine."
+    raise error(f"{path} is a URL, and this needs a path on this machine. {hint}")

@@ -1,72 +1,63 @@
-"""What the user's loop holds: thin proxies of the user's own objects that own nothing."""
+"""The handles that ``setup`` returns: the user's own objects, driven by an engine."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, ClassVar, Final, Generic, NoReturn
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import NamedTuple, TypeVar  # typing's own have no parameters and no defaults in Python 3.10
+from typing_extensions import (
+    NamedTuple,
+    TypeVar,
+)  # typing's own have no parameters and no defaults in Python 3.10
 
 from .data import LoaderHandle as LoaderHandle
 from .errors import AccelError, OptimizerError
 
-#: The types that ``setup`` is given. What ``torch.compile`` returns is a callable to type checkers.
+# The types of setup's arguments. To type checkers, torch.compile returns a callable.
 Model = TypeVar("Model", bound=Callable[..., Any] | None)
-Optimizers = TypeVar("Optimizers", bound=Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer] | None, default=None)
+Optimizers = TypeVar(
+    "Optimizers",
+    bound=Optimizer | Sequence[Optimizer] | Mapping[Any, Optimizer] | None,
+    default=None,
+)
 _Loader = DataLoader[Any]
 Dataloaders = TypeVar("Dataloaders", bound=_Loader | Sequence[_Loader] | Mapping[Any, _Loader] | None, default=None)
 
 
-#: What to do with what ``setup`` returned.
-UNPACK: Final = (
-    "accel.setup gives all three: model, optimizer, loader = accel.setup(model, optimizer, loader), or .model of it"
-)
-
-
 class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
-    """What ``setup`` returns; each part has the form of the argument that it answers, and to a type checker its type."""
+    """The result of ``setup``. Each part has the form of its argument, and its static type."""
 
     model: Model
     optimizers: Optimizers
     dataloaders: Dataloaders
 
 
-def _refuse_call(handles: object, *args: object, **kwargs: object) -> NoReturn:
-    raise AccelError(f"a Handles is no model: {UNPACK}")
-
-
-def _refuse_attribute(handles: object, name: str) -> NoReturn:
-    raise AttributeError(f"'Handles' object has no attribute {name!r}: {UNPACK}")
-
-
-# Where the whole is taken for the model. Set here, so that type checkers refuse both by themselves.
-for _method, _refuse in (("__call__", _refuse_call), ("__getattr__", _refuse_attribute)):
-    setattr(Handles, _method, _refuse)
-
-
 _get = object.__getattribute__
 _set = object.__setattr__
-_TORCH_NAMES = frozenset(vars(nn.Module))
-#: What loops ask of other wrappers that a handle has not, where the user's module has not either.
-_OF_WRAPPERS: Final = {
-    "module": "a handle has the model's own attributes, methods and names; the model itself is accel.unwrap(model)",
-    "backward": "write loss.backward()",
-    "step": "write optimizer.step()",
-}
+
+
+def _engine(handle: object) -> Any:
+    engine: Any | None = _get(handle, "_accel_engine")
+    if engine is None:
+        kind = type(handle).__name__
+        raise AccelError(f"The engine of this {kind} was torn down; use the raw object, or call accel.setup() again.")
+    return engine
+
+
+# -- the model -------------------------------------------------------------------------------------
 
 
 class ModelHandle(nn.Module):
-    """The user's module as seen through its engine: every attribute and method is the raw module's.
+    """The user's module, driven by its engine.
 
-    Calling it, or a method of the user's, goes through the engine. It has no attribute of its own.
+    All attributes are those of the raw module. Calls and user-defined methods run through the
+    engine.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -74,11 +65,8 @@ class ModelHandle(nn.Module):
         _set(self, "_accel_raw", engine.module)
 
     def __init_subclass__(cls) -> None:
-        """Refuse (AccelError) what makes another class of a module, as torch's parametrizations do: it would be the handle's."""
-        raise AccelError(
-            f"{cls.__name__}: a model that accel.setup returned keeps its class: change the model before accel.setup, or "
-            "raw = accel.teardown(model) first"
-        )
+        # torch.nn.utils.parametrize derives a class, and would give it to the raw module.
+        raise AccelError(f"{cls.__name__} can't be derived from a handle. Change the model before accel.setup().")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _get(self, "_accel_engine") or _engine(self)
@@ -91,35 +79,36 @@ class ModelHandle(nn.Module):
         if name[:2] == "__" or name[:7] == "_accel_":
             return _get(self, name)
         if name == "forward":
-            return _with_signature(self)
-        engine = _engine(self)
-        value = getattr(engine.module, name)
-        if isinstance(value, MethodType) and value.__self__ is engine.module:
+            # Trainers choose the columns of a batch by the signature of model.forward.
+            call = functools.partial(_get(self, "forward"))
+            return functools.update_wrapper(call, _get(self, "_accel_raw").forward)
+        module = _engine(self).module
+        value = getattr(module, name)
+        if isinstance(value, MethodType) and value.__self__ is module:
             return MethodType(_through_engine(value), self)
         return value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_torchdynamo_orig_callable":
+        # Called only if the raw module lacks the attribute.
+        if name == "_torchdynamo_orig_callable":  # torch.compile asks for it first
             return _get(self, name)
         module = _engine(self).module
-        if name == "_orig_mod" and module._compiled_call_impl is not None:  # as what torch.compile returns has it
-            return module
-        if name == "_ddp_params_and_buffers_to_ignore":  # which torch's wrapper asks its module for
+        if name == "_orig_mod" and module._compiled_call_impl is not None:
+            return module  # as the result of torch.compile has it
+        if name == "_ddp_params_and_buffers_to_ignore":
             raise AccelError(
-                "torch's wrapper for several processes around a model that accel.setup returned: two reducers would take the "
-                "same gradients; leave it out, since the model trains on all processes already"
+                "accel.setup() has already distributed this model. Don't put torch's wrapper around its handle."
             )
-        if name in _OF_WRAPPERS:
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}: {_OF_WRAPPERS[name]}")
-        # Reached only when the raw module lacks the attribute: this raises the error that it would raise.
+        if name == "module":
+            kind = type(module).__name__
+            raise AttributeError(f"{kind!r} object has no attribute 'module'. Use model, or accel.unwrap(model).")
         return getattr(module, name)
 
     @property
     def _torchdynamo_orig_callable(self) -> NoReturn:
-        """Refuse (AccelError) to be compiled: it is what torch.compile asks for first, from torch 2.15 on of the object alone."""
         raise AccelError(
-            "a torch.compile that was imported before accel.setup cannot wrap a handle: write torch.compile(model, ...), or "
-            "model.compile(...), which compiles in place and has the same options"
+            "A torch.compile that was imported before accel.setup cannot wrap a handle. Use "
+            "model.compile(...), which compiles in place."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -144,24 +133,20 @@ class ModelHandle(nn.Module):
         return copied
 
     def __copy__(self) -> nn.Module:
-        raise AccelError("a ModelHandle cannot be copied shallowly: both would drive one engine; use copy.deepcopy")
+        raise AccelError(
+            "A handle can't be copied shallowly, because both would drive one engine. Use copy.deepcopy(model)."
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a copy of the raw module, which loads without accel."""
-        engine = _engine(self)
-        if engine.holdings.partial(None):
+        holdings = _engine(self).holdings
+        if holdings.partial(None):
             raise AccelError(
-                "A sharded model can't be pickled. Pickle copy.deepcopy(model), which every rank calls, or use "
+                "This rank has only shards of the model, so it can't be pickled. Pickle "
+                "copy.deepcopy(model), which every rank calls, or use "
                 "accel.full_state_dict(model)."
             )
-        return operator.getitem, ((engine.holdings.copy({}),), 0)
-
-
-def _with_signature(handle: ModelHandle) -> Callable[..., Any]:
-    """A handle's ``forward``, with the signature of the module's, by which some loops choose what of a batch they give."""
-    forward = _get(handle, "forward")
-    functools.update_wrapper(call := functools.partial(forward), _get(handle, "_accel_raw").forward)
-    return call
+        # Unpickled, it is a raw module, and accel need not be installed.
+        return operator.getitem, ((holdings.copy({}),), 0)
 
 
 def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,58 +156,47 @@ def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# What Python looks up on the class: a handle is as much of a container as its module.
-_OPERATORS: dict[str, Callable[..., Any]] = {"__len__": len, "__iter__": iter, "__contains__": operator.contains}
-_OPERATORS |= {f"__{name}__": getattr(operator, name) for name in ("getitem", "setitem", "delitem")}
+# Python looks up operators on the class. A module without them raises.
+_OPERATORS: Final[dict[str, Callable[..., Any]]] = {
+    "__len__": len,
+    "__iter__": iter,
+    "__contains__": operator.contains,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem,
+}
 for _name, _function in _OPERATORS.items():
     setattr(ModelHandle, _name, _on_module(_function))
 
-
-def _engine(handle: object) -> Any:
-    engine: Any | None = _get(handle, "_accel_engine")
-    if engine is None:
-        raise AccelError(
-            f"this {type(handle).__name__} is of an engine that was torn down; use the raw object, or call accel.setup again"
-        )
-    return engine
+_TORCH_NAMES: Final = frozenset(vars(nn.Module))
 
 
 def _through_engine(bound: MethodType) -> Callable[..., Any]:
-    """A method of the raw module as a function of the handle; torch's own, and overrides of them, stay outside the engine."""
+    """Return a method of the raw module as a function of the handle, which runs through the engine.
+
+    Torch's own methods and the user's overrides of them, such as ``train``, run directly.
+    """
     name = getattr(bound, "__name__", "")
-    torchs = name in _TORCH_NAMES and _can_be_called_as(bound, name)
+    is_torchs = name in _TORCH_NAMES
 
     @functools.wraps(bound)
     def call(handle: ModelHandle, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(handle)
         if name == "load_state_dict":
             return engine.holdings.load_state_dict(None, args, kwargs)
-        if name == "compile" and torchs:
+        if name == "compile" and is_torchs:
             return engine.compile(*args, **kwargs)
-        plain = torchs and not (name == "train" and any(isinstance(a, torch.Tensor) for a in args))
-        out = bound(*args, **kwargs) if plain else engine.call(bound, args, kwargs)
+        out = bound(*args, **kwargs) if is_torchs else engine.call(bound, args, kwargs)
         return handle if out is engine.module else out
 
     return call
 
 
-def _can_be_called_as(bound: MethodType, name: str) -> bool:
-    """Whether a method may be an override of torch's of that name, and not the user's own that happens to share it."""
-    theirs = getattr(nn.Module, name)
-    if bound.__func__ is theirs:
-        return True
-    needed = [
-        p for p in inspect.signature(theirs).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-    ]
-    try:
-        inspect.signature(bound).bind(*[None] * (len(needed) - 1))
-    except TypeError:
-        return False
-    return True
+# -- the optimizer ---------------------------------------------------------------------------------
 
 
 class OptimizerHandle(Optimizer):
-    """The user's optimizer as seen through the engine of its model; ``param_groups`` and state are the raw optimizer's."""
+    """The user's optimizer, driven by the engine of its model. It shares ``param_groups`` and ``state``."""
 
     _accel_engine: Any | None
     _accel_raw: Optimizer
@@ -237,8 +211,8 @@ class OptimizerHandle(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         _engine(self)
-        # A scheduler replaces `step` on the object that it was given: here it is this handle's own.
-        if name in _OPTIMIZER_OWN:
+        # A scheduler replaces `step` of the object that it is given.
+        if name in _OWN_METHODS:
             _set(self, name, value)
         else:
             setattr(self._accel_raw, name, value)
@@ -259,16 +233,16 @@ class OptimizerHandle(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing, because gradients of a scaled loss had overflowed (``16-mixed``)."""
+        """True if the last step was skipped, because a scaled loss had overflowed (``16-mixed``)."""
         return bool(_engine(self).steppers[id(self._accel_raw)].skipped)
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since ``setup``."""
+        """The number of steps that were skipped since ``setup``."""
         return int(_engine(self).steppers[id(self._accel_raw)].skips)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """Drop (or zero) the gradients, wherever the engine keeps them; the arguments are the raw optimizer's own."""
+        """Call the raw optimizer's ``zero_grad`` with the same arguments."""
         self._accel_engine or _engine(self)
         return self._accel_raw.zero_grad(*args, **kwargs)
 
@@ -277,16 +251,16 @@ class OptimizerHandle(Optimizer):
         _engine(self).steppers[id(self._accel_raw)].add_param_group(param_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The raw optimizer's; of a divided one copies of the whole, which every rank asks for together."""
+        """Return the raw optimizer's state. If it is sharded, this is the full state. Collective then."""
         _engine(self)
         return self._accel_raw.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Take a full state, the same on every rank."""
+        """Load a full state, the same on every rank."""
         _engine(self).holdings.load_state_dict(self._accel_raw, args, kwargs)
 
     def __eq__(self, other: object) -> bool:
-        """Equal to its raw optimizer: torch compares those of schedulers that are chained."""
+        """Equal to the raw optimizer, because chained schedulers may not have different ones."""
         return _get(self, "_accel_raw") is (_get(other, "_accel_raw") if isinstance(other, OptimizerHandle) else other)
 
     def __hash__(self) -> int:
@@ -298,50 +272,48 @@ class OptimizerHandle(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         _engine(self)
         raise AccelError(
-            "an OptimizerHandle cannot be pickled: write torch.save(optimizer.state_dict(), path); or pickle what "
-            "accel.full_state_dict(optimizer) returns, which every rank calls, or the raw optimizer that accel.teardown(model) "
-            "gives back; accel.save writes a checkpoint"
+            "A handle of an optimizer can't be pickled. Call accel.full_state_dict(optimizer) on "
+            "every rank and pickle the result, or use accel.save()."
         )
 
     def __copy__(self) -> Optimizer:
-        raise AccelError("an OptimizerHandle cannot be copied: both would step the same parameters")
+        raise AccelError("A handle of an optimizer can't be copied, because both would step the same parameters.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        raise OptimizerError("an OptimizerHandle cannot be deep-copied: build a new optimizer on the copied model")
+        raise OptimizerError("A handle of an optimizer can't be deep-copied. Build an optimizer of the copied model.")
 
 
-_OPTIMIZER_OWN = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
-
-
-# What Optimizer itself defines is the raw optimizer's too. Not by __getattribute__, which every step would pay for.
-for _name in vars(Optimizer).keys() - _OPTIMIZER_OWN:
+_OWN_METHODS: Final = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
+# Attributes that Optimizer itself defines are the raw optimizer's. __getattribute__ would cost time
+# in every step.
+for _name in vars(Optimizer).keys() - _OWN_METHODS:
     if not _name.startswith("__"):
         setattr(OptimizerHandle, _name, property(operator.methodcaller("__getattr__", _name)))
 
 
+# -- handles and raw objects -----------------------------------------------------------------------
+
+
 def end(handle: ModelHandle | OptimizerHandle) -> None:
-    """Make every later use of the handle an error."""
+    """Make every later use of a handle raise."""
     _set(handle, "_accel_engine", None)
 
 
 def raw(handle: ModelHandle | OptimizerHandle) -> Any:
-    """The user's object behind the handle, also after the handle's end."""
+    """Return the user's object of a handle, even if its engine has ended."""
     return _get(handle, "_accel_raw")
 
 
 def engine_behind(handle: ModelHandle | OptimizerHandle) -> Any:
-    """The engine behind the handle; None after the handle's end."""
+    """Return the engine of a handle, or None if it has ended."""
     return _get(handle, "_accel_engine")
 
 
-# -- Where a user's own object remembers what accel made of it ---------------------------------------------------------
-
-
 class HiddenAttribute:
-    """Holds one value on a foreign object; a copy or a pickle of that object has none.
+    """A value that accel keeps on a user's object. Copies and pickles of the object don't have it.
 
-    The value lives as long as its owner, and the two may refer to each other: the cycle is
-    on the owner, where the garbage collector sees it, not in a table that would keep both.
+    The value lives as long as its owner and may refer to it: the garbage collector sees the cycle,
+    which it would not if a table held both.
     """
 
     __slots__ = ("owner_id", "value")
@@ -356,9 +328,9 @@ class HiddenAttribute:
 
     @staticmethod
     def get(owner: object) -> Any:
-        """The value on ``owner``, or None. A shallow copy of the owner carries it but does not own it."""
-        found = owner.__dict__.get(HiddenAttribute.KEY)
-        return found.value if found is not None and found.owner_id == id(owner) else None
+        """Return the value on ``owner``, or None. A shallow copy of the owner doesn't own it."""
+        attribute = owner.__dict__.get(HiddenAttribute.KEY)
+        return attribute.value if attribute is not None and attribute.owner_id == id(owner) else None
 
     @staticmethod
     def put(owner: object, value: object) -> None:

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .api import shut_down
 from .data import LoaderHandle, raw_loader
 from .errors import LaunchError, whole_number
 from .handles import ModelHandle, OptimizerHandle
@@ -36,6 +35,7 @@ from .process import who_is_missing
 from .process.environments import resolve
 from .process.startup import RETURNED, place_now
 from .trees import map_leaves
+from .verbs import shut_down
 
 if TYPE_CHECKING:
     from typing_extensions import Never, TypeVarTuple, Unpack

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import itertools
 import os
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,13 @@ from .registry import registry, resolve_module
 from .shard import Shard, parameters_of
 from .trees import map_leaves
 
-#: The fields of MemoryUse, each with its name and color in the table and the chart.
+#: The fields of MemoryUse, each with its name in the table and the chart.
 PARTS: Final = {
-    "parameters": ("parameters", "#334155"),
-    "gradients": ("gradients", "#c2410c"),
-    "optimizer_state": ("optimizer", "#eab308"),
-    "buffers": ("buffers", "#94a3b8"),
-    "buckets": ("buckets", "#7c3aed"),
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer",
+    "buffers": "buffers",
+    "buckets": "buckets",
 }
 UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -79,7 +79,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         parts = [field for field in PARTS if any(getattr(row.use, field) for row in self.rows)]
-        lines = [["ranks", "backend", *(PARTS[field][0] for field in parts), "total"]]
+        lines = [["ranks", "backend", *(PARTS[field] for field in parts), "total"]]
         for row in self.rows:
             sizes = [human(getattr(row.use, field)) for field in (*parts, "total")]
             lines.append([str(row.ranks), row.backend, *sizes])
@@ -104,30 +104,29 @@ class MemoryReport:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise AccelError("save_plot needs matplotlib. Run pip install matplotlib.") from error
-        path = Path(refuse_url(os.fspath(path), AccelError))
-        path = path if path.suffix else path.with_suffix(".png")
         backends: dict[tuple[int, MemoryUse], list[str]] = {}
         for row in self.rows:
             backends.setdefault((row.ranks, row.use), []).append(row.backend)
-        texts = [f"{n} rank{'s' * (n > 1)}: {', '.join(b)}" for (n, _), b in backends.items()]
-        labels = [textwrap.fill(text, 40) for text in texts]
-        unit = human(max(row.use.total for row in self.rows)).partition(" ")[2]
-        lines = max(label.count("\n") for label in labels) + 1
-        figure = Figure(figsize=(7.5, 1.3 + 0.2 * lines * len(labels)), layout="constrained")
+        names = [f"{ranks} rank{'s' * (ranks > 1)}: {', '.join(names)}" for (ranks, _), names in backends.items()]
+        labels = [textwrap.fill(name, 40) for name in names]
+        unit = human(max(use.total for _, use in backends)).partition(" ")[2]
+        height = 1.3 + 0.2 * (max(label.count("\n") for label in labels) + 1) * len(labels)
+        figure = Figure(figsize=(7.5, height), layout="constrained")
         axes = figure.subplots()
         ends = [0.0] * len(labels)
-        for field, (name, color) in PARTS.items():
+        for field, name in PARTS.items():
             sizes = [getattr(use, field) / 1024 ** UNITS.index(unit) for _, use in backends]
             if any(sizes):
-                axes.barh(labels, sizes, left=ends, label=name, color=color)
+                axes.barh(labels, sizes, left=ends, label=name)
                 ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-        axes.margins(y=0.01)
         axes.invert_yaxis()
         axes.tick_params(labelsize=8)
         axes.set_xlabel(f"{unit} per rank")
         figure.suptitle(self.title, fontsize=10)
         if any(ends):
             figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False)
+        path = Path(refuse_url(os.fspath(path), AccelError))
+        path = path if path.suffix else path.with_suffix(".png")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=100)
@@ -305,62 +304,56 @@ def _nbytes(value: Any) -> int:
 
 
 def _meta_copy(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Optimizer, list[nn.Parameter]]:
-    """Return a copy over meta parameters with gradients, and these parameters."""
-    memo: dict[int, Any] = {}
+    """Return a copy without state over meta parameters with gradients, and these parameters."""
     parameters = []
     for parameter, shape in zip(parameters_of(optimizer), shapes, strict=True):
         data = torch.empty(tuple(shape), dtype=parameter.dtype, device="meta")
         other = nn.Parameter(data, requires_grad=parameter.requires_grad)
         other.grad = torch.empty_like(data) if parameter.requires_grad else None
-        memo[id(parameter)] = other
         parameters.append(other)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    # Some devices compute a step differently, with the same state.
+    plain = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
+    groups, remaining = [], iter(parameters)
+    for group in optimizer.param_groups:
+        options = {**group, **{key: value for key, value in plain.items() if key in group}}
+        groups.append({**options, "params": list(itertools.islice(remaining, len(group["params"])))})
     # Hooks, and methods that a scheduler or accel has replaced, know the original.
     replaced = ("step", "zero_grad", "state_dict")
-    attributes = {k: v for k, v in vars(optimizer).items() if k not in replaced}
-    attributes = {k: v for k, v in attributes.items() if not k.startswith(("_optimizer_", "__"))}
     stand_in = type(optimizer).__new__(type(optimizer))
-    vars(stand_in).update(copy.deepcopy(attributes, memo))
-    for group in stand_in.param_groups:
-        # Some devices compute a step differently, with the same state.
-        for option in ("foreach", "fused", "capturable", "differentiable"):
-            if option in group:
-                group[option] = False
+    for name, value in vars(optimizer).items():
+        if name not in replaced and not name.startswith(("_optimizer_", "__")):
+            vars(stand_in)[name] = value
+    stand_in.state, stand_in.param_groups = defaultdict(dict), groups
     return stand_in, parameters
 
 
-# -- A model's engine in a few lines of text ---------------------------------------------------------------------------
+# -- A summary of a model's engine -----------------------------------------------------------------
 
 
 def summary(model: nn.Module) -> str:
-    """The model's engine: backend, ranks, precision, parameters, and the bytes that lie on this rank. Local.
+    """Return a text with the backend, precision, parameters and bytes on this rank. Local.
 
-    Print it where it is wanted: ``accel.print(accel.summary(model))`` on rank 0, with ``every_rank=True`` on all.
+    Print it on rank 0 by ``accel.print(accel.summary(model))``.
 
     Args:
         model: a model that is set up.
 
     Raises:
-        AccelError: it is not.
+        AccelError: the model is not set up.
     """
     engine = registry.of_handle(model)
-    place, options = engine.process.place, engine.options
+    place = engine.process.place
     sizes = [shape.numel() for shape in engine.holdings.shapes.values()]
     total = sum(sizes)
     trainable = sum(n for n, p in zip(sizes, engine.parameters, strict=True) if p.requires_grad)
-    optimizers = engine.optimizers
-    kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
     weights = _bytes(engine.holdings.shards(None)) / 1e6
-    state = sum(_bytes(engine.holdings.shards(optimizer)) for optimizer in optimizers) / 1e6
+    state = sum(_bytes(engine.holdings.shards(optimizer)) for optimizer in engine.optimizers) / 1e6
     ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
     rows = {
         "backend": f"{engine.name} on {ranks} ({engine.process.device.type}), {engine.precision.name}",
-        "options": f"{options}",
+        "options": f"{engine.options}",
         "parameters": f"{total:,}: {trainable:,} trainable, {total - trainable:,} frozen",
-        "optimizers": kinds,
+        "optimizers": ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers) or "none",
         f"on rank {place.rank}": f"weights and buffers {weights:,.2f} MB, optimizer state {state:,.2f} MB",
     }
     width = max(map(len, rows))
@@ -368,6 +361,6 @@ def summary(model: nn.Module) -> str:
 
 
 def _bytes(shards: Iterable[Shard]) -> int:
-    """What shards occupy; memory that several of them name counts once."""
-    seen = {(s.tensor.data_ptr(), s.tensor.numel()): s.tensor.numel() * s.tensor.element_size() for s in shards}
-    return sum(seen.values())
+    """Return the bytes of shards. Memory that several shards share counts once."""
+    sizes = {(s.tensor.data_ptr(), s.tensor.numel()): s.tensor.nbytes for s in shards}
+    return sum(sizes.values())

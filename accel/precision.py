@@ -1,9 +1,10 @@
-"""Numeric precision of a model, and the loss scale that fp16 needs."""
+"""The numeric precision of a model, the loss scale of fp16, and conversion in place."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from types import CoroutineType, GeneratorType
 from typing import Any, Final, Protocol, final
@@ -19,7 +20,7 @@ from .trees import map_tensors
 
 
 class Accumulator(Protocol):
-    """Where a backward leaves a gradient: a leaf tensor, or an engine's part of one."""
+    """A leaf tensor or an engine's shard of one, whose ``grad`` a backward fills."""
 
     @property
     def grad(self) -> torch.Tensor | None: ...
@@ -28,19 +29,20 @@ class Accumulator(Protocol):
 NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
-def dtype_of(given: object) -> torch.dtype | None:
-    """The dtype that a text names, with or without ``torch.``, or that is given itself; None of anything else."""
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    return found if isinstance(found, torch.dtype) else None
+def dtype_of(value: object) -> torch.dtype | None:
+    """Return the dtype that "bfloat16" or "torch.bfloat16" names, or a dtype itself, or None."""
+    if isinstance(value, str):
+        value = getattr(torch, value.removeprefix("torch."), None)
+    return value if isinstance(value, torch.dtype) else None
 
 
 @final
 class Precision:
-    """What a precision name means for parameters, inputs, the forward pass and outputs.
+    """The dtypes of parameters, inputs, the forward pass and outputs.
 
-    ``32-true`` leaves the module as its author made it. ``*-mixed`` keeps fp32 parameters, runs the forward
-    pass under autocast and gives fp32 outputs. ``bf16-true`` and ``16-true`` store and compute in bfloat16 or float16, and
-    give fp32 outputs.
+    ``32-true`` changes nothing. ``bf16-mixed`` and ``16-mixed`` keep fp32 parameters, run the
+    forward pass under autocast, and return fp32 outputs. ``bf16-true`` and ``16-true`` store and
+    compute in bfloat16 or float16, and return fp32 outputs.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -50,84 +52,92 @@ class Precision:
         self.device = device
         self.plain = name == "32-true"
         self.scaled = name == "16-mixed"
+        #: The dtype of the parameters, and of autocast; None if there is none.
         self.storage = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(name)
-        mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-        self.compute = mixed.get(name)
+        self.compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(name)
 
     def check(self, module: nn.Module) -> None:
-        """Refuse (PrecisionError) trainable half-precision parameters where fp32 ones are promised."""
+        """Raise PrecisionError if mixed precision would train half-precision parameters."""
         if self.compute is None:
             return
-        wrong = [
-            f"{name} ({str(p.dtype).removeprefix('torch.')})"
-            for name, p in module.named_parameters()
-            if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4
-        ]
-        if wrong:
-            raise PrecisionError(
-                f"precision {self.name!r} trains fp32 parameters, but {len(wrong)} of this "
-                f"{type(module).__name__} are not: {', '.join(wrong[:5])}; call model.float() first or ask for 'bf16-true'"
-            )
+        for name, parameter in module.named_parameters():
+            half = parameter.is_floating_point() and parameter.dtype.itemsize < 4
+            if half and parameter.requires_grad:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise PrecisionError(
+                    f"precision {self.name!r} trains fp32 parameters, but {name} of this "
+                    f"{type(module).__name__} is {dtype}. Call model.float() first, or use "
+                    "'bf16-true'."
+                )
 
     def check_optimizer(self, optimizer: Optimizer, path: str) -> None:
-        """Refuse (PrecisionError) an ``eps`` that is 0 in the dtype of the state, where nothing may be divided by 0."""
-        for eps in (group.get("eps") for group in optimizer.param_groups):
-            rounded = torch.tensor(eps, dtype=self.storage, device="cpu") if isinstance(eps, float) and eps else None
-            if rounded is not None and not rounded:
+        """Raise PrecisionError if ``eps`` is 0 in the state's dtype, because weights would become NaN."""
+        for group in optimizer.param_groups:
+            eps = group.get("eps")
+            if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=self.storage, device="cpu"):
                 raise PrecisionError(
-                    f"{path} ({type(optimizer).__name__}) has eps={eps}, which precision {self.name!r} rounds to 0, so that "
-                    "weights become nan: build it with eps=1e-4, or ask for 'bf16-true' or '16-mixed'"
+                    f"eps={eps} of {path} ({type(optimizer).__name__}) is 0 in precision "
+                    f"{self.name!r}. Use eps=1e-4, or precision 'bf16-true' or '16-mixed'."
                 )
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` in this precision; PrecisionError for a generator or coroutine, which would run outside of it."""
+        """Call ``fn`` in this precision.
+
+        Raises:
+            PrecisionError: it returns a generator or coroutine, whose body would run outside of
+            this precision.
+        """
         if self.plain:
             return fn(*args, **kwargs)
         if self.storage is not None:
-            args, kwargs = map_tensors(self._store, (args, kwargs), others=True)
+            args, kwargs = map_tensors(self._to_storage, (args, kwargs), others=True)
             out = fn(*args, **kwargs)
         else:
             with torch.autocast(self.device.type, self.compute):
                 out = fn(*args, **kwargs)
-        if isinstance(out, (GeneratorType, CoroutineType)):
+        if isinstance(out, GeneratorType | CoroutineType):
             raise PrecisionError(
-                f"{getattr(fn, '__qualname__', fn)} returns a {type(out).__name__}, whose body would run outside "
-                f"precision {self.name!r}: return tensors, or use '32-true'"
+                f"{getattr(fn, '__qualname__', fn)} returns a {type(out).__name__}, which would "
+                f"run outside of precision {self.name!r}. Return tensors, or use '32-true'."
             )
         return map_tensors(_to_fp32, out, others=True)
 
-    def _store(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_storage(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.storage) if tensor.is_floating_point() else tensor
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    # A parameter or buffer that is given out is the module's own, not a result.
     half = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
-    return tensor.float() if half and not isinstance(tensor, (nn.Parameter, nn.Buffer)) else tensor
+    # A parameter or buffer that a method returns is the module's own, and no result.
+    return tensor.float() if half and not isinstance(tensor, nn.Parameter | nn.Buffer) else tensor
+
+
+# -- the loss scale --------------------------------------------------------------------------------
 
 
 @final
 class LossScale:
-    """The one dynamic loss scale of this process, by the rule of ``torch.amp.GradScaler``.
+    """The dynamic loss scale of this process, which follows the rule of ``torch.amp.GradScaler``.
 
-    The scale lives only inside ``backward``: afterwards every gradient is divided again, so that clipping, logging and
-    models of another precision see true gradients. The scale is a power of two, so both are exact.
+    The scale exists only during ``backward``. Afterwards gradients are divided by it, so that
+    clipping, logging and models of a different precision see true gradients. It is a power of two,
+    so both are exact.
     """
 
     GROWTH_INTERVAL: Final = 2000
 
     def __init__(self) -> None:
-        self.value = 65536.0
-        #: How many scaled backwards there were.
+        self.restore()
+        #: The number of scaled backwards, and those after which steps were counted and the scale
+        #: was halved.
         self.serial = 0
         self._counted = 0
         self._halved = 0
-        self._good_steps = 0
 
     def state(self) -> tuple[float, int]:
         return self.value, self._good_steps
 
-    def restore(self, value: float, good_steps: int) -> None:
+    def restore(self, value: float = 65536.0, good_steps: int = 0) -> None:
         self.value, self._good_steps = value, good_steps
 
     def backward(
@@ -138,169 +148,180 @@ class LossScale:
         retain_graph: bool | None,
         inputs: Any,
     ) -> None:
-        """``loss.backward()`` with the loss scaled on the way; ``accumulators`` and all other leaves get true gradients."""
-        holders: dict[int, Accumulator] = {id(a): a for a in accumulators}
-        holders.update((id(t), t) for t in _leaves(loss))
+        """Call ``backward`` of a scaled loss. ``accumulators`` and all other leaves get true gradients."""
+        holders: dict[int, Accumulator] = {id(holder): holder for holder in accumulators}
+        holders.update((id(leaf), leaf) for leaf in _leaves(loss))
         _multiply(holders.values(), self.value)
         try:
             (loss * self.value).backward(gradient, retain_graph, False, inputs)
         finally:
-            _spoil(_multiply(holders.values(), 1.0 / self.value))
+            _inf_to_nan(_multiply(holders.values(), 1.0 / self.value))
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
-        """Whether an optimizer may step whose gradients are ``finite``; adapts the scale once for each scaled backward."""
+        """Update the scale once for each scaled backward. Return True if an optimizer may step."""
         if self._counted != self.serial:
             self._counted = self.serial
             self._good_steps += 1
         if not finite and self._halved != self.serial:
-            self.value, self._halved, self._good_steps = self.value / 2, self.serial, 0
+            self._halved = self.serial
+            self.restore(self.value / 2)
         elif self._good_steps == self.GROWTH_INTERVAL:
-            self.value, self._good_steps = self.value * 2, 0
+            self.restore(self.value * 2)
         return finite
 
 
 @torch.no_grad()
 def _multiply(holders: Iterable[Accumulator], factor: float) -> list[torch.Tensor]:
-    grads = [here(a.grad) for a in holders if a.grad is not None]
+    grads = [here(holder.grad) for holder in holders if holder.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
     return grads
 
 
 @torch.no_grad()
-def _spoil(grads: Iterable[torch.Tensor]) -> None:
-    """Turn inf into nan, which stays through a clamp of values: an overflow is to be seen at the step."""
-    if dense := [grad for grad in grads if grad.layout == torch.strided]:
+def _inf_to_nan(grads: Iterable[torch.Tensor]) -> None:
+    """Replace inf by NaN, so that clipping by value can't hide an overflow from the step."""
+    dense = [grad for grad in grads if grad.layout == torch.strided]
+    if dense:
         torch._foreach_lerp_(dense, dense, 0.0)  # x + 0 * (x - x)
 
 
-def here(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a sharded tensor lies on this rank; any other is here as a whole."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    waiting: list[Any] = [loss.grad_fn]
+    """Give the leaf tensors of a loss's graph."""
+    nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
+    while nodes:
+        node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf
-        waiting.extend(following for following, _ in node.next_functions)
+        nodes.extend(following for following, _ in node.next_functions)
+
+
+# -- gradients and norms ---------------------------------------------------------------------------
+
+
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a DTensor, or the tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The gradients that ``optimizer`` would step with."""
+    """Return the gradients of an optimizer's parameters."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def all_finite(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer``'s gradients on this rank hold neither inf nor nan."""
+    """True if an optimizer's gradients on this rank contain neither inf nor NaN."""
     largest = norms(map(here, gradients_of(optimizer)), float("inf"))
-    return all(bool(some.isfinite().all()) for some in largest)
+    return all(bool(norm.isfinite().all()) for norm in largest)
 
 
 def norms(tensors: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """The norm of each tensor that has elements: one tensor of them for each device and dtype, so that one read gives all."""
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    dense = (t.coalesce().values() if t.is_sparse else t for t in tensors)
-    some = [t for t in dense if t.numel()]  # nothing has no norm
-    for norm in torch._foreach_norm(some, order) if some else ():
-        alike.setdefault((norm.device, norm.dtype), []).append(norm)
-    return [torch.stack(found) for found in alike.values()]
+    """Return the norms of nonempty tensors, stacked by device and dtype, so that one read gets all."""
+    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    nonempty = [t for t in dense if t.numel()]
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for norm in torch._foreach_norm(nonempty, order) if nonempty else ():
+        by_kind.setdefault((norm.device, norm.dtype), []).append(norm)
+    return [torch.stack(values) for values in by_kind.values()]
 
 
-# -- conversion --------------------------------------------------------------------------------------------------------
-# Moves a module or an optimizer's state to a device and dtype, in place: parameters keep their identity.
+# -- conversion in place: parameters keep their identity -------------------------------------------
 
-#: Tensors that were converted to another dtype, with the one that they had.
+#: Tensors that were converted, each with the dtype that it had.
 Dtypes = list[tuple[torch.Tensor, torch.dtype]]
 
 
 def convert_module(
     module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
 ) -> Dtypes:
-    """Move parameters, their gradients and buffers; ``dtype`` is for floating ones. ``undo`` puts the old values back."""
-    changed: Dtypes = []
+    """Move parameters, gradients and buffers to a device, and floating ones to ``dtype``."""
+    converted: Dtypes = []
     moved: set[int] = set()
     for tensor in chain(module.parameters(), module.buffers()):
         if dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
-            changed.append((tensor, tensor.dtype))
+            converted.append((tensor, tensor.dtype))
         if _convert(tensor, device, dtype, undo):
             moved.add(id(tensor))
     for child in module.modules():
         if isinstance(child, nn.RNNBase) and not moved.isdisjoint(map(id, child.parameters())):
-            child.flatten_parameters()  # cuDNN would copy weights that lie apart at every forward
-    return changed
+            child.flatten_parameters()  # otherwise cuDNN copies the weights in every forward
+    return converted
 
 
-def restore_dtypes(changed: Dtypes, optimizers: Iterable[Optimizer]) -> None:
-    """Give converted tensors, and the optimizer state that belongs to them, the dtype that they had."""
-    for_good = contextlib.ExitStack()
-    for tensor, dtype in changed:
-        _convert(tensor, tensor.device, dtype, for_good)
-    if changed:
+def restore_dtypes(converted: Dtypes, optimizers: Iterable[Optimizer]) -> None:
+    """Give converted tensors and their optimizer state the dtypes that they had."""
+    without_undo = contextlib.ExitStack()
+    for tensor, dtype in converted:
+        _convert(tensor, tensor.device, dtype, without_undo)
+    if converted:
         for optimizer in optimizers:
-            convert_optimizer(optimizer, for_good)
+            convert_optimizer(optimizer, without_undo)
 
 
-def _convert(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack) -> bool:
-    """Whether it has other memory now."""
-    # A gradient of another dtype than its tensor's cannot be held, not even on the way back.
+def _convert(
+    tensor: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    undo: contextlib.ExitStack,
+) -> bool:
+    """Convert one tensor. Return True if its memory is new."""
+    # A tensor can't have a gradient of a different dtype, not even for a moment.
     grad, tensor.grad = tensor.grad, None
     undo.callback(setattr, tensor, "grad", grad)
     before = tensor.data
-    # What has no memory yet gets it from the engine.
-    after = before.to(None if before.is_meta else device, dtype if tensor.is_floating_point() else None)
+    target_dtype = dtype if tensor.is_floating_point() else None
+    after = before.to(None if before.is_meta else device, target_dtype)  # the engine moves meta tensors
     if after is not before:
-        _put(tensor, after)
-        undo.callback(_put, tensor, before)
+        _assign(tensor, after)
+        undo.callback(_assign, tensor, before)
     undo.callback(setattr, tensor, "grad", None)
     if grad is not None:
         tensor.grad = grad.to(device, dtype if grad.is_floating_point() else None)
     return after is not before
 
 
-def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give ``tensor`` another value, dtype and device; it stays the same object."""
+def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor a new value, dtype and device without changing its identity."""
     if torch._has_compatible_shallow_copy_type(tensor, value):
         tensor.data = value
-    else:  # an XLA tensor and one in memory, say: whole tensors change places
-        twin = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value.detach()
-        torch.utils.swap_tensors(tensor, twin)
+        return
+    # For example an XLA tensor and one on the CPU.
+    parameter = isinstance(tensor, nn.Parameter)
+    other = nn.Parameter(value, tensor.requires_grad) if parameter else value.detach()
+    torch.utils.swap_tensors(tensor, other)
 
 
 def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
-    """Bring the optimizer's state to where its parameters are, by the rule of ``Optimizer.load_state_dict``."""
+    """Move optimizer state to where its parameters are, by the rule of ``Optimizer.load_state_dict``."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for key, value in list(state.items()):
-                if state_device(key, parameter.device, group) is None:
-                    continue
-
-                def move(tensor: torch.Tensor, key: str = key, to: torch.Tensor = parameter) -> torch.Tensor:
-                    floating = tensor.is_floating_point() and key != "step"
-                    return tensor.to(device=to.device, dtype=to.dtype if floating else tensor.dtype)
-
-                undo.callback(state.__setitem__, key, value)
-                state[key] = map_tensors(move, value, others=True)
+                if state_device(key, parameter.device, group) is not None:
+                    undo.callback(state.__setitem__, key, value)
+                    dtype = parameter.dtype if key != "step" else None
+                    state[key] = map_tensors(partial(_moved, parameter.device, dtype), value, others=True)
 
 
-# -- BatchNorm over ranks ----------------------------------------------------------------------------------------------
+def _moved(device: torch.device, dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
-#: (parent, name, the module that was there before)
+
+# -- BatchNorm over ranks --------------------------------------------------------------------------
+
+#: The parent, the name, and the BatchNorm that was replaced there.
 Replaced = list[tuple[nn.Module, str, nn.Module]]
 
 
 def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Replaced:
-    """Put a ``SyncBatchNorm`` of the same parameters and buffers in each BatchNorm's place."""
+    """Replace each BatchNorm by a ``SyncBatchNorm`` with the same parameters and buffers."""
     replaced: Replaced = []
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
@@ -311,7 +332,7 @@ def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Re
 
 
 def restore_batchnorms(replaced: Replaced) -> None:
-    """Put the user's own modules back, with the buffers and mode of their stand-ins."""
+    """Put the replaced BatchNorms back, with the buffers and mode of the SyncBatchNorms."""
     for parent, name, child in replaced:
         stand_in = parent._modules[name]
         assert stand_in is not None

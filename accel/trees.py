@@ -1,4 +1,4 @@
-"""Nested containers: a function of each leaf, in the same containers."""
+"""Functions of every leaf of nested containers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import Size, Tensor, nn
 
 from .errors import AccelError, described
 
-#: The type of a tree: its containers stay, whatever takes a leaf's place.
 T = TypeVar("T")
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -> T:
-    """The same nested dicts, lists, tuples, namedtuples and dataclasses with ``fn`` of each tensor.
+    """Apply ``fn`` to every tensor in nested dicts, lists, tuples, namedtuples and dataclasses.
 
-    Containers in which nothing changed are returned themselves; the others are copied. Leaves that are no tensors stay with
-    ``others``; else they are refused (AccelError) by their paths, as ``data["a"][1]``.
+    Containers without changes are returned themselves. Other leaves are kept if ``others`` is True.
+
+    Raises:
+        AccelError: a leaf is not a tensor. The error names its path, such as ``data["a"][1]``.
     """
 
     def visit(path: str, leaf: Any) -> Any:
@@ -33,8 +34,31 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -
     return walk(visit, tree, "data")
 
 
+def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
+    """Replace each leaf by ``fn(leaf, path)``. None stays None."""
+    return None if tree is None else walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
+
+
+def to_device(tree: T, device: Any) -> T:
+    """Move tensors to a device. None leaves each where it is."""
+    return map_tensors(lambda tensor: tensor.to(device), tree, others=True)
+
+
+def all_tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    """Return the tensors in nested containers, in order, each with its path."""
+    tensors: list[tuple[str, Tensor]] = []
+
+    def visit(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            tensors.append((path, leaf))
+        return leaf
+
+    walk(visit, tree, path)
+    return tensors
+
+
 def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors, with those that a quantized tensor consists of in its place: torchao's have codes and scales."""
+    """Replace quantized tensors by their plain tensors, such as torchao's codes and scales."""
     plain: list[Tensor] = []
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -45,25 +69,15 @@ def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return plain
 
 
-def to_device(tree: T, device: Any) -> T:
-    """The same with its tensors on a device; None leaves each where it is."""
-    return map_tensors(lambda tensor: tensor.to(device), tree, others=True)
-
-
-def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
-    """The same containers with ``fn(leaf, path)`` in each leaf's place; None stays None."""
-    return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
-
-
 @dataclasses.dataclass(frozen=True)
 class TensorPlace:
-    """Stands in a tree for a tensor that was taken out of it."""
+    """A placeholder for a tensor that was taken out of a tree."""
 
-    number: Any  # or another name of it
+    number: Any
 
 
 def put_back(tree: Any, tensors: Sequence[Any] | Mapping[Any, Any]) -> Any:
-    """The tree with tensors, by their numbers, in the places."""
+    """Replace placeholders by tensors, by their numbers."""
 
     def is_place(leaf: Any) -> bool:
         return isinstance(leaf, TensorPlace)
@@ -72,113 +86,117 @@ def put_back(tree: Any, tensors: Sequence[Any] | Mapping[Any, Any]) -> Any:
 
 
 def move(tree: Any, to: Callable[[Any], Any]) -> Any:
-    """The same containers with ``to`` of their tensors, and of whatever else has a method of this name."""
+    """Apply ``to`` to tensors and to everything else that has a method ``to``."""
 
-    def movable(leaf: Any) -> bool:
+    def is_movable(leaf: Any) -> bool:
         return hasattr(leaf, "to") and not isinstance(leaf, type)
 
     def visit(path: str, leaf: Any) -> Any:
-        if movable(leaf):
+        if is_movable(leaf):
             return to(leaf)
-        if isinstance(leaf, Mapping):  # one that cannot be changed, only made
+        if isinstance(leaf, Mapping):  # it is immutable, and has to be constructed
             return type(leaf)({key: move(value, to) for key, value in leaf.items()})  # type: ignore[call-arg]
         return leaf
 
-    return walk(visit, tree, "data", movable)
+    return walk(visit, tree, "data", is_movable)
 
 
-def exchange(give: Callable[[Tensor], Tensor], tree: Any, give_inside: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """The tree with another tensor for each; in an object of another kind they are exchanged in place, by ``give_inside``."""
+def exchange(
+    give: Callable[[Tensor], Tensor],
+    tree: Any,
+    give_inside: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
+    """Replace every tensor by ``give(tensor)``.
+
+    Tensors in the attributes of other objects are replaced in place, by ``give_inside`` if it is
+    given.
+    """
 
     def visit(_: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return give(leaf)
-        own = _attributes(leaf)
-        own.update({name: (give_inside or give)(v) for name, v in own.items() if isinstance(v, Tensor)})
+        if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
+            attributes = vars(leaf)
+            for name, value in list(attributes.items()):
+                if isinstance(value, Tensor):
+                    attributes[name] = (give_inside or give)(value)
         return leaf
 
     return walk(visit, tree, "")
 
 
-def _attributes(leaf: Any) -> dict[str, Any]:
-    return vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) else {}
-
-
-def all_tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
-    """Return the tensors in nested containers, in order, each with its path."""
-    found: list[tuple[str, Tensor]] = []
-
-    def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append((path, leaf))
-        return leaf
-
-    walk(visit, tree, path)
-    return found
-
-
 def walk(
-    visit: Callable[[str, Any], Any], tree: T, path: str, is_leaf: Callable[[Any], bool] = lambda tree: False
+    visit: Callable[[str, Any], Any],
+    tree: T,
+    path: str,
+    is_leaf: Callable[[Any], bool] = lambda tree: False,
 ) -> T:
-    """The tree with ``visit(path, leaf)`` in each leaf's place; a container inside of itself is a leaf there.
+    """Replace each leaf by ``visit(path, leaf)``, with paths that begin with ``path``.
 
-    Paths begin with ``path``. ``is_leaf`` tells of a container that it is a leaf all the same.
+    A container is a leaf too if ``is_leaf`` says so, or if it is inside of itself.
     """
-    same: T = _walk(visit, tree, path, is_leaf, set())
-    return same
+    new_tree: T = _walk(visit, tree, path, is_leaf, set())
+    return new_tree
 
 
 def _walk(
-    visit: Callable[[str, Any], Any], tree: Any, path: str, is_leaf: Callable[[Any], bool], around: set[int]
+    visit: Callable[[str, Any], Any],
+    tree: Any,
+    path: str,
+    is_leaf: Callable[[Any], bool],
+    parents: set[int],
 ) -> Any:
     keys: list[Any]
-    if isinstance(tree, Tensor) or id(tree) in around or is_leaf(tree):
+    if isinstance(tree, Tensor) or id(tree) in parents or is_leaf(tree):
         return visit(path, tree)
     if isinstance(tree, MutableMapping):
         keys, values = list(tree), list(tree.values())
-        paths = [f"{path}[{name}]" for name in _names(keys)]
+        paths = [f"{path}[{name}]" for name in _key_texts(keys)]
     elif isinstance(tree, list | tuple):
         keys, values = list(range(len(tree))), list(tree)
         names = getattr(tree, "_fields", None)
         paths = [f"{path}[{key}]" if names is None else f"{path}.{names[key]}" for key in keys]
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
-        keys = [f.name for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
-        values, paths = [getattr(tree, key) for key in keys], [f"{path}.{key}" for key in keys]
+        keys = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        values = [getattr(tree, key) for key in keys]
+        paths = [f"{path}.{key}" for key in keys]
     else:
         return visit(path, tree)
-    around.add(id(tree))
-    new = [_walk(visit, value, name, is_leaf, around) for value, name in zip(values, paths, strict=True)]
-    around.discard(id(tree))
-    if all(mine is value for mine, value in zip(new, values, strict=True)):
+    parents.add(id(tree))
+    new_values = [_walk(visit, value, name, is_leaf, parents) for value, name in zip(values, paths, strict=True)]
+    parents.discard(id(tree))
+    if all(new is value for new, value in zip(new_values, values, strict=True)):
         return tree
-    return _rebuild(tree, keys, new)
+    return _rebuild(tree, keys, new_values)
 
 
-def _names(keys: Sequence[Any]) -> list[str]:
-    """What keys are called, each otherwise: what has no text that is its own, and the same on all ranks, by its place."""
-    names = [f'"{key}"' if isinstance(key, str) and '"' not in key else repr(key) for key in keys]
-    times = Counter(names)
-    for place, key in enumerate(keys):
-        plain: Any = type(key).__repr__
-        if times[names[place]] > 1 or isinstance(key, Tensor | nn.Module) or plain is object.__repr__:
-            names[place] = f"{type(key).__name__} #{place}"
-    return names
+def _key_texts(keys: Sequence[Any]) -> list[str]:
+    """Return a different text for each key. A key whose text depends on the rank gets its number."""
+    texts = [f'"{key}"' if isinstance(key, str) and '"' not in key else repr(key) for key in keys]
+    times = Counter(texts)
+    for number, key in enumerate(keys):
+        text_method: Any = type(key).__repr__
+        if times[texts[number]] > 1 or isinstance(key, Tensor | nn.Module) or text_method is object.__repr__:
+            texts[number] = f"{type(key).__name__} #{number}"
+    return texts
 
 
 def _rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    """Return a container of the same class with new values."""
     if isinstance(tree, tuple):
-        if type(tree) in (tuple, Size):  # of other values a Size is none
+        if type(tree) in (tuple, Size):  # a Size can hold numbers only
             return tuple(values)
-        if hasattr(tree, "n_fields"):  # what torch and C return knows no other way
+        if hasattr(tree, "n_fields"):  # structseqs of torch and C
             return type(tree)(values)
-        made = tuple.__new__(type(tree), values)  # not by a constructor of the class, whose arguments may be others
+        # A constructor of a namedtuple's subclass may have different arguments.
+        new = tuple.__new__(type(tree), values)
         if hasattr(tree, "__dict__"):
-            vars(made).update(vars(tree))
-        return made
-    result = copy.copy(tree)
+            vars(new).update(vars(tree))
+        return new
+    new_container = copy.copy(tree)
     for key, value in zip(keys, values, strict=True):
         if isinstance(tree, list | MutableMapping):
-            result[key] = value
+            new_container[key] = value
         else:
-            object.__setattr__(result, key, value)  # also where the dataclass is frozen
-    return result
+            object.__setattr__(new_container, key, value)  # the dataclass may be frozen
+    return new_container

@@ -19,9 +19,10 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PA
 LAYERS = [
     ["__init__", "__main__"],
     ["launch"],
-    ["api", "commands"],
-    ["memory"],
-    ["checkpoint", "planning"],
+    ["batches", "commands"],
+    ["verbs"],
+    ["memory", "setup"],
+    ["checkpoint"],
     ["registry"],
     ["engines"],
     ["gradients"],
@@ -29,7 +30,7 @@ LAYERS = [
     ["data"],
     ["deferred", "precision"],
     ["process", "shard"],
-    ["trees"],
+    ["facts", "trees"],
     ["errors"],
 ]
 LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}

@@ -331,7 +331,7 @@ def test_optimizers_that_cannot_be_told() -> None:
         accel.memory_report(net, torch.optim.LBFGS(net.parameters()))
     with pytest.raises(OptimizerError, match="RuntimeError: no data here"):
         accel.memory_report(net, Strange(net.parameters(), lr=0.1))
-    with pytest.raises(AccelError, match=r"expected a torch\.nn\.Module"):
+    with pytest.raises(AccelError, match=r"Expected a torch\.nn\.Module"):
         accel.memory_report([net])  # type: ignore[arg-type]
 
 

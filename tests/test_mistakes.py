@@ -48,36 +48,34 @@ def handles() -> Any:
 ANY: Any = accel
 OPTIMIZER = [
     # what stands in the optimizer's place, and words of the OptimizerError
-    (lambda: step(sgd()), "give the optimizer that this StepLR schedules"),
+    (lambda: step(sgd()), "Pass the optimizer of this StepLR"),
     (lambda: {"all": step(sgd())}, 'optimizers["all"] is a torch.optim.lr_scheduler.StepLR'),
-    (lambda: net().parameters(), "give what steps them, as torch.optim.AdamW(model.parameters())"),
+    (lambda: net().parameters(), "not an iterator"),
     (lambda: list(net().parameters()), "optimizers[0] is a torch.nn.parameter.Parameter"),
-    (lambda: torch.optim.SGD, "make one, SGD(model.parameters(), ...)"),
-    (lambda: functools.partial(torch.optim.SGD, lr=0.1), "call it, partial(model.parameters())"),
-    (nn.MSELoss, "a loss stays as it is in the loop"),
-    (loader, "the order is accel.setup(model, optimizers, dataloaders)"),
+    (lambda: torch.optim.SGD, "Pass an object of this class: SGD(...)"),
+    (lambda: functools.partial(torch.optim.SGD, lr=0.1), "optimizers is a functools.partial"),
+    (nn.MSELoss, "optimizers is a torch.nn.modules.loss.MSELoss"),
+    (loader, "optimizers is a torch.utils.data.dataloader.DataLoader"),
 ]
 LOADER = [
-    (lambda: step(sgd()), "a scheduler stays as it is in the loop"),
+    (lambda: step(sgd()), "dataloaders is a torch.optim.lr_scheduler.StepLR"),
     (lambda: loader().dataset, "DataLoader(dataset, batch_size=...)"),
-    (lambda: enumerate(loader()), "give the DataLoader itself, not what iterates over it"),
+    (lambda: enumerate(loader()), "not an iterator"),
     (lambda: [torch.zeros(2, 2)], "dataloaders[0] is a torch.Tensor"),
-    (sgd, "the order is accel.setup(model, optimizers, dataloaders)"),
+    (sgd, "dataloaders is a torch.optim.sgd.SGD"),
 ]
 MODEL = [
-    (lambda: nn.Linear, "make one, Linear(...)"),
-    (sgd, "in accel.setup it comes before its optimizers"),
-    (lambda: [net(), net()], "each model has a call of accel.setup of its own"),
-    (lambda: net().state_dict(), "give the model itself, not its parameters or its state"),
-    (lambda: "gpt2", "expected a torch.nn.Module as the model, got a str"),
-    (handles, "accel.setup gives all three"),
+    (lambda: nn.Linear, "Pass an object of this class: Linear(...)"),
+    (sgd, "got a torch.optim.sgd.SGD"),
+    (lambda: [net(), net()], "got a list"),
+    (lambda: net().state_dict(), "got a collections.OrderedDict"),
+    (lambda: "gpt2", "Expected a torch.nn.Module as the model, got a str"),
+    (handles, "model, optimizer, loader = accel.setup(model, optimizer, loader)"),
 ]
 OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ANY.setup(net(), sgd(), [], []), accel.LoaderError, "takes all DataLoaders in one argument"),
-    (lambda: ANY.clip_grad_norm_(net().parameters(), 1.0), accel.AccelError, "give the model itself"),
+    (lambda: ANY.clip_grad_norm_(net().parameters(), 1.0), accel.AccelError, "Pass the model, the optimizer"),
     (lambda: ANY.no_sync(handles().optimizers), accel.AccelError, "an accel.handles.OptimizerHandle"),
-    (lambda: handles()(torch.ones(1, 2)), accel.AccelError, "accel.setup gives all three"),
-    (lambda: handles().train(), AttributeError, "accel.setup gives all three"),
     (lambda: handles().model.module, AttributeError, "accel.unwrap(model)"),
     (lambda: ANY.prepare(net(), sgd()), AttributeError, "docs/migrating.md"),
     (lambda: ANY.setup(net(), backend=accel.FSDP), accel.BackendError, "accel.FSDP()"),
@@ -162,7 +160,7 @@ def test_what_comes_from_the_environment_is_told_by_its_name(monkeypatch: pytest
         ("ACCEL_BACKEND", "fsdp:param_dtype=float16", accel.BackendError, "expected None or torch.bfloat16"),
         ("ACCEL_DEVICES", "some", accel.DeviceError, "'some' is no device"),
         ("ACCEL_PRECISION", "bf16", accel.PrecisionError, "known: 32-true, bf16-mixed"),
-        ("ACCEL_PRECISION", "16-mixed", accel.PrecisionError, "weight (float16), bias (float16); call model.float()"),
+        ("ACCEL_PRECISION", "16-mixed", accel.PrecisionError, "weight of this Linear is float16. Call model.float()"),
     ):
         accel.teardown()
         with monkeypatch.context() as patch:
@@ -223,17 +221,17 @@ def in_a_fork() -> str:
 
 
 def test_what_differs_is_told_by_its_name_on_every_rank() -> None:
-    differs = "RankMismatchError: accel.setup: the ranks differ: "
+    differs = "RankMismatchError: accel.setup got different arguments on different ranks: "
     for rank, said in enumerate(run(2, differing)):
         assert said == {
-            "lr": f"{differs}lr of group 0 of optimizer 0 is 0.1 on rank 0; 0.2 on rank 1",
-            "order": f"{differs}params[0] of group 0 of optimizer 0 is weight on rank 0; bias on rank 1",
-            "state": f"{differs}count of the state of weight in optimizer 0 is 1 on rank 0; 2 on rank 1",
-            "batch": f"{differs}batch size of dataloader 0 is 2 on rank 0; 3 on rank 1",
-            "backend": f"{differs}backend is ddp on rank 0; fsdp on rank 1",
-            "option": f"{differs}find_unused_parameters of accel.DDP is False on rank 0; True on rank 1",
-            "outside": "BackendError: ACCEL_BACKEND='single': backend 'single' with an optimizer at world size 2: each process "
-            "would train a model of its own; choose a backend that trains one model on all ranks",
+            "lr": f"{differs}lr of group 0 of optimizer 0 is 0.1 on rank 0; 0.2 on rank 1.",
+            "order": f"{differs}params[0] of group 0 of optimizer 0 is weight on rank 0; bias on rank 1.",
+            "state": f"{differs}count of the state of weight in optimizer 0 is 1 on rank 0; 2 on rank 1.",
+            "batch": f"{differs}batch size of dataloader 0 is 2 on rank 0; 3 on rank 1.",
+            "backend": f"{differs}backend is ddp on rank 0; fsdp on rank 1.",
+            "option": f"{differs}find_unused_parameters of accel.DDP is False on rank 0; True on rank 1.",
+            "outside": "BackendError: ACCEL_BACKEND='single': backend='single' can't train on 2 ranks, because each process "
+            "would train a model of its own. Use a distributed backend.",
             "forked": f"This process was forked from rank {rank}, as DataLoader workers are, and can't use its connections to "
             "other ranks. Call accel in the process that called accel.setup.",
         }
@@ -298,9 +296,9 @@ def test_a_loader_that_was_never_set_up_is_told_once(backend: Any) -> None:
         assert len(texts) == (rank == 0)
         assert all(re.fullmatch(SAME, text) for text in texts)
         assert others == [([], True)] * 4
-        assert [re.match("dataloader 0 has other data on other ranks", text) is not None for text in own[0]] == [
-            True
-        ] * (rank == 0)
+        assert [
+            re.match("dataloader 0 has different data on different ranks", text) is not None for text in own[0]
+        ] == [True] * (rank == 0)
 
 
 def beside(backend: Any) -> list[str]:
@@ -322,8 +320,8 @@ def beside(backend: Any) -> list[str]:
 def test_parameters_that_are_in_no_model_are_told_once() -> None:
     for texts in run(2, beside, "ddp"):
         assert texts == [
-            "Adam steps 2 parameters that are in no model of accel.setup, the first of shape (1, 2): each rank trains its own. "
-            "Give their module and this optimizer to accel.setup, unless the ranks are meant to differ"
+            "Adam steps 2 parameters that are in no model of accel.setup, the first of shape (1, 2), so each rank trains "
+            "its own. Give their module and this optimizer to accel.setup, unless ranks are meant to differ."
         ]
 
 

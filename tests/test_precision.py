@@ -375,7 +375,7 @@ def test_every_leaf_gets_its_true_gradient() -> None:
     own.step()
     assert 0 < float((temperature - 1).detach().abs()) < 1
     accel.backward((model(batch(0)) * temperature * 1e35).square().mean())
-    with pytest.raises(accel.PrecisionError, match="does not know"):
+    with pytest.raises(accel.PrecisionError, match="not given to accel.setup"):
         own.step()
 
 
@@ -491,9 +491,7 @@ def test_eight_bits_by_torchao() -> None:
 
 def test_an_eps_that_is_nothing_in_half_precision_is_refused() -> None:
     raw = net()
-    with pytest.raises(
-        accel.PrecisionError, match=r"optimizers \(AdamW\) has eps=1e-08, which precision '16-true' rounds to 0"
-    ):
+    with pytest.raises(accel.PrecisionError, match=r"eps=1e-08 of optimizers \(AdamW\) is 0 in precision '16-true'"):
         accel.setup(raw, torch.optim.AdamW(raw.parameters()), precision="16-true")
     model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), eps=1e-4), precision="16-true")
     for step in range(3):

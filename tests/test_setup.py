@@ -179,7 +179,7 @@ def bad_input() -> None:
     setup = accel.setup
     every = (raw, optimizer)
     refuse(accel.AccelError, r"torch\.nn\.Module", lambda: setup(optimizer, raw), *every)  # type: ignore[arg-type]
-    refuse(accel.AccelError, "expected a torch", lambda: setup("model"), *every)  # type: ignore[arg-type]
+    refuse(accel.AccelError, "Expected a torch", lambda: setup("model"), *every)  # type: ignore[arg-type]
     refuse(accel.BackendError, "'ddp'.*'single'", lambda: setup(raw, backend="ddpp"), *every)
     refuse(accel.BackendError, "known|expected", lambda: setup(raw, backend=3), *every)
     refuse(accel.PrecisionError, "bf16-mixed", lambda: setup(raw, precision="fp8"), *every)
@@ -190,8 +190,8 @@ def bad_input() -> None:
         lambda: setup(raw, Pair(optimizer, loader())),
         *every,
     )
-    refuse(accel.OptimizerError, "order", lambda: setup(raw, loader(), optimizer), *every)
-    refuse(accel.LoaderError, "order", lambda: setup(raw, None, optimizer), *every)
+    refuse(accel.OptimizerError, "DataLoader", lambda: setup(raw, loader(), optimizer), *every)
+    refuse(accel.LoaderError, "AdamW", lambda: setup(raw, None, optimizer), *every)
     refuse(accel.OptimizerError, "no parameter of this", lambda: setup(other, optimizer), other, *every)
     distributed = DataLoader(TensorDataset(torch.zeros(4, 1)), sampler=DistributedSampler(range(4), 2, 0))
     refuse(accel.LoaderError, "istributed", lambda: setup(raw, optimizer, distributed), *every)
@@ -273,9 +273,7 @@ def foreign_wrapper() -> None:
     cut[0].weight = nn.Parameter(distribute_tensor(cut[0].weight, init_device_mesh("cpu", (2,)), [Shard(0)]))
     refuse(accel.BackendError, "0.weight is a DTensor.*before fully_shard or", lambda: accel.setup(cut))
     model = accel.setup(normalised()).model
-    refuse(
-        accel.AccelError, "torch's wrapper for several processes.*leave it out", lambda: DistributedDataParallel(model)
-    )
+    refuse(accel.AccelError, "already distributed this model", lambda: DistributedDataParallel(model))
 
 
 def stranger_parameters() -> None:

@@ -52,7 +52,7 @@ def test_summary(world: int) -> None:
 
 
 def test_summary_needs_an_engine() -> None:
-    with pytest.raises(accel.AccelError, match=r"no live engine: call accel.setup"):
+    with pytest.raises(accel.AccelError, match=r"no live engine. Call accel.setup"):
         accel.summary(nn.Linear(2, 2))
 
 

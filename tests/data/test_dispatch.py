@@ -61,7 +61,7 @@ def _alone(directory: str) -> None:
         ),
         (
             lambda: accel.setup(None, dataloaders=raw, backend="ddp"),
-            "AccelError: .*backend and precision are a model's",
+            "AccelError: .*takes no backend and no precision",
         ),
         (lambda: accel.setup(None, dataloaders=[1]), "LoaderError: .*is an int"),  # type: ignore[type-var]
         (

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import RankMismatchError
+from ...facts import comparable_text, differing_names
 from ...handles import HiddenAttribute
 from ...process import current
 from ...process.control import agree
@@ -109,7 +110,7 @@ class DriftGuard:
         title = f"the drift check of {engine.label} at step {self.steps}"
         by_rank = agree(title, (hashes, inputs))
         self._compare_inputs(engine.label, [inputs for _, inputs in by_rank])
-        if _differing([hashes for hashes, _ in by_rank]):
+        if differing_names([hashes for hashes, _ in by_rank], ignore_absent=True):
             difference = _difference(agree(f"{title}: names", facts))
             raise RankMismatchError(f"{engine.label} is not the same on all ranks at step {self.steps}: {difference}")
 
@@ -187,7 +188,7 @@ def _facts(engine: Engine) -> dict[str, str | int]:
         if isinstance(value, torch.Tensor):
             tensors[name] = value
         elif isinstance(value, _COMPARED):
-            facts[name] = _plain(value)
+            facts[name] = comparable_text(value)
     if engine.gradients.reduced:
         frozen = [name for name, trainable in zip(engine.names, engine.mask.now(), strict=True) if not trainable]
         facts["frozen parameters"] = ", ".join(frozen)
@@ -204,33 +205,13 @@ def _group_values(engine: Engine) -> Iterator[tuple[str, Any]]:
                     yield f"{key} of group {index} of {type(optimizer).__name__}{which}", value
 
 
-_TEXTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
-_COMPARED: Final = (*_TEXTS, tuple, list, dict)
-
-
-def _plain(value: Any) -> str:
-    """Return text that is the same on every rank if the value is. Other objects count by their class."""
-    if isinstance(value, _TEXTS):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_plain, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_plain(v)}' for key, v in value.items())}}}"
-    return type(value).__name__
-
-
-def _differing(by_rank: Sequence[Mapping[Any, Any]]) -> list[Any]:
-    """Return the keys whose values differ between the ranks that have them."""
-    values: dict[Any, set[Any]] = {}
-    for facts in by_rank:
-        for key, value in facts.items():
-            values.setdefault(key, set()).add(value)
-    return [key for key, different in values.items() if len(different) > 1]
+#: Other values of groups, such as functions, may have different texts on equal ranks.
+_COMPARED: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None), tuple, list, dict)
 
 
 def _difference(by_rank: Sequence[Mapping[str, str | int]]) -> str:
     """Return a text about the first fact that differs."""
-    name, *others = _differing(by_rank)
+    name, *others = differing_names(by_rank, ignore_absent=True)
     also = f" (also {', '.join(others[:_MAX_NAMES])})" if others else ""
     ranks_by_value: dict[str | int, list[int]] = {}
     for rank, facts in enumerate(by_rank):

@@ -83,7 +83,7 @@ def deferred_refusal(kind: type[nn.Module], backend: str) -> None:
 @pytest.mark.parametrize("backend", ["fsdp", "ddp"])
 def test_a_parameter_that_nothing_initialises_is_refused_by_name(backend: str) -> None:
     for message in refusals(2, deferred_refusal, Bare, backend, error="BackendError"):
-        assert "no reset_parameters(): 0.gain" in message
+        assert "The module of 0.gain has no reset_parameters()" in message
     for message in refusals(2, deferred_refusal, Forgetful, backend, error="BackendError"):
         assert "gave no values to 0.gain" in message
 

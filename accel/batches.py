@@ -1,4 +1,4 @@
-"""``split``, which gives each rank its items, and ``largest_batch``, which finds the batch size that fits."""
+"""``split`` gives each rank its items, and ``largest_batch`` finds the batch size that fits."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 
-from .. import process
-from ..data.iteration import latest
-from ..data.sampling import Division, fingerprint, has_parts
-from ..errors import AccelError, RankMismatchError, described, text_of_error, whole_number
-from ..planning import place_of
-from ..process.control import agree, is_lost, locked, raise_together
-from ..process.rng import rng_state
-from ..process.transfer import Prints, other_values
-from ..registry import registry
-from ..trees import walk
-from . import shut_down
+from . import process
+from .data.iteration import latest
+from .data.sampling import Division, fingerprint, has_parts
+from .errors import AccelError, RankMismatchError, described, text_of_error, whole_number
+from .process.control import agree, is_lost, locked, raise_together
+from .process.rng import rng_state
+from .process.transfer import Prints, other_values
+from .registry import registry
+from .setup import place_of
+from .trees import walk
+from .verbs import shut_down
 
 logger = logging.getLogger("accel")
 T = TypeVar("T")
 
-# -- split -------------------------------------------------------------------------------------------------------------
+# -- split -----------------------------------------------------------------------------------------
 
 
 @overload
@@ -36,17 +36,20 @@ def split(items: T, pad: bool = False) -> T: ...
 def split(items: T, pad: bool = False) -> T:
     """Return this rank's consecutive share of items that every rank has. Collective.
 
-    ``gather_for_metrics(rows, items)`` brings results for the shares back into the order of ``items``, with one row for
-    each item. Ranks that read the same batch, as in ``data_parallel_place``, get the same share. No model is needed.
+    ``gather_for_metrics(rows, items)`` brings results for the shares back into the order of
+    ``items``, with one row for each item. Ranks that read the same batch, as in
+    ``data_parallel_place``, get the same share. No model is needed.
 
     Args:
-        items: a list, tuple, range, array or tensor (cut along its first dimension), or nested dicts of them with equal
-            lengths.
-        pad: repeat the last item so that all shares are equally long, for models whose forwards communicate.
+        items: a list, tuple, range, array or tensor (cut along its first dimension), or nested
+            dicts of them with equal lengths.
+        pad: repeat the last item so that all shares are equally long, for models whose forwards
+            communicate.
 
     Raises:
         RankMismatchError: the ranks have different items; on every rank.
-        AccelError: ``items`` can't be cut, lengths differ, or models have different data-parallel places.
+        AccelError: ``items`` can't be cut, lengths differ, or models have different data-parallel
+        places.
     """
     lengths: dict[str, int] = {}
     problems: list[str] = []
@@ -72,7 +75,12 @@ def split(items: T, pad: bool = False) -> T:
     tensors: list[torch.Tensor] = []
     words = fingerprint(items, tensors) if process.world_size() > 1 else None
     answers = agree("accel.split", (problem, (lengths, pad, words), Prints(tensors).read()))
-    raise_together("accel.split", AccelError(problem) if problem else None, [text for text, *_ in answers], AccelError)
+    raise_together(
+        "accel.split",
+        AccelError(problem) if problem else None,
+        [text for text, *_ in answers],
+        AccelError,
+    )
     same = all(facts == answers[0][1] for _, facts, _ in answers)
     if not same or other_values({number: sums for number, (*_, sums) in enumerate(answers)}):
         raise RankMismatchError(
@@ -97,30 +105,37 @@ def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
     return items[rows]
 
 
-# -- largest_batch -----------------------------------------------------------------------------------------------------
+# -- largest_batch ---------------------------------------------------------------------------------
 
 #: In the texts of RuntimeErrors of torch, cuBLAS and cuDNN.
-_MEMORY_TEXTS: Final = ("out of memory", "DefaultCPUAllocator", "STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED")
+_MEMORY_TEXTS: Final = (
+    "out of memory",
+    "DefaultCPUAllocator",
+    "STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+)
 #: Why ``fn`` did not succeed on a rank. The largest value of all ranks decides.
 _DISCONNECTED, _OUT_OF_MEMORY, _FAILED = range(3)
 
 
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
-    """Call ``fn(batch_size)`` with ``start``, and with half of it each time a rank runs out of memory. Collective.
+    """Call ``fn(batch_size)`` with half the size each time a rank runs out of memory. Collective.
 
-    Build the model, optimizers and loaders inside ``fn``. If ``fn`` raises on a rank, accel ends the process groups, tears
-    everything down on all ranks and starts the groups again. If the rank ran out of memory, accel restores the random
-    generators and calls ``fn`` with half the size.
+    Build the model, optimizers and loaders inside ``fn``. If ``fn`` raises on a rank, accel ends
+    the process groups, tears everything down on all ranks and starts the groups again. If the rank
+    ran out of memory, accel restores the random generators and calls ``fn`` with half the size.
 
     Args:
-        fn: takes the batch size of one rank. If it raises an error other than out of memory, every rank raises.
+        fn: takes the batch size of one rank. If it raises an error other than out of memory, every
+            rank raises.
         start: the first size, at least 1.
 
     Returns:
         The size that fits, and the result of ``fn``.
 
     Raises:
-        AccelError: not even 1 fits, a model is already set up, or the process group was not created by accel; on every
+        AccelError: not even 1 fits, a model is already set up, or the process group was not created
+        by accel; on every
             rank.
     """
     size = whole_number(start)
@@ -148,13 +163,13 @@ def _problem(fn: object, size: int, start: object) -> str:
     registry.sweep()
     if engines := registry.in_order():
         return (
-            f"largest_batch: {engines[0].label} is already set up. Build the model inside the function, or call "
-            "accel.teardown() first."
+            f"largest_batch: {engines[0].label} is already set up. Build the model inside the "
+            "function, or call accel.teardown() first."
         )
     if process.current().control is not None and not process.current().owns_group:
         return (
-            "largest_batch restarts the process group, but accel did not create it. Remove init_process_group from your "
-            "program; accel.setup calls it."
+            "largest_batch restarts the process group, but accel did not create it. Remove "
+            "init_process_group from your program; accel.setup calls it."
         )
     return ""
 
@@ -175,7 +190,12 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     worst = max(kind for kind, _ in answers)
     texts = [text if kind == worst else "" for kind, text in answers]
     if worst != _OUT_OF_MEMORY:
-        raise_together("the function of accel.largest_batch", error if outcome == worst else None, texts, AccelError)
+        raise_together(
+            "the function of accel.largest_batch",
+            error if outcome == worst else None,
+            texts,
+            AccelError,
+        )
     error = None
     _free_memory()
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), None

@@ -1,0 +1,63 @@
+"""Comparison of the ranks' facts: a text for each value, and the first name whose texts differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+def comparable_text(value: Any) -> str:
+    """Return a text that is equal on all ranks if the value is.
+
+    A tensor is described by its shape and sum, and a shard of a DTensor by its shape only. An
+    object without a text of its own is described by its class.
+    """
+    if isinstance(value, torch.Tensor):
+        total = "in shards" if hasattr(value, "to_local") else value.detach().double().sum().item()
+        return f"tensor {tuple(value.shape)} {total}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(comparable_text, value))}]"
+    if isinstance(value, set | frozenset):  # its order depends on the process
+        return f"{{{', '.join(sorted(map(comparable_text, value)))}}}"
+    if isinstance(value, Mapping):
+        items = [f"{comparable_text(key)}: {comparable_text(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def differing_names(
+    facts_by_rank: Iterable[Mapping[Any, Any]], *, ignore_absent: bool = False
+) -> list[Any]:
+    """Return the names of the facts that are not equal on all ranks, in order.
+
+    With ``ignore_absent`` only the ranks that have a fact are compared.
+    """
+    all_facts = list(facts_by_rank)
+    values: dict[Any, set[Any]] = {}
+    for facts in all_facts:
+        for name, value in facts.items():
+            values.setdefault(name, set()).add(value)
+    if not ignore_absent:
+        for name, seen in values.items():
+            seen.update({None} if any(name not in facts for facts in all_facts) else ())
+    return [name for name, seen in values.items() if len(seen) > 1]
+
+
+def values_by_rank(name: str, facts_by_rank: Iterable[Mapping[str, Any]]) -> str:
+    """Return each value of a fact with its ranks, such as ``0.1 on rank 0; 0.2 on ranks 1, 2``."""
+    ranks_by_value: dict[Any, list[str]] = {}
+    for rank, facts in enumerate(facts_by_rank):
+        ranks_by_value.setdefault(facts.get(name, "absent"), []).append(str(rank))
+    texts = []
+    for value, ranks in ranks_by_value.items():
+        texts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
+    return "; ".join(texts)
+
+
+def first_difference(facts_by_rank: Sequence[Mapping[str, Any]], order: Callable[[str], Any] = lambda name: 0) -> str:
+    """Return the first name whose values differ, with the ranks' values, or an empty text."""
+    names = sorted(differing_names(facts_by_rank), key=order)
+    return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""

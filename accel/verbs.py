@@ -1,0 +1,377 @@
+"""The functions that a training loop calls on handles, and the end of engines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from . import data, process
+from .data import LoaderHandle
+from .engines import Engine
+from .engines.base.sequence import prepared
+from .engines.base.step import take_added_groups
+from .errors import (
+    AccelError,
+    BackendError,
+    LoaderError,
+    PrecisionError,
+    described,
+    text_of_error,
+    whole_number,
+)
+from .handles import Model, ModelHandle, engine_behind, raw
+from .process import current, ended, running
+from .process.control import agree, locked, raise_together
+from .registry import registry, resolve_module
+from .setup import place_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import DataLoader
+
+logger = logging.getLogger("accel")
+Batch = TypeVar("Batch")
+
+
+# -- a step of the loop ----------------------------------------------------------------------------
+
+
+def backward(
+    loss: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Call ``loss.backward()`` with the same arguments. Under "16-mixed" the loss is scaled first.
+
+    Gradients are unscaled before this returns, so clipping and logging see true gradients.
+
+    Raises:
+        PrecisionError: a "16-mixed" model already has gradients from a plain ``loss.backward()``,
+        or ``create_graph``
+            asks for a graph that would contain the scale.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise AccelError(f"accel.backward expects the loss as a tensor, got {described(loss)}.")
+    if not registry.scaled:
+        loss.backward(gradient, retain_graph, create_graph, inputs)
+        return
+    if create_graph:
+        raise PrecisionError(
+            "accel.backward(create_graph=True) under '16-mixed' gives gradients whose graph "
+            "contains the loss scale. Use torch.autograd.grad(loss, inputs, create_graph=True) "
+            "for the penalty."
+        )
+    if any(engine.precision.scaled and engine.gradients.plain for engine in registry.engines):
+        registry.sweep()  # the engine may be a dropped one
+    scaled = [engine for engine in registry.in_order() if engine.precision.scaled]
+    for engine in scaled:
+        engine.gradients.refuse_plain(zeros=False)
+    holders = [holder for engine in registry.in_order() for holder in engine.gradients.holders()]
+    wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
+    holders += [tensor for tensor in wanted if isinstance(tensor, torch.Tensor)]
+    registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
+    for engine in scaled:
+        engine.gradients.plain = False
+
+
+def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Accumulate gradients without synchronization, for the forwards inside. Can be nested.
+
+    You don't need to leave it for the last backward pass: ``optimizer.step()`` synchronizes what
+    hasn't been.
+    """
+    return registry.of_handle(model).no_sync()
+
+
+def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
+    """Group a loader's batches for gradient accumulation, ``n`` batches for each optimizer step.
+
+    ::
+
+        for group in accel.accumulate(loader, n):
+            for x, y in group:
+                (loss_fn(model(x), y) / len(group)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ``len(group)`` is the number of its batches, which is smaller at the end of an epoch.
+    ``len(accel.accumulate(loader, n))`` is the number of steps. Where it saves communication,
+    gradients are only reduced in the last backward of a group. A ``break`` drops the rest of a
+    group. The grouping follows ``itertools.batched``.
+
+    Args:
+        loader: a loader's handle. For an iterable dataset a group is read ahead, because only the
+            dataset knows its end.
+        n: batches of each rank for one step.
+
+    Raises:
+        LoaderError: ``loader`` isn't a handle, or ``n`` isn't a positive number.
+        RankMismatchError: while iterating, on every rank, if ranks have different numbers of
+        batches or ``n``.
+    """
+    handle: Any = loader  # to a type checker a handle is its loader
+    if type(handle) is not LoaderHandle:
+        raise LoaderError(
+            f"accel.accumulate: expected the loader that accel.setup returned, found {described(loader)}."
+        )
+    if (number := whole_number(n)) < 1:
+        raise LoaderError(f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1.")
+    serials = handle._accel.engines
+
+    def set_accumulating(accumulating: bool) -> None:
+        for engine in registry.in_order():
+            if engine.serial in serials and engine.gradients.spares:
+                engine.gradients.accumulate(accumulating)
+
+    return data.Accumulation(handle, number, set_accumulating)
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip the model's gradients by their global norm, on every backend. Collective.
+
+    Args:
+        model: a handle or its raw module.
+        max_norm: the largest norm that the gradients may have afterwards.
+        norm_type: the order of the norm. ``float("inf")`` is the largest absolute value.
+        error_if_nonfinite: raise instead of clipping if the norm is inf or nan.
+
+    Returns:
+        The norm before clipping, a 0-dim tensor that is the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
+        BackendError: gradients are sharded, and ``norm_type`` is not above 0.
+    """
+    return registry.of_handle(model).gradients.clip(max_norm, norm_type, error_if_nonfinite)
+
+
+def refresh_trainable(model: nn.Module) -> None:
+    """Apply a change of ``requires_grad`` now. Needed only with ``auto_refresh=False``. Collective.
+
+    Raises:
+        RankMismatchError: the ranks changed different parameters.
+        BackendError: inside of ``no_sync``, while gradients are not synchronized.
+    """
+    registry.of_handle(model).refresh()
+
+
+def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Allow ranks to have different numbers of batches, as ``torch.distributed.algorithms.Join``."""
+    engine = registry.of_handle(model)
+    if engine.sequence is not None:
+        raise BackendError("accel.join() doesn't work with sequence_parallel, because attention needs all ranks.")
+    return engine.join()
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def unwrap(model: Model) -> Model:
+    """Return the raw module of a handle or of a ``torch.compile`` wrapper, or the module itself."""
+    handle: Any = model  # to a type checker a handle is its module
+    module: Any = raw(handle) if type(handle) is ModelHandle else resolve_module(handle)[0]
+    unwrapped: Model = module
+    return unwrapped
+
+
+@locked
+def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
+    """Return what the raw object's ``state_dict()`` would return in one process. Collective.
+
+    Tensors that were sharded are on the CPU, because a device may be too small for all of them.
+
+    Args:
+        model_or_optimizer: a handle or its raw object.
+        rank0_only: return ``{}`` on the other ranks, which then need no memory for the state.
+    """
+    keep = not rank0_only or process.is_main()
+    optimizer = None
+    if isinstance(model_or_optimizer, Optimizer):
+        handle = registry.optimizer_handle(model_or_optimizer)
+        engine = None if handle is None else engine_behind(handle)
+        if handle is None or engine is None:
+            kind = type(model_or_optimizer).__name__
+            raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, optimizer) first.")
+        optimizer = raw(handle)
+    else:
+        engine = registry.of_handle(model_or_optimizer)
+    state: dict[str, Any] = engine.holdings.full_state_dict(optimizer, keep=keep)
+    return state if keep else {}
+
+
+class DataParallelPlace(NamedTuple):
+    """The index of a process among those that read different batches, and their number."""
+
+    rank: int
+    world_size: int
+
+
+def data_parallel_place(model: nn.Module) -> DataParallelPlace:
+    """Return this process's data-parallel place, which processes that share a batch have in common."""
+    place = place_of(registry.of_handle(model))
+    return DataParallelPlace(place.rank, place.world)
+
+
+def mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the device mesh of a model, or None. Its axes are "replicate", "shard" and "tensor".
+
+    If accel was started again after ``accel.teardown()``, the names of the axes end in the number
+    of the start.
+    """
+    return registry.of_handle(model).holdings.mesh
+
+
+def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
+    """Return this rank's shard of a batch for a model with ``sequence_parallel``. Collective.
+
+    Tensors that are as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first
+    tensor are cut. Others are kept. For models of transformers, ``position_ids`` and
+    ``shift_labels`` of the full sequence are added if they are missing, and an ``attention_mask``
+    without padding is removed. For other models this returns the batch.
+
+    Args:
+        model: a handle or its raw module.
+        batch: a tensor, or nested dicts, lists and tuples of them, the same on all ranks of a
+            sequence.
+        dim: the dimension of the sequence.
+
+    Raises:
+        BackendError: the sequence can't be divided, no tensor has such a dimension, or
+        ``attention_mask`` has padding. RankMismatchError: ranks of one sequence have different
+        batches.
+    """
+    engine = registry.of_handle(model)
+    if engine.sequence is None:
+        shard: Batch = prepared(engine.module, batch)
+    else:
+        shard = engine.sequence.shard(batch, dim)
+    return shard
+
+
+@contextlib.contextmanager
+def whole_sequences(model: nn.Module) -> Iterator[None]:
+    """Give a model with ``sequence_parallel`` whole sequences, as in ``generate``, on each rank."""
+    if (sequence := registry.of_handle(model).sequence) is None:
+        yield
+        return
+    before, sequence.whole = sequence.whole, True
+    try:
+        yield
+    finally:
+        sequence.whole = before
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+@overload
+def teardown(model: Model) -> Model: ...
+@overload
+def teardown() -> None: ...
+@locked
+def teardown(model: Any = None) -> Any:
+    """Undo ``setup`` and return the raw module with its full trained weights. Collective.
+
+    The raw optimizers work again as before ``setup``. Without a model, tear down every engine and
+    the process group that accel created, and return None.
+
+    Note:
+        If some ranks have dropped a model whose weights are sharded, its weights can't be gathered:
+        they become NaN, and this raises.
+
+    Raises:
+        RankMismatchError: the ranks tear down different models, or a sharded one after different
+        numbers of steps; nothing
+            has changed.
+        OptimizerError: an optimizer was given parameters that the model doesn't have; nothing has
+        changed. AccelError: weights could not be gathered. The engines have ended all the same.
+    """
+    process.refuse_fork()
+    if model is None:
+        shut_down()
+        return None
+    engine = registry.of_handle(model)
+    if engine.distributed and engine.gradients.partial and not engine.ended:
+        engine.compare(f"accel.teardown after {engine.drift.progress}")
+    for optimizer in engine.optimizers:
+        take_added_groups(engine, optimizer)
+    registry.remove(engine)
+    engine.teardown()
+    return engine.module
+
+
+@locked
+def shut_down(how: str = process.TORN_DOWN) -> None:
+    """End every engine and accel's process group. Ranks that wait for this one hear ``how``. Collective."""
+    if save := sys.modules.get("accel.checkpoint.background"):
+        save.background.wait()  # it uses the groups
+    try:
+        end_all()
+    finally:
+        process.shutdown(how)
+        data.forget()
+
+
+def end_all() -> None:
+    """End every engine, together with the ranks that have it too. Collective if one was sharded.
+
+    An error is raised after all engines have ended.
+    """
+    registry.sweep()
+    engines = registry.in_order()
+    together = bool(registry.divided) and running() is not None
+    reasons: dict[int, str] = {}
+    problem: Exception | None = None
+    if together:
+        try:
+            reasons = _reasons_to_end_alone(engines)
+        except AccelError as error:
+            problem, together = error, False
+            reasons = {engine.serial: str(error) for engine in engines}
+    for engine in engines:
+        registry.remove(engine)
+        try:
+            engine.teardown(reasons.get(engine.serial, ""))
+        except Exception as error:
+            if ended() and isinstance(error, AccelError):
+                logger.error("%s", error)  # the error that ended the groups was raised earlier
+            else:
+                problem = problem or error
+    registry.divided.clear()
+    registry.scaled.clear()
+    if together and running() is not None:
+        raise_together("accel.teardown", problem, agree("accel.teardown (the end)", text_of_error(problem)))
+    if problem is not None:
+        raise problem
+
+
+def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
+    """Return why engines can't end together with the other ranks, by serial. Collective."""
+    # A rank that tears down after an error must not wait long for ranks that wait for it in a
+    # different call.
+    after_error = sys.exc_info()[0] is not None
+    limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
+    progress = {engine.serial: engine.drift.progress if engine.gradients.partial else "" for engine in engines}
+    progress_by_rank = agree("accel.teardown", progress, timeout=limit)
+    reasons = {}
+    for serial in progress:
+        missing = [rank for rank, others in enumerate(progress_by_rank) if serial not in others]
+        if missing:
+            reasons[serial] = f"rank {', '.join(map(str, missing))} let go of the model"
+        elif len({others[serial] for others in progress_by_rank}) > 1:
+            steps = ", ".join(f"after {others[serial]} on rank {rank}" for rank, others in enumerate(progress_by_rank))
+            reasons[serial] = f"the model is {steps}, so its shards don't belong together"
+    return reasons
