@@ -57,9 +57,8 @@ class Gradients:
         #: Hears of every backward, of whatever graph, over several ranks.
         self.listener: BackwardListener | None = None
         kind = type(self)
-        #: Whether ``before_step``, ``stepped_as`` and ``after_step`` do something here.
+        #: Whether ``before_step`` and ``after_step`` do something here.
         self.prepares_steps = kind.before_step is not Gradients.before_step
-        self.replaces_steps = kind.stepped_as is not Gradients.stepped_as
         self.finishes_steps = kind.after_step is not Gradients.after_step
 
     @property
@@ -190,10 +189,6 @@ class Gradients:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` is about to step."""
-
-    def stepped_as(self, optimizer: Optimizer) -> Optimizer:
-        """What torch's own step is called with in the place of ``optimizer``. Local."""
-        return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Hear that ``optimizer`` has stepped."""

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
-from ..base.local import ELEMENTWISE, elementwise
+from ..base.parts import ELEMENTWISE, elementwise
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from .library import library
 

@@ -32,8 +32,8 @@ from ..base.gradients import (
 )
 from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
-from ..base.local import LocalSteps, elementwise
 from ..base.memory import MemoryUse, TensorSize, add_uses
+from ..base.parts import LocalSteps, elementwise
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
 from .plan import (
@@ -244,10 +244,6 @@ class FSDPGradients(Gradients):
     reduced = partial = before_any_step = in_parts = True
     engine: FSDPEngine
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.local_steps: weakref.WeakKeyDictionary[Optimizer, LocalSteps] = weakref.WeakKeyDictionary()
-
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         return self.engine.parts.canonical(parameter) if self.engine.divided else parameter
 
@@ -292,18 +288,8 @@ class FSDPGradients(Gradients):
     def before_step(self, optimizer: Optimizer) -> None:
         """Make a backward from an earlier forward an error, as a step in place does in one process."""
         self.announce_step(optimizer)
-        if elementwise(optimizer) is None:
+        if not elementwise(optimizer):
             self.engine.parts.age(p for p in parameters_of(optimizer) if p.grad is not None)
-
-    def stepped_as(self, optimizer: Optimizer) -> Optimizer:
-        """Elementwise ones compute with this rank's rows."""
-        if (kind := elementwise(optimizer)) is None:
-            return optimizer
-        return self.local_steps.setdefault(optimizer, LocalSteps(self.engine.parts.stepping)).view(optimizer, kind)
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        if optimizer in self.local_steps:
-            self.local_steps[optimizer].end()
 
 
 def _explained(text: str, label: str) -> str:
@@ -319,6 +305,16 @@ def _explained(text: str, label: str) -> str:
             "is a view that FSDP2 made. Leave inplace out, or begin the block with x = x.clone()."
         )
     return ""
+
+
+def _stepping(reference: weakref.ref[FSDPEngine]) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Tell an engine of the shards that a step is about to change, without keeping the engine alive."""
+
+    def stepping(shards: Sequence[torch.Tensor]) -> None:
+        if (engine := reference()) is not None and engine.divided:
+            engine.parts.stepping(shards)
+
+    return stepping
 
 
 class FSDPEngine(Engine):
@@ -341,6 +337,8 @@ class FSDPEngine(Engine):
         super().__init__(module, entry, context)
         #: Of tensor parallelism.
         self._alike: SameInputs | None = None
+        #: By the identity of optimizers that are elementwise.
+        self._local_steps: dict[int, LocalSteps] = {}
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -409,13 +407,16 @@ class FSDPEngine(Engine):
         if isinstance(optimizer, _WHOLE_MATRICES):
             muon_patch().need(optimizer)
         super().attach(optimizer)
+        if elementwise(optimizer):
+            self._local_steps[id(optimizer)] = LocalSteps(optimizer, _stepping(weakref.ref(self)))
         self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
         if self.distributed:
             if isinstance(optimizer, _WHOLE_MATRICES):
                 muon_patch().drop(optimizer)
-            self.gradients.local_steps.pop(optimizer, None)
+            if (steps := self._local_steps.pop(id(optimizer), None)) is not None:
+                steps.close()
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
@@ -491,7 +492,6 @@ class FSDPEngine(Engine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         self.holdings.guard.release_modules()
         if self.divided:
-            self.gradients.local_steps.clear()
             self.holdings.restore(self.parts, optimizers)
             lost = self.ended and self.parts.replaced
             self.divided = False

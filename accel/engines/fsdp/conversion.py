@@ -21,7 +21,7 @@ from ...process.packing import broadcast_
 from ...shard import Shard
 from ..base.absent import Absent, bring_back, name_of, refuse_second_derivatives, take_away
 from ..base.gradients import Interruption
-from ..base.local import parts_of
+from ..base.parts import parts_of
 from .module import ShardedModule, drop, kept_whole, place_of, wrap
 
 if TYPE_CHECKING:
