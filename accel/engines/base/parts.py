@@ -201,7 +201,9 @@ class LocalSteps(PartsInGroups):
         local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for parameter, values in optimizer.state.items():
             part = local_of(parameter)
-            local[part] = values if part is parameter else dict(zip(values, map(local_of, values.values()), strict=True))
+            local[part] = (
+                values if part is parameter else dict(zip(values, map(local_of, values.values()), strict=True))
+            )
         self._state, self._given = (optimizer, optimizer.state), _values_of(local)
         optimizer.state = local
 

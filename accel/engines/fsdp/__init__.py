@@ -379,7 +379,8 @@ class FSDPEngine(Engine):
         self.compare("the choice of FSDP(wrap=...)", names)
         if self.options.wrap is not None and not names and self.process.place.rank == 0:
             logger.warning(
-                "FSDP(wrap=...) chooses no module of this %s, so it is gathered as a whole. Is a class missing?", self.kind
+                "FSDP(wrap=...) chooses no module of this %s, so it is gathered as a whole. Is a class missing?",
+                self.kind,
             )
         self.parts, self.divided = Conversion(self), True
         self.parts.shard(names, self.holdings.whole)
@@ -394,7 +395,7 @@ class FSDPEngine(Engine):
         """Let ranks that split a layer draw the random numbers of the first of them, and compare their inputs. Collective."""
         if mesh.parallel:
             place = mesh.place["replicate"], mesh.place["shard"]
-            self._same_inputs = SameInputs(self.label, place, mesh.tensor.get_group(), self.process)
+            self._same_inputs = SameInputs(self.label, place)
             states = torch_states() if mesh.place["tensor"] == 0 else None
             from_ranks = agree(f"the random numbers of {self.label}", (place, states))
             put_torch_states(next(states for other, states in from_ranks if other == place and states is not None))

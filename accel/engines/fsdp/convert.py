@@ -224,7 +224,7 @@ class Conversion:
             self.interruption.stale = False
 
     def average_scalars(self, *, edited: bool = False) -> None:
-        """Average the gradients of scalars that are new since the last time, or ``edited`` in place. Collective if there are any."""
+        """Average gradients of scalars that are new since the last time, or ``edited`` in place. Collective if there are any."""
         if not self._scalars:
             return
         gradients = [p.grad for p in self._scalars.values()]

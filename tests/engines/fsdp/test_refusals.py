@@ -17,21 +17,12 @@ from accel.engines.fsdp.plan import blocks
 from tests.distributed import run
 from tests.engines.fsdp.training import Block, Net, build
 
-
-class Fused(torch.optim.SGD):
-    """Has another step than torch's."""
-
-    def step(self, closure: Any = None) -> None:
-        pass
-
-
 Kernels = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
 #: What is changed before setup, the class of the error, and words of its text.
 OPTIMIZERS: list[tuple[Callable[[Any], Any], str]] = [
     (torch.optim.Adafactor, "Adafactor cannot train sharded parameters"),
     (torch.optim.LBFGS, "LBFGS cannot train sharded parameters"),
     (Kernels, "AdamW8bit cannot train sharded parameters"),
-    (lambda p: Fused(p, lr=0.1, fused=True), "Fused"),
 ]
 MODELS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda net: net.embed.weight.register_hook(lambda g: g), "embed.weight has gradient hooks"),
