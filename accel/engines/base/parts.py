@@ -200,10 +200,10 @@ class LocalSteps(PartsInGroups):
         self._stepping(written)
         local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for parameter, values in optimizer.state.items():
-            part = local_of(parameter)
-            local[part] = (
-                values if part is parameter else dict(zip(values, map(local_of, values.values()), strict=True))
-            )
+            kind, part = type(parameter), local_of(parameter)
+            if part is not parameter:
+                values = {key: v._local_tensor if type(v) is kind else v for key, v in values.items()}
+            local[part] = values
         self._state, self._given = (optimizer, optimizer.state), _values_of(local)
         optimizer.state = local
 
@@ -214,7 +214,7 @@ class LocalSteps(PartsInGroups):
             values = _values_of(local)
             if len(values) != len(self._given) or not all(map(operator.is_, values, self._given)):
                 self._adopt_state(local, state)
-            self._state = None
+            self._state, self._given = None, []
         for part in self._stepped:
             part.grad = None
         self._stepped.clear()
@@ -242,7 +242,8 @@ def _values_of(state: defaultdict[torch.Tensor, Any]) -> list[Any]:
 
 
 def _local_gradient(gradient: Any, parameter: Any) -> torch.Tensor:
-    if getattr(gradient, "_spec", None) is parameter._spec:
+    spec = getattr(gradient, "_spec", None)
+    if spec is parameter._spec or spec == parameter._spec:
         return gradient._local_tensor  # type: ignore[no-any-return]
     return here(torch.empty_like(parameter).copy_(gradient))  # assigned by hand, and maybe sharded in a different way
 

@@ -145,14 +145,6 @@ class FSDPHoldings(Holdings):
     def prepare(self, *, writing: bool) -> None:
         self.engine.parts.sharded.reshard()
 
-    def _whole_tensors(
-        self, what: str, *, copied: bool = False, keep: bool = True
-    ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
-        """Give a copy of a module that lists parameters of before ``setup`` the full tensors of their shards."""
-        others, extra = super()._whole_tensors(what, copied=copied, keep=keep)
-        replaced = self.engine.parts.replaced.values() if copied else ()
-        return others | {id(old): others[id(shard)] for old, shard in replaced}, extra
-
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         return self.engine.parts.part(f"{name}/{key}" if key else name, tensor)
 
@@ -295,7 +287,7 @@ class FSDPEngine(Engine):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
-            check_module(module, options)
+            check_module(module)
             for refuse in (refuse_scripts, refuse_overlaps, refuse_sparse, refuse_quantized):
                 refuse(module, cls.name)
         if sizes["tensor"] > 1:

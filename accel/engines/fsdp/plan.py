@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import BackendError
 from ...process import Process
 from ...process.startup import mesh_of
-from ..base.activations import Choice, chosen, is_container
+from ..base.activations import Choice, chosen
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,39 +145,19 @@ def _group(module: nn.Module, path: str, groups: dict[str, nn.Module]) -> str:
     return ""
 
 
-def check_module(module: nn.Module, options: Any) -> None:
-    """Raise BackendError if something of the module would be lost, or fail later."""
-    groups = dict(blocks(module, options.wrap))
-    if options.wrap is not None and (empty := [n for n, m in groups.items() if is_container(m)]):
-        raise BackendError(f"FSDP(wrap=...) chose {', '.join(empty[:5])}, which has no forward. Choose its children.")
-    if is_container(module):
-        raise BackendError(
-            f"a {type(module).__name__} has no forward in which its weights could be gathered. Give accel.setup a module with a "
-            'forward, or use backend="ddp".'
-        )
+def check_module(module: nn.Module) -> None:
+    """Raise BackendError if something of the module would be lost without an error."""
     embeddings = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     if limited := [name for name, embedding in embeddings if embedding.max_norm is not None]:
         raise BackendError(
-            f"{', '.join(limited[:5])} has max_norm, which writes to its weight in forward. FSDP2 would drop these writes: "
-            "leave max_norm out, or use backend='ddp'."
+            f"{limited[0]} has max_norm, which writes to its weight in forward, and FSDP2 would drop these writes. "
+            'Leave max_norm out, or use backend="ddp".'
         )
     if hooked := [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
         raise BackendError(
-            f"{', '.join(hooked[:5])} has gradient hooks, which a shard wouldn't have. Register them after accel.setup, on "
-            "model.parameters()."
+            f"{hooked[0]} has gradient hooks, which its shard would not have. "
+            "Register them after accel.setup, on model.parameters()."
         )
-    dtypes: dict[str, dict[Any, str]] = {}
-    owners = _owners(module)
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dim() and parameter.numel():
-            group = _group(module, owners[id(parameter)][0], groups)
-            dtypes.setdefault(group, {}).setdefault(parameter.dtype, name)
-    for found in dtypes.values():
-        if len(found) > 1:
-            listed = ", ".join(f"{name} ({str(dtype).removeprefix('torch.')})" for dtype, name in found.items())
-            raise BackendError(
-                f"trainable parameters of one group have different dtypes: {listed}. Convert the model first."
-            )
 
 
 # -- tensor parallelism: layers that neighbouring ranks split, by torch's parallelize_module ----------------------------
