@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -98,24 +98,31 @@ class Checkpointed:
 def run_again(function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
     """Call a function of these modules. Its activations are not kept for backward, but computed again."""
 
-    def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        return contextlib.nullcontext(), _buffers_kept(modules)
+    def contexts() -> tuple[Any, Any]:  # of the first forward and the second
+        return contextlib.nullcontext(), _BuffersKept(modules)
 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-@contextlib.contextmanager
-def _buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let buffers be as they were at the end: BatchNorm would count a batch twice."""
-    buffers = [(m._buffers, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
-    copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
-    for table, name, buffer in buffers:
-        table[name] = copies[id(buffer)]
-    try:
-        yield
-    finally:
-        for table, name, buffer in buffers:
-            table[name] = buffer
+@final
+class _BuffersKept:
+    """Lets buffers be as they were at the end: BatchNorm would count a batch twice. Every backward of a graph enters it."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tables = [m._buffers for m in modules if m._buffers]
+        self._buffers: list[dict[str, torch.Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._buffers = [dict(table) for table in self._tables]
+        copies: dict[int, torch.Tensor] = {}  # what stands in several places stays one tensor
+        for table in self._tables:
+            for name, buffer in table.items():
+                if buffer is not None:
+                    table[name] = copies.setdefault(id(buffer), buffer.clone())
+
+    def __exit__(self, *_: object) -> None:
+        for table, buffers in zip(self._tables, self._buffers, strict=True):
+            table.update(buffers)
 
 
 def _is_empty_cache(value: Any) -> bool:

@@ -213,8 +213,9 @@ def check_plan(plan: Any) -> None:
 def text_of(plan: Plan) -> str:
     """Return a plan as text. Styles with the same settings have the same text on all ranks."""
     styles = {} if plan is None else plan
-    texts = {name: s if isinstance(s, str) else f"{type(s).__qualname__}({vars(s)})" for name, s in styles.items()}
-    return str(texts or None)
+    without_repr = [name for name, style in styles.items() if type(style).__repr__ is object.__repr__]
+    texts = {name: f"{type(styles[name]).__qualname__}({vars(styles[name])})" for name in without_repr}
+    return str({**styles, **texts} or None)
 
 
 def check_cut(module: nn.Module, plan: Plan, size: int) -> None:

@@ -225,6 +225,7 @@ def _watch_group(state: Any, group: Any, process: Process, name: str, label: str
     unshard, post_forward, post_backward = group.unshard, group.post_forward, group.post_backward
     gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
+    weights = {id(param._unsharded_param) for param in group.fsdp_params}
     places = [(p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params]
 
     def gather(*args: Any, **kwargs: Any) -> Any:
@@ -241,8 +242,10 @@ def _watch_group(state: Any, group: Any, process: Process, name: str, label: str
         # FSDP2 gathers for a backward in hooks on the output's tensors, which older versions find in containers only. The
         # user's `x += y` on a view would lose the view's hooks, but not its base's.
         if torch.is_grad_enabled():
-            tensors = [tensor for _, tensor in all_tensors(output)]
-            state._register_pre_backward_hook([t if t._base is None else t._base for t in tensors])
+            tensors = [t if t._base is None else t._base for _, t in all_tensors(output)]
+            if any(id(tensor) in weights for tensor in tensors):  # using it would crash the process
+                raise BackendError(f"{name} returns a weight, which is freed after the forward. Return weight.clone().")
+            state._register_pre_backward_hook(tensors)
         return post_forward(module, inputs, output)
 
     def reduce(*args: Any) -> Any:
