@@ -1,4 +1,4 @@
-"""Activation checkpointing: chosen blocks keep only their inputs for backward, and compute their activations again."""
+"""Activation checkpointing: chosen blocks keep their inputs, and compute activations again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import BackendError
 from ...gradients.patches import replaced
 
-# -- which modules -----------------------------------------------------------------------------------------------------
+# -- which modules ---------------------------------------------------------------------------------
 
-#: Classes of modules, or a function that returns True for a chosen module. None: the rule of ``_repeated``.
+#: Classes of modules, or a function that returns True for them. None: ``_repeated``.
 Choice = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
 
@@ -31,7 +31,7 @@ def chosen(module: nn.Module, choice: Choice) -> list[tuple[str, nn.Module]]:
 
 
 def _repeated(module: nn.Module) -> set[int]:
-    """Return children of ModuleLists and Sequentials that have submodules, and a sibling of their class."""
+    """Return children of containers that have submodules, and a sibling of their class."""
     found: set[int] = set()
     for container in module.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -48,7 +48,7 @@ def is_container(module: nn.Module) -> bool:
     return type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
-# -- computing activations again ---------------------------------------------------------------------------------------
+# -- computing activations again -------------------------------------------------------------------
 
 
 def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
@@ -75,7 +75,7 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
 
 @final
 class Checkpointed:
-    """A block's forward that keeps only its inputs. A copy or a pickle of the block has its plain forward."""
+    """A block's forward that keeps only its inputs. Copies of the block have the plain forward."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
@@ -86,7 +86,7 @@ class Checkpointed:
             return self._forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a compiled graph writes buffers once
             return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        # Models of transformers give each layer a cache to fill, also while they train. The second forward would fill it again.
+        # transformers gives each layer a cache, which the second forward would fill again.
         args = tuple(None if _is_empty_cache(a) else a for a in args)
         kwargs = {name: None if _is_empty_cache(a) else a for name, a in kwargs.items()}
         return run_again(self._forward, list(self._forward.__self__.modules()), args, kwargs)
@@ -96,7 +96,7 @@ class Checkpointed:
 
 
 def run_again(function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
-    """Call a function of these modules. Its activations are not kept for backward, but computed again."""
+    """Call a function of these modules, and compute its activations again in backward."""
 
     def contexts() -> tuple[Any, Any]:  # of the first forward and the second
         return contextlib.nullcontext(), _BuffersKept(modules)
@@ -106,7 +106,7 @@ def run_again(function: Callable[..., Any], modules: Sequence[nn.Module], args: 
 
 @final
 class _BuffersKept:
-    """Lets buffers be as they were at the end: BatchNorm would count a batch twice. Every backward of a graph enters it."""
+    """Undoes changes of buffers, so that BatchNorm counts a batch once. Reusable."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [m._buffers for m in modules if m._buffers]

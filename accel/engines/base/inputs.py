@@ -23,7 +23,7 @@ _ADVICE: Final = (
 
 @final
 class SameInputs:
-    """Compares the inputs of the first forwards over the ranks that compute each together. These have the same ``place``."""
+    """Compares the inputs of the first forwards of ranks that have the same ``place``."""
 
     def __init__(self, label: str, place: Hashable) -> None:
         self._label, self._place = label, place

@@ -1,8 +1,9 @@
-"""This rank's parts of parameters in an optimizer's ``param_groups`` while the optimizer's own code steps.
+"""This rank's parts of parameters in an optimizer's ``param_groups`` while it steps.
 
-A backend that shards parameters lets the user's optimizer step the part on this rank: a plain tensor, which can be
-several times as fast as the library's own kind of sharded tensor. The parts stand in the groups from the last pre-hook of
-a step to its first post-hook. The user's hooks and closures therefore find the parameters, as they do between steps.
+A backend that shards parameters lets the user's optimizer step the part on this rank: a plain
+tensor, which can be several times as fast as the library's own kind of sharded tensor. The parts
+stand in the groups from the last pre-hook of a step to its first post-hook. The user's hooks and
+closures therefore find the parameters, as they do between steps.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 
 from ...precision import here
 
-#: Optimizers that treat each element by itself, so that a part is stepped as it would be in the whole parameter.
+#: Optimizers that treat each element by itself, so a part is stepped as in the whole parameter.
 ELEMENTWISE: Final = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
@@ -32,7 +33,8 @@ _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_s
 
 def elementwise(optimizer: Optimizer) -> bool:
     """True if an optimizer makes the step of one of torch's elementwise optimizers."""
-    return _steps_elementwise(type(optimizer))
+    kind: Any = type(optimizer)
+    return _steps_elementwise(kind)
 
 
 @functools.cache
@@ -57,8 +59,8 @@ def _is_of_torch(function: Any) -> bool:
 class PartsInGroups:
     """Puts this rank's parts into the groups of one optimizer while it steps. Local.
 
-    ``parts_of`` returns the parts of a group's parameters: one for each, or fewer if this rank has nothing of some. Call
-    ``close`` to give the optimizer back to its user. The optimizer is not kept alive.
+    ``parts_of`` returns the parts of a group's parameters: one for each, or fewer if this rank has
+    nothing of some. ``close`` gives the optimizer back to its user. It is not kept alive.
     """
 
     def __init__(self, optimizer: Optimizer, parts_of: Callable[[list[Any]], list[Any]]) -> None:
@@ -67,7 +69,8 @@ class PartsInGroups:
         self._groups: list[tuple[dict[str, Any], list[Any]]] = []
         self._before = optimizer.register_step_pre_hook(self._begin_step)
         self._after = optimizer.register_step_post_hook(self._end_step)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._after.id, last=False)
         self._release = _guard_step(optimizer, self)
 
     def close(self) -> None:
@@ -120,8 +123,8 @@ class PartsInGroups:
 def _guard_step(optimizer: Optimizer, parts: PartsInGroups) -> Callable[[], None]:
     """Make ``optimizer.step()`` restore the groups if it raises; return a function that undoes this.
 
-    It is a MethodType because torch's schedulers wrap ``optimizer.step.__func__``. One of them may have wrapped the step
-    before, or may do it later: then the guard cannot be removed, and becomes a plain call.
+    It is a MethodType because torch's schedulers wrap ``optimizer.step.__func__``. If one of them has
+    wrapped it, the guard can't be removed, and becomes a plain call.
     """
     earlier = vars(optimizer).get("step")
     reference, active = weakref.ref(optimizer), [True]
@@ -155,7 +158,7 @@ def _guard_step(optimizer: Optimizer, parts: PartsInGroups) -> Callable[[], None
     return release
 
 
-# -- parts of DTensors -------------------------------------------------------------------------------------------------
+# -- parts of DTensors -----------------------------------------------------------------------------
 
 _LOCAL: Final = operator.attrgetter("_local_tensor")
 
@@ -175,13 +178,13 @@ def parts_of(tensors: Sequence[Any]) -> list[Any]:
 
 @final
 class LocalSteps(PartsInGroups):
-    """Steps an elementwise optimizer on local tensors. ``stepping`` is told of the DTensors that are about to change."""
+    """Steps on local tensors. ``stepping`` is called with the DTensors that are about to change."""
 
     def __init__(self, optimizer: Optimizer, stepping: Callable[[list[torch.Tensor]], None]) -> None:
         super().__init__(optimizer, parts_of)
         self._stepping = stepping
-        #: Of the step that runs: the local tensors that have gradients, the optimizer with the state that is the user's, and
-        #: the values in the state that the step was given.
+        #: Of the step that runs: the local tensors that have gradients, the optimizer with the
+        #: user's state, and the values in the state that the step was given.
         self._stepped: list[torch.Tensor] = []
         self._state: tuple[Optimizer, defaultdict[torch.Tensor, Any]] | None = None
         self._given: list[Any] = []
@@ -200,9 +203,9 @@ class LocalSteps(PartsInGroups):
         self._stepping(written)
         local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for parameter, values in optimizer.state.items():
-            kind, part = type(parameter), local_of(parameter)
+            part, kind = local_of(parameter), type(parameter)  # `local_of` of each value would be slow
             if part is not parameter:
-                values = {key: v._local_tensor if type(v) is kind else v for key, v in values.items()}
+                values = {k: v._local_tensor if type(v) is kind else v for k, v in values.items()}  # type: ignore[attr-defined]
             local[part] = values
         self._state, self._given = (optimizer, optimizer.state), _values_of(local)
         optimizer.state = local
@@ -245,11 +248,11 @@ def _local_gradient(gradient: Any, parameter: Any) -> torch.Tensor:
     spec = getattr(gradient, "_spec", None)
     if spec is parameter._spec or spec == parameter._spec:
         return gradient._local_tensor  # type: ignore[no-any-return]
-    return here(torch.empty_like(parameter).copy_(gradient))  # assigned by hand, and maybe sharded in a different way
+    return here(torch.empty_like(parameter).copy_(gradient))  # assigned by hand
 
 
 def _like(parameter: Any, value: Any) -> Any:
-    """Return a value of a parameter's state as a DTensor, if it has an element for each one of the local tensor."""
+    """Return a value of a parameter's state, as a DTensor if it has the local tensor's shape."""
     if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape:
         return type(parameter)(value, parameter._spec, requires_grad=False)
     return value

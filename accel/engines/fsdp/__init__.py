@@ -1,4 +1,4 @@
-"""``fsdp``: torch's ``fully_shard`` (FSDP2) shards parameters, gradients and optimizer state over the ranks."""
+"""``fsdp``: torch's ``fully_shard`` (FSDP2) shards the model and its optimizers over the ranks."""
 
 from __future__ import annotations
 
@@ -51,20 +51,22 @@ class FSDP(SequenceOptions):
     """Options of ``fsdp``. Names and meanings are those of ``fully_shard`` if it has them.
 
     Args:
-        wrap: classes of the modules that are gathered alone, or a function that returns True for them. None: blocks that
-            repeat in a ModuleList or Sequential and have submodules.
-        reshard_after_forward: free gathered parameters after the forward of their block. False keeps them until backward.
+        wrap: classes of the modules that are gathered alone, or a function that returns True for
+            them. None: blocks that repeat in a ModuleList or Sequential and have submodules.
+        reshard_after_forward: free gathered parameters after the forward of their block. False
+            keeps them until backward.
         cpu_offload: keep shards, their gradients and optimizer state in CPU memory.
-        replicas: HSDP: the number of copies of the model. Each is sharded over neighbouring ranks, those of a node for
-            example. Blocks are gathered within a copy, and gradients are averaged over the copies.
-        tensor_parallel: the number of neighbouring ranks that split each layer named by the plan. They compute on the same
-            batches, and their parts are sharded over the other ranks.
-        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which ``*`` stands for one part of
-            a name. None: the model's ``tp_plan``, which models of transformers have.
-        mesh: a mesh of all ranks, instead of ``replicas`` and ``tensor_parallel``. Its axes are "replicate", "shard" and
-            "tensor", of which "shard" is required.
+        replicas: HSDP: the number of copies of the model, each sharded over neighbouring ranks.
+            Blocks are gathered within a copy, and gradients are averaged over the copies.
+        tensor_parallel: the number of neighbouring ranks that split each layer named by the plan.
+            They compute on the same batches, and their parts are sharded over the other ranks.
+        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which
+            ``*`` stands for one part of a name. None: the ``tp_plan`` of a transformers model.
+        mesh: a mesh of all ranks, instead of ``replicas`` and ``tensor_parallel``. Its axes are
+            "replicate", "shard" and "tensor", of which "shard" is required.
         param_dtype: FSDP2's mixed precision: gather and compute in this dtype (torch.bfloat16).
-        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, else the dtype of the parameters.
+        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, else the
+            dtype of the parameters.
     """
 
     wrap: Choice = None
@@ -92,7 +94,7 @@ class FSDP(SequenceOptions):
             if value not in (None, *allowed):
                 raise BackendError(f"FSDP({name}={value!r}): expected None or {' or '.join(map(str, allowed))}")
 
-    # A notebook cell that runs twice makes new style objects, so options are equal if their texts are.
+    # A notebook cell that runs twice makes new style objects, so texts are compared.
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap
 
@@ -100,7 +102,7 @@ class FSDP(SequenceOptions):
         return hash(repr(self))
 
     def __repr__(self) -> str:
-        """Return a text that is the same on every rank, which the text of a function or style is not."""
+        """Return a text that is the same on every rank, unlike that of a function."""
         kinds = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
         names = self.wrap and [getattr(kind, "__qualname__", type(kind).__name__) for kind in kinds]
         texts = {"wrap": names, "plan": text_of(self.plan)}
@@ -157,18 +159,18 @@ class FSDPHoldings(Holdings):
         return value
 
     def rebind(self, optimizer: Optimizer, parts: Conversion) -> None:
-        """Put shards into an optimizer's groups, and shard its state. In place, because schedulers hold the groups."""
+        """Put shards into an optimizer's groups, which schedulers hold, and shard its state."""
         for group in optimizer.param_groups:
             group["params"][:] = [parts.canonical(p) for p in group["params"]]
         names, groups = self.parameter_names, self.groups(optimizer)
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
             shard, state = parts.known.get(id(parameter), parameter), optimizer.state.pop(parameter)
             entry = StateEntry(names[id(shard)], tuple(shard.shape), shard, {})
-            group = groups.get(entry.name, {})
-            optimizer.state[shard] = {key: self.own_part(entry, key, value, group) for key, value in state.items()}
+            settings = groups.get(entry.name, {})
+            optimizer.state[shard] = {key: self.own_part(entry, key, v, settings) for key, v in state.items()}
 
     def restore(self, parts: Conversion, optimizers: Sequence[Optimizer]) -> None:
-        """Put whole values into the parameter objects of before ``setup``: NaN if a rank can't be reached. Collective."""
+        """Put full values into the old parameters: NaN if a rank can't be reached. Collective."""
         engine, what = self.engine, "the end of a sharded model"
         whole: dict[tuple[str, Any], torch.Tensor] | None = None
         old = {name: p for name, (p, _) in parts.replaced.items()}
@@ -193,7 +195,7 @@ class FSDPHoldings(Holdings):
         return [(name, p) for name, p in super().replicas() if id(p) not in shards]
 
     def replicated_parts(self) -> Mapping[str, Sequence[tuple[str, torch.Tensor]]]:
-        """Return the shards that other ranks have too, by their place along the axes that shard them."""
+        """Return the shards that other ranks have too, by their place in the mesh."""
         mesh, shards = self.engine.parts.sharded.mesh, self._shards()
         found: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for name, p in super().replicas():
@@ -219,7 +221,7 @@ class FSDPGradients(Gradients):
         return self.engine.parts.canonical(parameter) if self.engine.divided else parameter
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse parameters of other models, and put shards in the place of parameters of before ``setup``."""
+        """Refuse parameters of other models, and replace old parameters by their shards."""
         super().check(optimizer)
         if self.engine.divided:
             self.engine.holdings.rebind(optimizer, self.engine.parts)
@@ -261,7 +263,7 @@ _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
 class FSDPEngine(Engine):
-    """Puts shards in the parameters' places when it starts. FSDP2 gathers and frees them in its hooks."""
+    """Replaces parameters by shards, which FSDP2 gathers and frees in its hooks."""
 
     name = "fsdp"
     options_type: ClassVar[type[Options]] = FSDP
@@ -355,7 +357,7 @@ class FSDPEngine(Engine):
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take rank 0's weights, then put shards in the place of parameters, of those in the optimizers too."""
+        """Take rank 0's weights, and replace parameters by shards, in the optimizers too."""
         if not self.distributed:
             return
         if not self.divided:
@@ -384,7 +386,7 @@ class FSDPEngine(Engine):
         self.started = True
 
     def _draw_alike(self, mesh: Mesh) -> None:
-        """Let ranks that split a layer draw the random numbers of the first of them, and compare their inputs. Collective."""
+        """Give ranks that split a layer equal random numbers, and compare inputs. Collective."""
         if mesh.parallel:
             place = mesh.place["replicate"], mesh.place["shard"]
             self._same_inputs = SameInputs(self.label, place)
@@ -441,7 +443,7 @@ class FSDPEngine(Engine):
 
 
 def _stepping(reference: weakref.ref[FSDPEngine]) -> Callable[[Sequence[torch.Tensor]], None]:
-    """Tell an engine of the shards that a step is about to change, without keeping the engine alive."""
+    """Tell an engine of shards that a step is about to change. The engine is not kept alive."""
 
     def stepping(shards: Sequence[torch.Tensor]) -> None:
         if (engine := reference()) is not None and engine.divided:
@@ -451,7 +453,7 @@ def _stepping(reference: weakref.ref[FSDPEngine]) -> Callable[[Sequence[torch.Te
 
 
 def _explained(text: str, label: str) -> str:
-    """Return what an error of torch's in a forward means for sharded weights, or "" if there is nothing to add."""
+    """Return what torch's error in a forward means for sharded weights, or ""."""
     if "mixed torch.Tensor and DTensor" in text:
         return (
             f"{label} uses weights of a block outside of the block's forward, or after a backward in a method, where they are "

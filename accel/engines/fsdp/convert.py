@@ -1,4 +1,4 @@
-"""From whole parameters to shards and back, and what happens around each backward of a sharded module."""
+"""From parameters to shards and back, and the begin and end of each backward."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class Conversion:
     def __init__(self, engine: FSDPEngine) -> None:
         self.module, self.process, self.label = engine.module, engine.process, engine.label
         self._offload = engine.options.cpu_offload
-        #: The shard of every parameter object, by its identity: of replaced ones, of gathered ones and of shards.
+        #: The shard of each replaced parameter, gathered parameter and shard, by identity.
         self.known: dict[int, nn.Parameter] = {}
         #: The parameter objects that shards replaced, each with its shard, by name.
         self.replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
         self._places = [(m, n, p) for m in self.module.modules() for n, p in m._parameters.items() if p is not None]
-        #: Every rank has these whole. Beside them the gradients that were averaged last, with their versions.
+        #: Every rank has these whole. ``_averaged``: their last averaged gradients and versions.
         self._scalars: dict[str, nn.Parameter] = {}
         self._averaged: list[tuple[torch.Tensor | None, int]] = []
         self.interruption = Interruption()
         self.sharded = ShardedModule(self.module, self.process, engine.options)
 
-    # -- to shards --------------------------------------------------------------------------------------------------------
+    # -- to shards ---------------------------------------------------------------------------------
 
     def shard(self, blocks: Sequence[str], gather: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Put shards in the parameters' places. Collective.
@@ -89,7 +89,7 @@ class Conversion:
             self._fill(shard.grad, gradient)
 
     def _on_all_ranks(self, act: Callable[[], None]) -> None:
-        """Call something of torch's ``fully_shard``; if it raises on one rank, raise on all. Collective."""
+        """Call a part of ``fully_shard``. If it raises on one rank, raise on all. Collective."""
         error = None
         try:
             act()
@@ -100,7 +100,7 @@ class Conversion:
         raise_together("accel.setup", error, problems, BackendError)
 
     def begin(self, log: GradientLog | None) -> None:
-        """Watch backwards, once every parameter has its values. ``log`` hears of each if the loss must be scaled."""
+        """Watch backwards. ``log`` gets an entry for each if the loss must be scaled."""
         self._log = log
         self.sharded.watch(self.label, self._begin_backward, self._end_backward)
         self._gathered = {id(shard): gathered for gathered, shard in self.sharded.gathered()}
@@ -110,7 +110,7 @@ class Conversion:
         self._counted = {id(p) for p in shards if not any(mesh.place[axis] for axis in mesh.copies(p))}
         self._counts_all = len(self._counted) == len(shards)
 
-    # -- first values of parameters on the meta device (accel.deferred_init) ------------------------------------------------
+    # -- first values of parameters on the meta device (accel.deferred_init) -----------------------
 
     def _allocate(self) -> set[int]:
         """Give shards on the meta device memory; return their identities."""
@@ -127,7 +127,8 @@ class Conversion:
     ) -> None:
         """Make rank 0's values by ``reset_parameters`` of one module at a time. Collective.
 
-        No more than that module is whole at a time. Every rank draws the random numbers that one process would draw.
+        No more than that module is whole at a time. Every rank draws the random numbers that one
+        process would draw.
 
         Args:
             waiting: identities of the shards without values.
@@ -157,14 +158,14 @@ class Conversion:
             empty -= shards.keys()
         refuse_without_values((n, here(p)) for n, p in self.module.named_parameters() if id(p) in waiting)
 
-    # -- which tensor is which --------------------------------------------------------------------------------------------
+    # -- which tensor is which ---------------------------------------------------------------------
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the shard of a parameter object of before ``setup``, of a forward, or of now."""
         return self.known.get(id(parameter), parameter)
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that stands in graphs for a parameter: VQGAN asks for gradients of its last layer."""
+        """Return the tensor in graphs for a parameter. VQGAN asks for its last layer's gradient."""
         return self._gathered.get(id(self.known.get(id(parameter), parameter)), parameter)
 
     def _shards(self) -> Iterable[nn.Parameter]:
@@ -172,7 +173,7 @@ class Conversion:
 
     @staticmethod
     def new(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a tensor in the state of a parameter: a shard like the parameter's, if it has its shape."""
+        """Return memory for a parameter's state: a shard, if it has the parameter's shape."""
         if not isinstance(parameter, DTensor) or shape != tuple(parameter.shape):
             return torch.empty(shape, dtype=dtype, device=parameter.device)
         local = torch.empty_like(parameter.to_local(), dtype=dtype)
@@ -188,9 +189,9 @@ class Conversion:
         local = tensor.to_local().detach()
         if not len(local):
             return None
-        row, box = mesh.place["shard"] * -(-shape[0] // mesh.sizes["shard"]), ()
-        if mesh.parallel:
-            row, box = _place_of(tensor)
+        row, box = (
+            _place_of(tensor) if mesh.parallel else (mesh.place["shard"] * -(-shape[0] // mesh.sizes["shard"]), ())
+        )
         return Shard(name, shape, row * (local.numel() // len(local)), local, box)
 
     @torch.no_grad()
@@ -198,7 +199,7 @@ class Conversion:
         if (part := self.part("", shard)) is not None:
             part.fill(whole)
 
-    # -- gradients and steps ----------------------------------------------------------------------------------------------
+    # -- gradients and steps -----------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
         self.interruption.running.add(torch._C._current_graph_task_id())
@@ -224,7 +225,7 @@ class Conversion:
             self.interruption.stale = False
 
     def average_scalars(self, *, edited: bool = False) -> None:
-        """Average gradients of scalars that are new since the last time, or ``edited`` in place. Collective if there are any."""
+        """Average gradients of scalars if any is new, or ``edited`` in place. Collective then."""
         if not self._scalars:
             return
         gradients = [p.grad for p in self._scalars.values()]
@@ -240,7 +241,7 @@ class Conversion:
         self._averaged = [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def gradients(self, parameters: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's parts of the gradients: those that it counts in a norm, and the rest."""
+        """Return this rank's parts of gradients: those that it counts in a norm, and the rest."""
         having = [p for p in parameters if p.grad is not None]
         parts = parts_of([p.grad for p in having])
         if self._counts_all:
@@ -251,7 +252,7 @@ class Conversion:
         return split
 
     def whole(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor that every rank has all of, or a plain tensor if parameters lie on several meshes."""
+        """Return a replicated DTensor, or a plain tensor if parameters lie on several meshes."""
         mesh = self.sharded.mesh
         if mesh.parallel:
             return value
@@ -267,13 +268,14 @@ class Conversion:
         torch.autograd.graph.increment_version(shards)
         self.age(shards)
 
-    # -- back to whole parameters -----------------------------------------------------------------------------------------
+    # -- back to whole parameters ------------------------------------------------------------------
 
     def restore(self, whole: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]) -> None:
         """Put the parameter objects of before in the shards' places.
 
         Args:
-            whole: full values by ``(name, "")`` and gradients by ``(name, "grad")``. None: they are lost, and become NaN.
+            whole: full values by ``(name, "")`` and gradients by ``(name, "grad")``. None: they are
+                lost, and become NaN.
             optimizers: their groups get the parameter objects too.
         """
         self.sharded.undo()
@@ -291,7 +293,7 @@ class Conversion:
 
 
 def _place_of(tensor: DTensor) -> tuple[int, Box]:
-    """Return the first row of this rank's part, and the box that tensor parallelism has left of the tensor."""
+    """Return the first row of this rank's part, and its box in the full tensor."""
     spec = tensor._spec
     sizes, starts = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     if sizes[1:] == tuple(spec.shape[1:]):
@@ -300,7 +302,7 @@ def _place_of(tensor: DTensor) -> tuple[int, Box]:
     return starts[0], ((0, spec.shape[0]), *zip(starts[1:], ends, strict=True))
 
 
-# -- parameter objects of before setup: lists of them clip, freeze and build optimizers ----------------------------------
+# -- parameter objects of before setup: lists of them clip, freeze and build optimizers ------------
 
 
 def _of_shard(name: str) -> Any:
@@ -308,10 +310,10 @@ def _of_shard(name: str) -> Any:
 
 
 class StandIn(Absent, nn.Parameter):
-    """A replaced parameter. ``grad`` and ``requires_grad`` are its shard's, and any use of its values raises."""
+    """A replaced parameter. Its ``grad`` is the shard's, and any use of its values raises."""
 
     shard: nn.Parameter
-    plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # `leaf` gives them what stands in the graph
+    plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `leaf`
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 

@@ -1,4 +1,4 @@
-"""How a model is sharded: the mesh of the ranks, the blocks that FSDP2 gathers alone, and layers cut as a plan says."""
+"""How a model is sharded: the mesh, blocks that FSDP2 gathers alone, and layers that are cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
-# -- the mesh: copies of the model, its shards, and parts of its layers -------------------------------------------------
+# -- the mesh: copies of the model, its shards, and parts of its layers ----------------------------
 
 #: The axes in their order, with the names that they may have in a mesh of the user's.
 AXES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -50,7 +50,7 @@ def check_mesh(options: Any) -> None:
 
 
 def axes_of(options: Any, world_size: int) -> dict[str, int]:
-    """Return the length of each axis, 1 in one process. Raise BackendError if the ranks don't fit."""
+    """Return the length of each axis. Raise BackendError if the ranks don't fit."""
     if world_size == 1:
         return dict.fromkeys(AXES, 1)
     if options.mesh is None:
@@ -104,17 +104,17 @@ class Mesh:
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
     def add(self, flat: torch.Tensor) -> None:
-        """Sum over all ranks. Ranks that split a layer have equal values, which a sum over them could make differ."""
+        """Sum over all ranks. Ranks that split a layer don't send: their values are equal."""
         for name in (n for role, n in self.names.items() if role != "tensor"):
             dist.all_reduce(flat, group=self.whole.get_group(name))
         flat *= self.sizes["tensor"]
 
 
-# -- the modules that FSDP2 gathers alone, and those that it cannot shard -----------------------------------------------
+# -- the modules that FSDP2 gathers alone, and those that it cannot shard --------------------------
 
 
 def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
-    """Return the submodules that are gathered alone, inner ones first. ``module`` itself gathers the remaining parameters."""
+    """Return the submodules that are gathered alone, inner ones first."""
     found = {n: m for n, m in chosen(module, wrap) if any(True for _ in m.parameters())}
     owners, before = _owners(module), None
     while before != found.keys():
@@ -160,12 +160,12 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-# -- tensor parallelism: layers that neighbouring ranks split, by torch's parallelize_module ----------------------------
+# -- tensor parallelism: layers that neighbouring ranks split, by torch's parallelize_module -------
 
-#: Styles of torch, or their names in the plans of transformers, by the names of modules, with ``*`` for a part of a name.
+#: Styles of torch, or their names in transformers, by the names of modules.
 Plan: TypeAlias = "Mapping[str, ParallelStyle | str] | None"
 
-#: The names in plans of transformers: torch's class, and the layouts that are whole on every rank instead of cut.
+#: Names in plans of transformers: torch's class, and layouts that are whole instead of cut.
 _STYLES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "colwise": ("ColwiseParallel", ()),
     "colwise_rep": ("ColwiseParallel", ("output_layouts",)),
@@ -262,7 +262,7 @@ def cut_dims(module: nn.Module, plan: Plan) -> dict[str, int]:
 
 
 def _cuts(module: nn.Module, plan: Plan) -> list[_Cut]:
-    """Return the layers that a plan names, or the model's own plan without layers that are tied to others."""
+    """Return the layers that a plan names. Tied layers of the model's own plan are left out."""
     modules, cuts = dict(module.named_modules()), dict[str, _Cut]()
     for pattern, style in (plan or _own_plan(module)).items():
         matching = [name for name in modules if _matches(name, pattern)]

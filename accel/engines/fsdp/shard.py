@@ -1,4 +1,4 @@
-"""A module under torch's ``fully_shard`` (FSDP2), and the way back. Only this file reaches into FSDP2's own objects."""
+"""A module under torch's ``fully_shard``. Only this file reaches into FSDP2's own objects."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from ..base.absent import refuse_other_tensor
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, cut
 
-# -- patches of torch while a sharded module lives ----------------------------------------------------------------------
+# -- patches of torch while a sharded module lives -------------------------------------------------
 
 
 def _owner(tensor: object) -> ShardedModule | None:
-    # Meshes are compared by value: DTensor caches results together with the mesh of an earlier engine.
+    # By value: DTensor caches results together with the equal mesh of an earlier engine.
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
     return next((module for module in _patches[0].users() if mesh in module.meshes), None)
 
@@ -56,15 +56,15 @@ _patches: Final[tuple[Patch, ...]] = (
 
 @final
 class ShardedModule:
-    """A module whose parameters are shards, gathered block by block while a forward or backward needs them."""
+    """A module whose parameters are shards, which are gathered block by block."""
 
     def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
         self.module: Any = module
         self.process = process
         self.mesh = Mesh(options, process)
-        #: Of the shards. With tensor parallelism some shards lie along all axes, others not along "tensor".
+        #: Of the shards. With tensor parallelism, shards of uncut layers lie on fewer axes.
         self.meshes: set[DeviceMesh] = set()
-        #: FSDP2's ``FSDPState`` of each block, its ``FSDPParamGroup`` objects and their ``FSDPParam`` objects.
+        #: FSDP2's own: ``FSDPState``, ``FSDPParamGroup`` and ``FSDPParam`` objects.
         self.states: list[Any] = []
         self.groups: list[Any] = []
         self.params: list[Any] = []
@@ -73,10 +73,10 @@ class ShardedModule:
         self._options = options
         self._hooks: list[Any] = []
 
-    # -- setup ------------------------------------------------------------------------------------------------------------
+    # -- setup -------------------------------------------------------------------------------------
 
     def apply(self, blocks: Sequence[nn.Module]) -> None:
-        """Put shards in the place of all parameters but scalars. Each of ``blocks`` is gathered alone, inner ones first."""
+        """Replace parameters by shards. Each of ``blocks``, inner ones first, is gathered alone."""
         options = self._options
         if self.mesh.parallel:
             cut(self.module, self.mesh.tensor, options.plan)
@@ -114,7 +114,7 @@ class ShardedModule:
         self.snapshot.changed()
 
     def watch(self, label: str, begin_backward: Callable[[], None], end_backward: Callable[[], None]) -> None:
-        """Announce what FSDP2 gathers and reduces, and call functions around each backward that reaches it."""
+        """Announce what FSDP2 gathers and reduces, and call functions around each backward."""
         names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
         inside: set[int] = set()
         for state in self.states:
@@ -135,10 +135,10 @@ class ShardedModule:
         """Yield the parameter that stands in graphs, and its shard."""
         return ((param._unsharded_param, param.sharded_param) for param in self.params)
 
-    # -- training ---------------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def compute(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the root as if it were its forward, so that the root's parameters are gathered."""
+        """Call a method as if it were the root's forward, so that its parameters are gathered."""
         if self.root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
         args, kwargs = self.root._pre_forward(self.module, args, kwargs)
@@ -152,10 +152,10 @@ class ShardedModule:
 
     def reset(self) -> None:
         """Clear what an exception in a forward or backward left."""
-        if torch._C._current_graph_task_id() != -1:  # checkpointing ends its second forward early, by an exception
-            return
+        if torch._C._current_graph_task_id() != -1:
+            return  # checkpointing ends its second forward by an exception
         self.module.reset_iter_state()
-        for param in self.params:  # it looks at groups, in which an interrupt can leave some parameters gathered
+        for param in self.params:  # Ctrl-C can leave a group partly gathered
             if param.sharded_state is not ShardedState.SHARDED:
                 param.to_sharded()
 
@@ -163,13 +163,13 @@ class ShardedModule:
         """Drop the gradients that a backward left unreduced."""
         for param in self.params:
             param._unsharded_param.grad = None
-            if param.unsharded_accumulated_grad is not None:  # kept apart in a different dtype before torch 2.15
+            if param.unsharded_accumulated_grad is not None:  # apart before torch 2.15
                 param.unsharded_accumulated_grad = None
 
     def set_data(self, tensor: Any, value: Any) -> bool:
-        """Set the values of a shard from full values, or from a DTensor that is sharded alike. False if it's no shard of ours.
+        """Set a shard from full values or an equally sharded DTensor. False if it isn't our shard.
 
-        EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would go on with the old memory.
+        EMA recipes write ``p.data = ema_p`` before an evaluation, which FSDP2 alone would ignore.
         """
         param = self._by_shard.get(id(tensor))
         if param is None or param.sharded_param is not tensor:
@@ -185,7 +185,7 @@ class ShardedModule:
         param.reset_sharded_param()
         return True
 
-    # -- the end ----------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def let_go(self) -> None:
         """Drop the process groups."""
@@ -213,7 +213,7 @@ def unsharded(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _prepare(param: Any, world_size: int, device: torch.device) -> None:
-    """Make the tensors that a parameter is gathered into: those of a first forward in inference mode couldn't be trained."""
+    """Make the gathered tensors now: those made in inference mode could not be trained."""
     inputs = param.all_gather_inputs
     param.init_all_gather_outputs([t.numel() for t in inputs], [t.dtype for t in inputs], world_size, device)
     param.init_unsharded_param()
@@ -221,7 +221,7 @@ def _prepare(param: Any, world_size: int, device: torch.device) -> None:
 
 
 def _watch_group(state: Any, group: Any, process: Process, name: str, label: str) -> None:
-    """Announce what a group gathers and reduces: ranks that use different blocks of one size would mix their weights."""
+    """Announce what a group gathers, because ranks that use different blocks would mix weights."""
     unshard, post_forward, post_backward = group.unshard, group.post_forward, group.post_backward
     gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
@@ -239,8 +239,8 @@ def _watch_group(state: Any, group: Any, process: Process, name: str, label: str
             return unshard(*args, **kwargs)
 
     def register_hooks(module: nn.Module, inputs: Any, output: Any) -> Any:
-        # FSDP2 gathers for a backward in hooks on the output's tensors, which older versions find in containers only. The
-        # user's `x += y` on a view would lose the view's hooks, but not its base's.
+        # FSDP2 gathers for a backward in hooks on the output, which older versions don't look for
+        # in dataclasses. After `x += y` on a view only the hooks of its base would run.
         if torch.is_grad_enabled():
             tensors = [t if t._base is None else t._base for _, t in all_tensors(output)]
             if any(id(tensor) in weights for tensor in tensors):  # using it would crash the process
@@ -286,7 +286,7 @@ def _watch_backward(state: Any, context: Any, begin: Callable[[], None], end: Ca
 
 
 def _enter_by(child: nn.Module, root: Any) -> list[Any]:
-    """Gather the root's parameters if a submodule outside of all blocks is called by itself, as ``model.encoder(x)``."""
+    """Gather the root's parameters if ``model.encoder(x)`` calls a submodule by itself."""
     entered: list[nn.Module] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
