@@ -49,7 +49,7 @@ gc.freeze()
 interpreters.serve()
 _rewrite_asserts()
 _import("fairscale", "deepspeed", "safetensors.torch", "xxhash")
-_import("accel.checkpoint.load", "accel.checkpoint.save", "accel.engines.fsdp.module")
+_import("accel.checkpoint.load", "accel.checkpoint.save", "accel.engines.fsdp.shard")
 _import(
     "pytest.__main__", "hypothesis", "tests.backends", "tests.distributed"
 )  # __main__: a worker imports its parent's

@@ -11,8 +11,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from ..errors import BackendError
+from ..process import Process
 from ..process.environments import available
-from .base.activations import Recomputed
 from .base.engine import Engine, LayerOptions
 
 logger = logging.getLogger("accel")
@@ -29,14 +30,6 @@ class Replicas(nn.DataParallel[nn.Module]):
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__(module, list(devices), devices[0])
-
-    def replicate(self, module: Any, device_ids: Any) -> list[Any]:
-        """Blocks that are computed again use their own replica's weights."""
-        replicas = super().replicate(module, device_ids)
-        for part in (part for replica in replicas for part in replica.modules()):
-            if isinstance(forward := vars(part).get("forward"), Recomputed):
-                vars(part)["forward"] = forward.of(part)
-        return replicas
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         kind = self.src_device_obj.type
@@ -66,6 +59,14 @@ class DPEngine(Engine):
     name = "dp"
     options_type = DP
     synchronizes = False
+
+    @classmethod
+    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
+        """Refuse checkpointed blocks: a replica's would compute with the weights of the first device."""
+        if options.activation_checkpointing and len(process.devices) > 1:
+            raise BackendError(
+                'backend="dp" can\'t use activation_checkpointing on several devices. Use backend="ddp".'
+            )
 
     @classmethod
     def probe(cls) -> str:

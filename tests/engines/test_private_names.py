@@ -88,7 +88,6 @@ _FSDP2: Final[Names] = (
     ("torch.distributed.fsdp._fully_shard._fsdp_param:", "ShardedState.SHARDED", "whether a parameter is gathered"),
     ("torch.distributed.fsdp._fully_shard._fsdp_common:", "TrainingState.IDLE", "whether a forward or backward runs"),
     ("torch.distributed._composable_state:", "_module_state_mapping", "teardown"),
-    ("torch._C:", "_is_alias_of", "weights among what a forward returns"),
     ("torch.distributed.tensor:DTensor.", "_op_dispatcher._custom_op_handlers", "one number, or a row, of a part"),
     ("torch.distributed.tensor:DTensor.", "_local_tensor _spec", "p.data = ... of a shard"),
     ("torch.optim._muon:", "_zeropower_via_newtonschulz", "torch.optim.Muon on shards"),

@@ -56,9 +56,8 @@ class Gradients:
         self.plain = False
         self._before: Look | None = None
         kind = type(self)
-        #: True if ``before_step``, ``stepped_as`` and ``after_step`` do something.
+        #: True if ``before_step`` and ``after_step`` do something.
         self.prepares_steps = kind.before_step is not Gradients.before_step
-        self.replaces_steps = kind.stepped_as is not Gradients.stepped_as
         self.finishes_steps = kind.after_step is not Gradients.after_step
 
     @property
@@ -215,10 +214,6 @@ class Gradients:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before ``optimizer`` steps."""
-
-    def stepped_as(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer on which torch's own step is called. Local."""
-        return optimizer
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after ``optimizer`` has stepped."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar, final
 
-import torch.distributed as dist
-
 from ...errors import RankMismatchError
 from ...precision import here
-from ...process import Process, end_groups
-from ...process.control import Waiting, agree
+from ...process.control import agree
 from ...process.transfer import Prints, refuse_other_values
 from ...trees import all_tensors
 
@@ -26,55 +23,35 @@ _ADVICE: Final = (
 
 @final
 class SameInputs:
-    """Compares the inputs of the first forwards over the ranks that compute each together, which have one ``place``.
+    """Compares the inputs of the first forwards of ranks that have the same ``place``."""
 
-    ``group`` has these ranks only, and is needed if others may make a different number of forwards.
-    """
-
-    def __init__(
-        self, label: str, place: Hashable, group: dist.ProcessGroup | None = None, process: Process | None = None
-    ) -> None:
-        self._label, self._place, self._group, self._process = label, place, group, process
+    def __init__(self, label: str, place: Hashable) -> None:
+        self._label, self._place = label, place
         self._calls: dict[str, int] = {}
 
     def call(self, run: Callable[[], R], args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> R:
-        """Run a forward or method, and compare its inputs if it is one of the first calls. Collective then."""
+        """Run a forward or method. Collective if it is one of the first calls."""
         number = self._calls[method] = self._calls.get(method, 0) + 1
         tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
         if number > _FIRST_CALLS or not tensors:  # a method without inputs may be called on one rank
             return run()
-        prints = Prints(tensors)
+        prints = Prints(tensors)  # of the inputs as they are before a forward that writes to them
         out = run()
         what = f"{f'the method {method}' if method else 'a forward'} of {self._label}"
-        self._compare(what, [tuple(t.shape) for t in tensors], prints.read())
+        from_ranks = agree(what, (self._place, [tuple(t.shape) for t in tensors], prints.read()))
+        places: dict[Hashable, dict[int, tuple[Any, Any]]] = {}
+        for rank, (place, *facts) in enumerate(from_ranks):
+            places.setdefault(place, {})[rank] = tuple(facts)
+        for by_rank in places.values():
+            _refuse_different(what, by_rank)
         return out
 
-    def _compare(self, what: str, shapes: list[tuple[int, ...]], sums: Any) -> None:
-        by_place: dict[Hashable, dict[int, Any]] = {}
-        for rank, (place, *facts) in self._exchange(what, (self._place, shapes, sums)).items():
-            by_place.setdefault(place, {})[rank] = facts
-        try:
-            for facts_by_rank in by_place.values():
-                _refuse_different(what, facts_by_rank)
-        except RankMismatchError as error:
-            if self._group is not None and self._group.size() < dist.get_world_size():
-                end_groups(str(error), mismatch=True)  # the other ranks do not take part in this
-            raise
 
-    def _exchange(self, what: str, value: Any) -> dict[int, Any]:
-        if self._group is None or self._process is None:
-            return dict(enumerate(agree(what, value)))
-        values: list[Any] = [None] * self._group.size()
-        with Waiting(self._process, what):
-            dist.all_gather_object(values, value, group=self._group)
-        return dict(zip(dist.get_process_group_ranks(self._group), values, strict=True))
-
-
-def _refuse_different(what: str, facts_by_rank: dict[int, Any]) -> None:
-    (first, (shapes, _)), *others = facts_by_rank.items()
+def _refuse_different(what: str, by_rank: dict[int, tuple[Any, Any]]) -> None:
+    (first, (shapes, _)), *others = by_rank.items()
     for rank, (other_shapes, _) in others:
         if other_shapes != shapes:
             raise RankMismatchError(
                 f"{what}: rank {first} has inputs of {shapes} and rank {rank} of {other_shapes}: {_ADVICE}"
             )
-    refuse_other_values(what, {rank: sums for rank, (_, sums) in facts_by_rank.items()}, _ADVICE)
+    refuse_other_values(what, {rank: sums for rank, (_, sums) in by_rank.items()}, _ADVICE)

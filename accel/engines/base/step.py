@@ -133,11 +133,9 @@ class Stepper:
             engine.gradients.check(self.optimizer)
             self._num_parameters = num_parameters
 
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool = False
-    ) -> Any:
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():  # the step; of what ranks tell each other there is no graph
-            return _outside_graphs(self._before, optimizer, args, kwargs, True)
+            return _outside_graphs(self._before, optimizer, args, kwargs)
         engine = self._engine()
         if engine is None:
             return None
@@ -158,10 +156,6 @@ class Stepper:
                 self._judge(engine)
             # Schedulers on the handle see by it that a step of the raw optimizer came before theirs.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        replaces = engine.gradients.replaces_steps and not compiled
-        if replaces and (stepped := engine.gradients.stepped_as(optimizer)) is not optimizer:
-            args, kwargs = replaced or (args, kwargs)
-            replaced = (stepped, *args[1:]), kwargs
         return replaced
 
     def _judge(self, engine: Engine) -> None:

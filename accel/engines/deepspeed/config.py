@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
-from ..base.local import ELEMENTWISE, elementwise
 from ..base.memory import MemoryUse, TensorSize, add_uses
+from ..base.parts import ELEMENTWISE, elementwise
 from .library import library
 
 #: Keys that DeepSpeed gets as they are.

@@ -189,7 +189,7 @@ def refuse(replicas: int) -> None:
 
 def test_copies_that_do_not_divide_the_ranks_are_refused() -> None:
     for message in refusals(4, refuse, 3, error="BackendError"):
-        assert message == "FSDP(replicas=3): 4 processes do not divide into 3 copies of the model"
+        assert "FSDP(replicas=3, tensor_parallel=1) needs a multiple of 3 processes, and there are 4." in message
     with pytest.raises(accel.BackendError, match=r"FSDP\(replicas=0\): expected a whole number of at least 1"):
         accel.FSDP(replicas=0)
     assert accel.setup(mlp(8, 4), backend=TWO).model(torch.ones(1, 8)).shape == (1, 4)  # one process is one copy

@@ -296,8 +296,37 @@ def closures() -> None:
     accel.teardown(model)
 
 
+def schedulers() -> None:
+    """Torch's schedulers wrap ``step`` of an optimizer, before or after setup, for good."""
+    for before in (True, False):
+        net, raw = build()
+        reference, other = build()
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(raw, 1, 0.5) if before else None
+        plain = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
+        model, handle, _ = accel.setup(net, raw, backend="fsdp")
+        scheduler = scheduler or torch.optim.lr_scheduler.StepLR(raw, 1, 0.5)
+        for step in range(3):
+            train(model, raw if step == 1 else handle, range(step, step + 1))
+            scheduler.step()
+            fail(model, raw)
+            assert all(type(p) is DTensor for g in raw.param_groups for p in g["params"] if p.dim())
+            train(reference, other, range(step, step + 1), mean_loss)
+            plain.step()
+            model.load_state_dict(reference.state_dict())  # after the failed step
+            handle.load_state_dict(copy.deepcopy(other.state_dict()))
+        accel.teardown(model)
+        train(net, raw, range(3, 4), mean_loss)
+        train(reference, other, range(3, 4), mean_loss)
+        assert distance(net.state_dict(), reference.state_dict()) < 1e-5, before
+    assert "step" in vars(raw)  # the last scheduler's
+    net, raw = build()
+    accel.teardown(accel.setup(net, raw, backend="fsdp").model)
+    assert "step" not in vars(raw)
+
+
 def everything_else() -> None:
     for check in (
+        schedulers,
         subclasses,
         seen_by_hooks,
         edited,
