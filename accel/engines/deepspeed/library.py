@@ -1,4 +1,4 @@
-"""The one place that imports DeepSpeed: late, quietly, and without the parts that a raw loop does not use."""
+"""The place that imports DeepSpeed: late, quietly, and without the parts that a raw loop doesn't use."""
 
 from __future__ import annotations
 
@@ -41,24 +41,26 @@ def _compile(original: Callable[..., Any], model: Any = None, **options: Any) ->
 
 
 def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
-    """The library's, which does not keep a gathered weight until backward, for weights that it divides."""
-    divided = hasattr(weight, "ds_id") and not input.is_nested  # which the library's cannot compute with
-    return (library("deepspeed.runtime.zero.linear").zero3_linear_wrap if divided else plain)(input, weight, bias)
+    """Call DeepSpeed's linear for a weight of stage 3, because torch's would keep a gathered weight until backward."""
+    if not hasattr(weight, "ds_id") or input.is_nested:  # DeepSpeed's can't compute with nested tensors
+        return plain(input, weight, bias)
+    efficient = library("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    return type(weight).__torch_function__(efficient, (), (input, weight, bias))
 
 
-#: The library alone would replace it in every model, for good.
+#: DeepSpeed alone would replace it in every model, for good.
 _efficient: Final = around(vars(nn.functional), "linear", _linear)
 
 
 def end(engine: Any) -> None:
-    """Let go of the library's engine, for whose objects a garbage collection must come."""
+    """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
     engine.destroy()
     _efficient.drop(engine)
 
 
 @contextlib.contextmanager
 def _numbered(device: torch.device) -> Iterator[None]:
-    """Inside, the library takes this device: it takes the one whose number the launcher tells, and Open MPI tells it again."""
+    """Inside, DeepSpeed takes this device. It reads the device's number from these variables of launchers."""
     with contextlib.ExitStack() as undo:
         for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {"LOCAL_RANK", *os.environ}:
             undo.enter_context(replaced(os.environ, name, str(device.index or 0)))
@@ -66,7 +68,7 @@ def _numbered(device: torch.device) -> Iterator[None]:
 
 
 def _compare(original: Callable[..., Any], values: Any) -> Any:
-    """What it compares over the ranks lies on that device too."""
+    """Let DeepSpeed compare values over the ranks on this device too."""
     process = running()
     with contextlib.nullcontext() if process is None else _numbered(process.device):
         return original(values)
@@ -116,8 +118,8 @@ def _import(device: torch.device) -> Any:
     found = accelerator()._name
     if found != device.type:
         raise BackendError(
-            f"DeepSpeed runs on {found!r} in this process, and the model is on {device.type!r}: set DS_ACCELERATOR, or "
-            "choose devices="
+            f"DeepSpeed runs on {found!r} in this process, but the model is on {device.type!r}. "
+            f'Set the environment variable DS_ACCELERATOR="{device.type}".'
         )
     return deepspeed
 
