@@ -183,7 +183,9 @@ class Configuration:
                 if key in _REFUSED and not _is_off(value) and (name, value) != ("ratio", 1):
                     raise _contradiction(key, value, _REFUSED[key])
         # "offload_optimizer": "cpu" is a short form of accel's.
-        short = [name for name in ("offload_optimizer", "offload_param") if isinstance(self._zero.get(name), str | bool)]
+        short = [
+            name for name in ("offload_optimizer", "offload_param") if isinstance(self._zero.get(name), str | bool)
+        ]
         given = {key: value for key, value in self._zero.items() if key not in short}
         if not given:  # DeepSpeed need not be installed to predict memory
             return
@@ -296,4 +298,6 @@ def refuse_parameters(named: Mapping[str, nn.Parameter]) -> None:
             kinds.setdefault(dtype, name)
     if len(kinds) > 1:
         found = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items())
-        raise BackendError(f"DeepSpeed needs one dtype for all weights, but {found}. Convert the model or use backend=\"ddp\".")
+        raise BackendError(
+            f'DeepSpeed needs one dtype for all weights, but {found}. Convert the model or use backend="ddp".'
+        )

@@ -149,7 +149,9 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     own.update(ds_owner=weakref.ref(stage3), ds_name=name)
     own.pop("item", None)  # it gathers, which hangs if one rank asks for a number to print
     own["all_gather_coalesced"] = plainly(own["all_gather_coalesced"])
-    own["all_gather"] = _announced(own["all_gather"], weight, stage3.process, f"the gathering of {name} ({stage3.label})")
+    own["all_gather"] = _announced(
+        own["all_gather"], weight, stage3.process, f"the gathering of {name} ({stage3.label})"
+    )
     own["partition"] = _partitioning(own["partition"], weight)
     weight.__class__ = class_of(type(weight))
 

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
@@ -19,7 +18,7 @@ from accel.engines.deepspeed.library import _numbered, accelerator, library
 from accel.process import current
 from accel.registry import registry
 from tests.distributed import run
-from tests.engines.deepspeed.training import CONFIG, STAGES, Net, Pair, adamw, data, loss_of, whole, zero
+from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, loss_of, whole, zero
 
 # -- the device -------------------------------------------------------------------------------------------------------
 

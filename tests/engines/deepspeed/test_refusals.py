@@ -96,8 +96,8 @@ def what_torch_does_in_evaluation() -> None:
     with torch.no_grad():
         expected = raw(x, padding)
     model, optimizer, _ = accel.setup(raw, momentum(raw), backend=zero(3))
-    with torch.no_grad():
-        assert torch.allclose(model(x, padding), expected, atol=1e-6)
+    with torch.no_grad():  # at padded positions, torch's encoder gives 0 or not
+        assert torch.allclose(model(x, padding)[~padding], expected[~padding], atol=1e-6)
     model.encoder.layers[0].linear1.weight.register_hook(lambda _: optimizer.step())
     with pytest.raises(accel.BackendError, match="an optimizer steps inside a backward"):
         model.train()(x, padding).sum().backward()
