@@ -1,4 +1,4 @@
-"""``deepspeed``: ZeRO stages 1 to 3. DeepSpeed shards, gathers and reduces, and the user's own optimizer steps."""
+"""``deepspeed``: ZeRO stages 1 to 3. DeepSpeed shards, gathers and reduces. The user's optimizer steps."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ class DeepSpeed(SequenceOptions):
     """Options of ``deepspeed``.
 
     Args:
-        stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well. None takes the stage
-            of the configuration, or 2.
-        offload_optimizer: keep the weights that the optimizer updates, their gradients and its state in CPU memory.
+        stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well. None
+            takes the stage of the configuration, or 2.
+        offload_optimizer: keep the weights that the optimizer updates, their gradients and its
+            state in CPU memory.
         offload_parameters: keep the shards of the weights in CPU memory (stage 3).
-        config: a DeepSpeed configuration, or the path of a JSON file. A key that contradicts a raw loop raises an error.
+        config: a DeepSpeed configuration, or the path of a JSON file. A key that contradicts a raw
+            loop raises an error.
     """
 
     stage: int | None = None
@@ -68,9 +70,10 @@ DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (1, 3))
 
 @final
 class ZeROGradients(Gradients):
-    """Gradients of this rank's fragments, which the user's own optimizer uses. They stay until ``zero_grad``.
+    """Gradients of this rank's fragments, which the user's own optimizer uses until ``zero_grad``.
 
-    Stages 1 and 2 shard nothing before the model has an optimizer: until then every backward averages ``p.grad``.
+    Stages 1 and 2 shard nothing before the model has an optimizer. Until then, every backward
+    averages ``p.grad``.
     """
 
     partial = reduced = True
@@ -87,7 +90,6 @@ class ZeROGradients(Gradients):
         self._warned = False
         #: A step may have changed fragments that the other ranks don't have yet.
         self._unpublished = False
-        self.listener = self
 
     def holders(self) -> Sequence[Accumulator]:
         """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
@@ -101,11 +103,14 @@ class ZeROGradients(Gradients):
     def hidden(self) -> bool:
         return self.engine.zero is not None
 
-    # -- forward and backward ---------------------------------------------------------------------------------------
+    # -- forward and backward ---------------------------------------------------------------------
 
     @contextlib.contextmanager
     def forward(self, zero: Partitions) -> Iterator[None]:
-        """Before a forward, take over what the program wrote and clear what an exception left. Note an exception in it."""
+        """Take over what the program wrote, and clear what an exception left, before a forward.
+
+        An exception in the forward is noted for the next one.
+        """
         if zero.interruption.notice():
             self._reset(zero)
         if self._unpublished:
@@ -121,17 +126,6 @@ class ZeROGradients(Gradients):
             if torch._C._current_graph_task_id() == -1:
                 zero.interruption.stale = zero.eager  # stage 1 has nothing in its buckets
             raise
-
-    def begin(self, run: object) -> None:
-        """Clear what an exception left, because the forward of this backward may have been called around the handle."""
-        zero = self.engine.zero
-        if zero is not None and not zero.divides_weights:  # a forward of stage 3 needs the handle
-            zero.interruption.notice()
-            if zero.interruption.cut and zero.eager:
-                self._reset(zero)
-
-    def end(self, run: object) -> None:
-        """Do nothing: the last gradient ends the backward."""
 
     def end_backward(self, indices: Sequence[int]) -> None:
         """Average ``p.grad`` until DeepSpeed shards the model, which then has an optimizer."""
@@ -156,10 +150,10 @@ class ZeROGradients(Gradients):
         self._used.difference_update(assigned)
         return assigned
 
-    # -- final gradients --------------------------------------------------------------------------------------------
+    # -- final gradients --------------------------------------------------------------------------
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Reduce what the hooks have not, and compare over the ranks what they have reduced. Collective."""
+        """Reduce what hooks have not reduced, and compare what they have over the ranks. Collective."""
         super().settle(optimizer)
         if (zero := self.engine.zero) is not None:
             if optimizer is not None and zero.eager:
@@ -178,7 +172,8 @@ class ZeROGradients(Gradients):
         assigned = zero.assigned()
         arrivals = tuple(zero.arrivals) if zero.eager else ()
         explain = lambda _: "different parameters, or in a different order"  # noqa: E731
-        held = self.engine.compare("the gradients of a step", hash((arrivals, tuple(assigned))), explain, zero.held())
+        which = hash((arrivals, tuple(assigned)))
+        held = self.engine.compare("the gradients of a step", which, explain, zero.held())
         with zero.interruption.reducing():
             self._replace_assigned(zero)
             zero.flush(held)
@@ -215,13 +210,13 @@ class ZeROGradients(Gradients):
             dropped = set(indices)
             zero.arrivals[:] = [i for i in zero.arrivals if i not in dropped]
 
-    # -- steps ------------------------------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
         super().check(optimizer)
         engine = self.engine
         if engine.distributed:
-            refuse_optimizer(optimizer, engine.configuration, self.process.device)
+            refuse_optimizer(optimizer, engine.configuration)
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         return self.engine.zero is not None
@@ -233,7 +228,8 @@ class ZeROGradients(Gradients):
         self.stepping = optimizer
         if (zero := self.engine.zero) is not None:
             self.announce_step(optimizer)
-            self.placed.place(optimizer, zero)  # at once: some optimizers write before they call their closure
+            # Before the closure, because some optimizers write before they call it.
+            self.placed.place(optimizer, zero)
 
     def _show(self, optimizer: Optimizer) -> None:
         """Clip as the configuration says, and give the fragments' weights their gradients."""
@@ -251,7 +247,8 @@ class ZeROGradients(Gradients):
             self.placed.place(optimizer, zero)
             self._unpublished = True
             for fragment in zero.fragments.values():
-                fragment.weights.grad = None if fragment.grad is None else fragment.grad.to(fragment.weights.dtype)
+                weights, grad = fragment.weights, fragment.grad
+                weights.grad = None if grad is None else grad.to(weights.dtype)
 
     def break_step(self) -> None:
         self.stepping = None
@@ -266,7 +263,8 @@ class ZeROGradients(Gradients):
             self._used = set(self._final)
             # Autograd tells by the version that a graph was made with other values.
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.autograd.graph.increment_version([p for p in parameters if zero.numbers[id(p)] in self._final])
+            stepped = [p for p in parameters if zero.numbers[id(p)] in self._final]
+            torch.autograd.graph.increment_version(stepped)
             self.publish(zero)
 
     def publish(self, zero: Partitions) -> None:
@@ -324,7 +322,7 @@ class DeepSpeedEngine(Engine):
         put_zero_grad(self.module, self)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take rank 0's weights, let DeepSpeed shard them, and let the optimizers' state follow. Collective."""
+        """Take rank 0's weights, and let DeepSpeed shard them and the optimizers' state. Collective."""
         super().start(optimizers)
         if not self.distributed:
             return
@@ -332,7 +330,8 @@ class DeepSpeedEngine(Engine):
         if shards and any(p.is_floating_point() for p in self.parameters):
             self._shard()
         for optimizer in optimizers if self.zero is not None else ():
-            state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)}
+            indices = self.indices(optimizer)
+            state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in indices}
             self.holdings.take(optimizer, state)
             self.holdings.guard.watch(optimizer)
 
@@ -343,7 +342,8 @@ class DeepSpeedEngine(Engine):
         # All weights that DeepSpeed shards have this dtype.
         dtype = next((p for p in floating if p.requires_grad), floating[0]).dtype
         device = self.process.device
-        zero.start(self.configuration.complete(dtype, numel, self.process.backends.get(device.type)), device)
+        transport = self.process.backends.get(device.type)
+        zero.start(self.configuration.complete(dtype, numel, transport), device)
         if self.holdings.partial(None):
             self.holdings.guard.watch_modules(self.module, lambda m: any(True for _ in m.parameters()))
 
@@ -366,7 +366,7 @@ class DeepSpeedEngine(Engine):
         super().detach(optimizer)
 
     def take_edits(self) -> None:
-        """Take over weights that the program wrote, or raise BackendError if the next step would undo that."""
+        """Take over weights that the program wrote, or raise BackendError if they would be lost."""
         if self.zero is not None and (edited := self.zero.take_edits()):
             raise BackendError(
                 f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost, because the optimizer "

@@ -263,26 +263,22 @@ class Configuration:
         }
 
 
-#: DeepSpeed's optimizers by the memory in which they step weights.
-_HOST_OPTIMIZERS: Final = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
-_DEVICE_OPTIMIZERS: Final = ("FusedLion",)
+#: DeepSpeed's optimizers that treat each element alone.
+_ELEMENTWISE: Final = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion")
 
 
-def refuse_optimizer(optimizer: Optimizer, settings: Configuration, device: torch.device) -> None:
-    """Raise OptimizerError if an optimizer can't step one rank's piece of each parameter."""
-    name, on_host = type(optimizer).__name__, settings.offload_optimizer or device.type == "cpu"
+def refuse_optimizer(optimizer: Optimizer, settings: Configuration) -> None:
+    """Raise OptimizerError if an optimizer can't step one rank's fragment of each parameter."""
+    name = type(optimizer).__name__
     by_deepspeed = type(optimizer).__module__.startswith("deepspeed.ops.")
     if by_deepspeed and name == "FusedAdam":
         # It counts the steps of a group in its last parameter, which can be on a different rank.
         raise OptimizerError("DeepSpeed's FusedAdam can't step shards. Use torch.optim.AdamW(fused=True).")
-    if by_deepspeed and name in (_DEVICE_OPTIMIZERS if on_host else _HOST_OPTIMIZERS):
-        use = "offload_optimizer=True" if name in _HOST_OPTIMIZERS else "offload_optimizer=False on a GPU"
-        raise OptimizerError(f"{name} can't step weights in this memory. Use DeepSpeed({use}) or torch's AdamW.")
-    known = by_deepspeed and name in _HOST_OPTIMIZERS + _DEVICE_OPTIMIZERS
+    known = by_deepspeed and name in _ELEMENTWISE
     if not (known or type(optimizer) in ELEMENTWISE or elementwise(optimizer) or settings.any_optimizer):
         raise OptimizerError(
-            f"{name} can't step flat shards of parameters unless it treats each element alone, as AdamW does. If it does, "
-            "set config={'zero_allow_untested_optimizer': True}."
+            f"{name} can't step flat shards of parameters unless it treats each element alone, as AdamW does. "
+            "If it does, set config={'zero_allow_untested_optimizer': True}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Stages 1 and 2 of DeepSpeed: each rank has all weights, in flat memory of which it owns a range."""
+"""Stages 1 and 2 of DeepSpeed: each rank has all weights in flat memory, and owns a range of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .partitions import Partitions
 
 @final
 class Flat(Partitions):
-    """Stages 1 and 2: every rank holds all weights in flat memory, and owns an equal range of it."""
+    """The parameters of a model at stages 1 and 2."""
 
     def arrange(self) -> None:
         zero = self.zero
@@ -50,7 +50,7 @@ class Flat(Partitions):
 
         zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, in_buckets)
 
-    # -- gradients --------------------------------------------------------------------------------------------------
+    # -- gradients --------------------------------------------------------------------------------
 
     def take(self, index: int) -> None:
         parameter = self.parameters[index]
@@ -59,7 +59,7 @@ class Flat(Partitions):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
-                # DeepSpeed reduces it where it is, and drops it before: its memory must not be used for anything else.
+                # DeepSpeed drops it before it has reduced it, so its memory must stay reserved.
                 parameter.grad.record_stream(self._stream)
             zero.setup_buckets()
             zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
@@ -68,7 +68,8 @@ class Flat(Partitions):
         """Take this rank's range of a gradient that DeepSpeed has reduced."""
         fragment = self.fragments.get(self.numbers[id(parameter)])
         if fragment is not None and parameter.grad is not None:
-            fragment.accumulate(parameter.grad.reshape(-1).narrow(0, fragment.start, fragment.home.numel()))
+            flat = parameter.grad.reshape(-1)
+            fragment.accumulate(flat.narrow(0, fragment.start, fragment.home.numel()))
         parameter.grad = None
 
     def finish(self) -> None:
@@ -102,18 +103,18 @@ class Flat(Partitions):
         return self.zero.reduction_stream if self.zero.overlap_comm else None
 
     def _wait_for_reductions(self) -> None:
-        """Let the device wait for reductions before it goes on, or uses the buckets' memory for something else."""
+        """Let the device wait for reductions before it goes on, or reuses the buckets' memory."""
         if (stream := self._stream) is not None:
             accelerator().current_stream().wait_stream(stream)
             for bucket in self.zero.ipg_buckets.values():
                 for buffer in bucket.buffer:
                     buffer.record_stream(stream)
 
-    # -- weights ----------------------------------------------------------------------------------------------------
+    # -- weights ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take_edits(self) -> list[int]:
-        """Take over weights that the program wrote, or replaced by a tensor of the same shape and dtype."""
+        """Take over weights that the program wrote or replaced by tensors of this shape and dtype."""
         lost = []
         for index, place in self._places.items():
             parameter = self.parameters[index]
@@ -127,8 +128,9 @@ class Flat(Partitions):
         for fragment in self.fragments.values() if self.apart else ():
             home = fragment.home.to(fragment.weights.device, non_blocking=fragment.pinned)
             self.wait_for_copies()
-            same = fragment.weights.to(home.dtype) == home  # there the copy keeps its own digits
-            fragment.weights.copy_(torch.where(same, fragment.weights, home.to(fragment.weights.dtype)))
+            weights = fragment.weights
+            same = weights.to(home.dtype) == home  # there the copy keeps its own digits
+            weights.copy_(torch.where(same, weights, home.to(weights.dtype)))
         return lost
 
     def gather(self) -> None:
@@ -142,7 +144,7 @@ class Flat(Partitions):
         )
 
     def end(self, full: Sequence[torch.Tensor]) -> None:
-        """Let go of the flat memory as well, which lives with DeepSpeed's objects until a garbage collection."""
+        """Free the flat memory too, which DeepSpeed's objects hold until a garbage collection."""
         super().end(full)
         self._places.clear()
         self.zero.bit16_groups_flat.clear()

@@ -1,7 +1,8 @@
 """How DeepSpeed shards a model: for each parameter, the fragment that this rank owns.
 
-DeepSpeed keeps the memory and the buckets, and gathers. This file keeps which gradients exist and what an optimizer updates,
-by parameter, so that a frozen or unused parameter is left alone exactly as in one process.
+DeepSpeed keeps the memory and the buckets, and gathers. This file keeps which gradients exist and
+what an optimizer updates, by parameter. So a frozen or unused parameter is left alone exactly as in
+one process.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ if TYPE_CHECKING:
 class Fragment:
     """The range of one parameter that this rank owns.
 
-    ``grad`` is its mean gradient, or None as in ``p.grad``. The gradient of a single reduction keeps the dtype of that
-    reduction, which loses nothing. A sum has the dtype of ``weights``.
+    ``grad`` is its mean gradient, or None as in ``p.grad``. The gradient of a single reduction keeps
+    the dtype of that reduction, which loses nothing. A sum has the dtype of ``weights``.
     """
 
     start: int  # its first element
     home: torch.Tensor  # the range in the model's own memory
-    #: What an optimizer updates: ``home`` itself, or a copy of higher precision or on another device.
+    #: What an optimizer updates: ``home``, or a copy of higher precision or on another device.
     weights: torch.Tensor
     grad: torch.Tensor | None = None
-    pinned: bool = False  # ``weights`` is pinned CPU memory, to which a device copies while the CPU goes on
+    #: ``weights`` is pinned CPU memory, to which a device copies while the CPU goes on.
+    pinned: bool = False
 
     @torch.no_grad()
     def accumulate(self, gradient: torch.Tensor) -> None:
@@ -103,7 +105,7 @@ class Placement:
                 group["params"] = fragments
 
 
-#: Methods that ``deepspeed.utils.safe_set_*`` calls, which would write to memory that no optimizer uses.
+#: Methods that ``deepspeed.utils.safe_set_*`` calls. They would write to memory that nobody uses.
 _ACCESS: Final = re.compile("[gs]et_(full|local|fp32)_")
 
 
@@ -120,7 +122,7 @@ def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -
 
 
 class Partitions(ABC):
-    """The parameters of an engine's model, sharded by DeepSpeed. Methods that communicate say "Collective"."""
+    """The parameters of an engine's model, which DeepSpeed shards."""
 
     #: Weights are sharded too.
     divides_weights: ClassVar[bool] = False
@@ -135,7 +137,8 @@ class Partitions(ABC):
         self.divided = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
         #: The numbers of the parameters of which ranks have fragments.
-        self.by_name = {n: i for i, n in enumerate(self.names) if self.divides_weights or i in self.divided}
+        sharded = range(len(self.names)) if self.divides_weights else self.divided
+        self.by_name = {self.names[i]: i for i in sharded}
         self.masters = engine.configuration.masters
         offloads = engine.configuration.offload_optimizer
         self._weights_on = torch.device("cpu") if offloads else None
@@ -145,14 +148,14 @@ class Partitions(ABC):
         self._hooks: list[RemovableHandle] = []
         #: Parameters with gradients, in the order of arrival, since the last ``flush``.
         self.arrivals: list[int] = []
-        #: Parameters with gradients in this backward, since it began or since a backward inside of it ended.
+        #: Parameters with gradients since this backward began, or since one inside of it ended.
         self._came: set[int] = set()
         self.interruption = Interruption()
         #: Stage 1: what backward passes left in ``p.grad``.
         self.waiting: dict[int, torch.Tensor] = {}
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
-    # -- building ---------------------------------------------------------------------------------------------------
+    # -- building ---------------------------------------------------------------------------------
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Let DeepSpeed shard the model, and find this rank's fragments. Collective."""
@@ -165,8 +168,10 @@ class Partitions(ABC):
             for parameter in scalars:
                 parameter.data = parameter.data.view(1)
             # Frozen parameters get a group of their own, which need not be gathered after a step.
-            groups = [[p for i, p in self.divided.items() if trainable[i] is flag] for flag in (True, False)]
-            self.library = initialise(self.module, [group for group in groups if group], config, device)
+            active = [p for i, p in self.divided.items() if trainable[i]]
+            frozen = [p for i, p in self.divided.items() if not trainable[i]]
+            groups = [group for group in (active, frozen) if group]
+            self.library = initialise(self.module, groups, config, device)
             self.zero = self.library.optimizer
             for parameter in scalars:
                 if parameter.data.numel():
@@ -197,7 +202,7 @@ class Partitions(ABC):
         self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
 
     def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
-        """Return DeepSpeed's ``reduce`` of a bucket, announced before; ``came`` lists what is in it."""
+        """Return DeepSpeed's ``reduce`` of a bucket, announced before. ``came`` lists its contents."""
         process, what = self.process, f"the reduction of a bucket of gradients ({self.label})"
         waiting = Waiting(process, what)
 
@@ -209,7 +214,7 @@ class Partitions(ABC):
 
         return call
 
-    # -- gradients --------------------------------------------------------------------------------------------------
+    # -- gradients --------------------------------------------------------------------------------
 
     @plainly
     def arrived(self, index: int) -> None:
@@ -232,10 +237,15 @@ class Partitions(ABC):
         self.take(index)
 
     def enter_backward(self) -> None:
-        """Note the backward that runs, whose end reduces the rest. Reentrant checkpoints run others inside of it."""
+        """Note the backward that runs, whose end reduces the rest.
+
+        Reentrant checkpoints run other backward passes inside of it.
+        """
         task = torch._C._current_graph_task_id()
         if task not in self.interruption.running:
             self.interruption.running.add(task)
+            # After a failed backward, a forward of the handle has to reset DeepSpeed first.
+            self.interruption.incomplete |= self.interruption.cut
             self.interruption.refuse()
             at_end_of_backward(lambda: self._end_of_backward(task))
 
@@ -255,7 +265,8 @@ class Partitions(ABC):
     @plainly
     def assigned(self) -> list[int]:
         """Return the parameters whose ``p.grad`` is not from a backward: the program has set it."""
-        return [i for i, p in enumerate(self.parameters) if p.grad is not None and p.grad is not self.waiting.get(i)]
+        grads = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        return [i for i, grad in grads.items() if grad is not self.waiting.get(i)]
 
     @plainly
     def held(self) -> bytes:
@@ -263,7 +274,10 @@ class Partitions(ABC):
         return zlib.compress(held_here(self.divided.values()), level=1)
 
     def flush(self, held: Iterable[bytes]) -> None:
-        """Reduce every ``p.grad`` that a rank has, from the ``held`` of all ranks. The others count as zeros. Collective."""
+        """Reduce every ``p.grad`` that a rank has, where ``held`` are the masks of all ranks. Collective.
+
+        A rank without it counts as zeros.
+        """
         indices = list(self.divided)
         what = f"the gradients of a step ({self.label})"
         told = held_by_any(what, map(zlib.decompress, held), [self.names[i] for i in indices])
@@ -275,7 +289,7 @@ class Partitions(ABC):
             self.finish()
 
     def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's shards of the final gradients of these parameters. Nothing is replicated."""
+        """Return this rank's shards of the final gradients of these parameters; none is replicated."""
         fragments = [fragment for i, fragment in self.fragments.items() if i in indices]
         for fragment in fragments:
             fragment.widen()
@@ -293,7 +307,8 @@ class Partitions(ABC):
                 if holder is not None and set_to_none:
                     holder.grad = None
                 elif holder is not None and holder.grad is not None:
-                    holder.grad.detach().zero_()  # in place: stage 3 may have sharded the weight since
+                    # In place, because stage 3 may have released the weight since.
+                    holder.grad.detach().zero_()
 
     def replace(self, indices: Sequence[int]) -> None:
         """Drop the final gradients of parameters whose ``p.grad`` the program has set."""
@@ -303,7 +318,7 @@ class Partitions(ABC):
             self.parameters[index].grad = grad
 
     def wait_for_copies(self) -> None:
-        """Wait for copies from and to ``pinned`` memory on any stream, before the CPU reads or writes there."""
+        """Wait for copies from and to ``pinned`` memory, before the CPU reads or writes there."""
         if self._pinned:
             accelerator().synchronize()
 
@@ -313,28 +328,30 @@ class Partitions(ABC):
         self.waiting.clear()
         self._came.clear()
         for parameter in self.parameters:
-            if (grad := parameter.grad) is not None and bool(grad.any()):  # zeros are dropped gradients too
+            grad = parameter.grad
+            if grad is not None and bool(grad.any()):  # zeros are dropped gradients too
                 self.interruption.incomplete = True
             parameter.grad = None
 
-    # -- weights ----------------------------------------------------------------------------------------------------
+    # -- weights ----------------------------------------------------------------------------------
 
     @abstractmethod
     def take_edits(self) -> list[int]:
-        """Let the optimizer step what the loop has written into the weights; which parameters' values are lost. Local."""
+        """Take over what the program wrote to weights. Return the parameters where that is lost."""
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Let every rank see the stepped weights. Collective."""
+        """Give every rank the weights of a step. Collective."""
         if self.apart and self.fragments:
-            fragments = self.fragments.values()
-            torch._foreach_copy_([f.home for f in fragments], [f.weights for f in fragments], non_blocking=self._pinned)
+            homes = [fragment.home for fragment in self.fragments.values()]
+            weights = [fragment.weights for fragment in self.fragments.values()]
+            torch._foreach_copy_(homes, weights, non_blocking=self._pinned)
             self.wait_for_copies()
         self.gather()
 
     @abstractmethod
     def gather(self) -> None:
-        """Spread what is in the homes. Collective."""
+        """Give every rank what is in the homes. Collective."""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
         """Call the root module, which is a forward, or a method of it."""

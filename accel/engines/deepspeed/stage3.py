@@ -1,4 +1,4 @@
-"""Stage 3 of DeepSpeed: each rank owns a fragment of every parameter, and gathers weights when a module runs."""
+"""Stage 3 of DeepSpeed: each rank owns a fragment of every parameter, and gathers weights for modules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .partitions import Fragment, Partitions
 from .weights import mark, recorded, set_grad, unmark
 
-# -- DeepSpeed's hooks on modules ---------------------------------------------------------------------------------------
+# -- DeepSpeed's hooks on modules -----------------------------------------------------------------
 
 
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook of DeepSpeed's that gets the tensors of a module's inputs or output, and gives others for them.
+    """Return a hook of DeepSpeed's that is called with a list of the tensors in a module's inputs or output.
 
     The hook itself fails at an output without items and attributes, and finds no tensor in a dataclass.
     """
@@ -44,36 +44,38 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
         changed = hook(module, *values[:-1], list(found.values()))
         if changed is None:
             return None
-        others = dict(zip(found, changed, strict=True))  # attention(x, x, x) computes differently with three tensors
+        # One for each, because attention(x, x, x) computes differently with three tensors.
+        others = dict(zip(found, changed, strict=True))
         return _exchange(lambda tensor: others.get(id(tensor), tensor), tree)
 
     return _disable_dynamo(call)
 
 
 def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Return the tree with another tensor for each, except for leaves in objects, which belong to somebody."""
+    """Return the tree with another tensor for each, except for leaves in objects."""
     return exchange(give, tree, lambda tensor: tensor if tensor.grad_fn is None else give(tensor))
 
 
 def tidy(module: Any) -> None:
-    """Hide the module in the reprs of its attributes, and tell torch the signatures of its autograd functions."""
+    """Hide the module in the reprs of its attributes, and give its autograd functions signatures."""
     for name in ("all_parameters", "ds_external_parameters"):
         if isinstance(bound := vars(module).get(name), MethodType):
             # EmbeddingBag shows all of its attributes in its own repr.
             vars(module)[name] = _call_with(bound.__func__, module)
     for kind in filter(None, map(vars(module).get, ("pre_bwd_fn", "post_bwd_fn"))):
-        kind.forward.__signature__ = inspect.signature(kind.forward)  # else found anew in each forward
+        # torch asks for it in each forward.
+        kind.forward.__signature__ = inspect.signature(kind.forward)
 
 
 def _call_with(function: Callable[..., Any], module: Any) -> Callable[[], Any]:
     return lambda: function(module)
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
+# -- gradients -----------------------------------------------------------------------------------
 
 
 class _Gradients(dict[int, torch.Tensor]):
-    """Where DeepSpeed adds a reduced gradient. The memory of each is made when DeepSpeed asks for it.
+    """Where DeepSpeed adds a reduced gradient, in memory that is made when DeepSpeed asks for it.
 
     The second gradient of a parameter is added in the dtype of the weights that the optimizer updates.
     """
@@ -100,19 +102,19 @@ class _Gradients(dict[int, torch.Tensor]):
             fragment.grad = grad.narrow(0, 0, fragment.home.numel())
 
 
-# -- the engine's side --------------------------------------------------------------------------------------------------
+# -- the engine's side ---------------------------------------------------------------------------
 
 
 @final
 class Stage3(Partitions):
-    """Stage 3: every rank owns a fragment of each parameter, and gathers the rest when a module runs."""
+    """The parameters of a model at stage 3."""
 
     divides_weights = True
     #: Forwards that run, inside of each other.
     _running = 0
     _versions: list[int]
 
-    # -- building ---------------------------------------------------------------------------------------------------
+    # -- building ---------------------------------------------------------------------------------
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         for parameter in self.parameters:
@@ -134,7 +136,7 @@ class Stage3(Partitions):
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
         self._tables: list[Any] = [module._parameters for module in self.module.modules()]
-        # The module is only on DeepSpeed's global stack while it runs, or else it would never be freed.
+        # A module that stays on DeepSpeed's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
         for name, weight in zip(self.names, self.parameters, strict=True):
@@ -165,7 +167,8 @@ class Stage3(Partitions):
         for flat in zero.fp32_partitioned_groups_flat:
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
-        name, numbers, buckets = f"{OF_STAGE3}reduce_and_partition_ipg_grads", self.numbers, zero.ipg_buckets
+        name = f"{OF_STAGE3}reduce_and_partition_ipg_grads"
+        numbers, buckets = self.numbers, zero.ipg_buckets
 
         def in_bucket(dtype: torch.dtype) -> tuple[int, ...]:
             return tuple(numbers[id(p)] for p in buckets[dtype].params)
@@ -174,9 +177,11 @@ class Stage3(Partitions):
 
     def _watch_coordinator(self) -> None:
         """Announce what the coordinator gathers, notice backward passes, and let it see plain tensors."""
-        coordinator, process, label, owner = self._coordinator, self.process, self.label, weakref.ref(self)
-        fetch, release, reset = coordinator.fetch_sub_module, coordinator.release_sub_module, coordinator.reset_step
-        names = {id(module): name or "the model itself" for name, module in self.module.named_modules()}
+        coordinator, process, label = self._coordinator, self.process, self.label
+        owner = weakref.ref(self)
+        fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
+        reset = coordinator.reset_step
+        names = {id(m): name or "the model itself" for name, m in self.module.named_modules()}
         sharded = any(not weight.ds_persist for weight in self.parameters)  # type: ignore[attr-defined]
 
         def announced(what: str, act: Callable[..., None], *args: Any) -> None:
@@ -189,7 +194,8 @@ class Stage3(Partitions):
             if not forward and (stage3 := owner()) is not None:
                 stage3.enter_backward()
             kind = "forward" if forward else "backward"
-            announced(f"the gathering of {names[id(module)]} for its {kind} ({label})", fetch, module, forward)
+            what = f"the gathering of {names[id(module)]} for its {kind} ({label})"
+            announced(what, fetch, module, forward)
 
         def release_sub_module(module: Any, forward: bool = False) -> None:
             # A second backward of one graph has gathered nothing.
@@ -206,24 +212,20 @@ class Stage3(Partitions):
             setattr(coordinator, name, plainly(getattr(coordinator, name)))
 
     def _free_coordinator(self) -> None:
-        """Give the coordinator a cache of its own: DeepSpeed's keeps every coordinator, and so every model, for good."""
+        """Give the coordinator a cache of its own. DeepSpeed's would keep it and its model for good."""
         name = f"{OF_COORDINATOR}params_to_release"
         cached = inspect.getclosurevars(getattr(type(self._coordinator), name)).nonlocals["func"]
         method = MethodType(inspect.unwrap(cached), weakref.proxy(self._coordinator))
         setattr(self._coordinator, name, functools.cache(method))
 
-    # -- gradients --------------------------------------------------------------------------------------------------
-
-    def enter_backward(self) -> None:
-        """Refuse a backward after a failed one if its forward was called around the handle, which resets DeepSpeed."""
-        self.interruption.incomplete |= self.interruption.cut
-        super().enter_backward()
+    # -- gradients --------------------------------------------------------------------------------
 
     @plainly
     def take(self, index: int) -> None:
         parameter = self.parameters[index]
         if parameter.grad is None:
-            set_grad(parameter, torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device))
+            like = {"dtype": parameter.dtype, "device": parameter.device}
+            set_grad(parameter, torch.zeros(self.shapes[index], **like))  # type: ignore[arg-type]
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter)
 
     @plainly
@@ -235,7 +237,8 @@ class Stage3(Partitions):
         if (stream := zero.reduce_and_partition_stream) is not None:
             stream.synchronize()
         self._gradients.hand_out()
-        if len(self.interruption.running) <= 1:  # the backward around a reentrant checkpoint's still needs its weights
+        # The backward around that of a reentrant checkpoint still needs its weights.
+        if len(self.interruption.running) <= 1:
             zero.parameter_offload.release_backward_leftovers()
 
     def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -266,12 +269,13 @@ class Stage3(Partitions):
         if not self._coordinator.is_invalid_trace():  # ranks may have come to different modules
             self._coordinator._invalidate_trace()
 
-    # -- weights ----------------------------------------------------------------------------------------------------
+    # -- weights ----------------------------------------------------------------------------------
 
     @plainly
     def take_edits(self) -> list[int]:
-        """Return the parameters that the program has changed: the optimizer's own copies would undo that."""
-        return [i for i, (p, old) in enumerate(zip(self.parameters, self._versions, strict=True)) if p._version != old]
+        """Return the parameters that the program has changed. The next step would undo that."""
+        versions = [p._version for p in self.parameters]
+        return [i for i, version in enumerate(versions) if version != self._versions[i]]
 
     @plainly
     def _note_versions(self) -> None:
@@ -283,27 +287,28 @@ class Stage3(Partitions):
 
     @plainly
     def gather(self) -> None:
-        """Release gathered weights, which are old now. Small ones stay gathered, so they are gathered again in buckets."""
+        """Release gathered weights, which are old now, but gather small weights again, in buckets."""
         self._end_gathers()
         weights: Sequence[Any] = self.parameters
         for weight in weights:
             weight.ds_active_sub_modules.clear()
             if not weight.ds_persist:
                 getattr(self._coordinator, f"{OF_COORDINATOR}release_param")(weight)
-            weight.ds_secondary_tensor = None  # the second copy that `zero_hpz_partition_size` keeps for backward
+            # The second copy that `zero_hpz_partition_size` keeps for backward.
+            weight.ds_secondary_tensor = None
         small = self.zero.persistent_parameters
         ends = itertools.accumulate(weight.ds_numel for weight in small)
         size = self.zero.reduce_bucket_size
-        places = [(end // size, weight.ds_tensor.dtype, weight) for weight, end in zip(small, ends, strict=True)]
-        for _, bucket in itertools.groupby(places, lambda place: place[:2]):
-            self._gather_bucket([weight for *_, weight in bucket])
+        places = {id(weight): (end // size, weight.ds_tensor.dtype) for weight, end in zip(small, ends, strict=True)}
+        for _, bucket in itertools.groupby(small, lambda weight: places[id(weight)]):
+            self._gather_bucket(list(bucket))
         self._order_gathers()
 
     def _end_gathers(self) -> None:
         """Wait for weights that are being gathered."""
         underway = getattr(self._coordinator, f"{OF_COORDINATOR}inflight_param_registry")
         while underway:
-            # It may have ended half-way, or its connections are closed; if they are lost for good, what follows fails.
+            # A gather may have ended half-way. If its connections are lost for good, what follows fails.
             with contextlib.suppress(RuntimeError, AssertionError):
                 underway.popitem()[1].wait()
         weights: Sequence[Any] = self.parameters
@@ -312,7 +317,8 @@ class Stage3(Partitions):
                 weight.ds_status = weight._available
 
     def _gather_bucket(self, weights: Sequence[Any]) -> None:
-        what, world = f"the gathering of small weights ({self.label})", weights[0].ds_zero_partition_world_size
+        what = f"the gathering of small weights ({self.label})"
+        world = weights[0].ds_zero_partition_world_size
         shard = torch.cat([weight.ds_tensor for weight in weights])
         full = shard.new_empty(world * shard.numel())
         announce(self.process, what, len(weights))
@@ -324,17 +330,17 @@ class Stage3(Partitions):
             weight.ds_status = weight._available
 
     def _order_gathers(self) -> None:
-        """Let gathers wait for what has been written until now. The stream on which DeepSpeed gathers waits for none."""
+        """Let gathers wait for what has been written. DeepSpeed's stream for them waits for none."""
         if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
             stream.wait_stream(accelerator().current_stream())
 
     def gather_for_forward(self, weight: Any) -> bool:
-        """Gather a weight that the running forward reads from another module; False if no forward runs. Collective."""
+        """Gather a weight that a module reads from another one. Return False if no forward runs. Collective."""
         if not self._running:
             return False
         module = self._stack[-1]
-        gathering = getattr(self._coordinator, f"{OF_COORDINATOR}inflight_param_registry").pop(weight, None)
-        if gathering is not None:
+        underway = getattr(self._coordinator, f"{OF_COORDINATOR}inflight_param_registry")
+        if (gathering := underway.pop(weight, None)) is not None:
             plainly(gathering.wait)()
         # From now on DeepSpeed gathers it with this module, in backward too.
         library("deepspeed.runtime.zero").register_external_parameter(module, weight)
@@ -343,7 +349,7 @@ class Stage3(Partitions):
         weight.ds_active_sub_modules.add(module.ds_id)
         return True
 
-    # -- forwards ---------------------------------------------------------------------------------------------------
+    # -- forwards ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _forward(self) -> Iterator[None]:
@@ -362,7 +368,7 @@ class Stage3(Partitions):
                 table._in_forward = self._running > 0
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
-        """Call a method with DeepSpeed's hooks of a forward around it, and none of the program's."""
+        """Call a forward, or a method with DeepSpeed's hooks around it, and none of the program's."""
         with self._forward():
             if forward:
                 return function(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""What the user's raw objects are while DeepSpeed works on them: weights of stage 3, and ``zero_grad`` methods.
+"""What the user's raw objects are while DeepSpeed works on them: weights of stage 3, and ``zero_grad``.
 
-DeepSpeed puts an empty tensor in the place of a weight that is not gathered, and torch would compute with that: a weight
-penalty outside of the forward would be 0, for example. So each weight has a class that reads the library's ``ds_status``
-at every use.
+DeepSpeed puts an empty tensor in the place of a weight that is not gathered, and torch would compute
+with that: a weight penalty outside of the forward would be 0, for example. So each weight has a
+class that reads DeepSpeed's ``ds_status`` at every use.
 """
 
 from __future__ import annotations
@@ -32,20 +32,24 @@ _SET_GRAD: Any = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 
 
 class Stage3Weight(Absent):
-    """A weight of a model at stage 3. A use of its values gathers them if a forward runs, and else raises an error."""
+    """A weight of a model at stage 3.
+
+    A use of its values gathers them if a forward runs. Otherwise it raises BackendError.
+    """
 
     __slots__ = ()
     plain = FOR_AUTOGRAD
     #: The class that its author gave it.
     _own_kind: type[Any]
-    #: The library's ``ZeroParamStatus.AVAILABLE``, and its mark inside of ``GatheredParameters``.
+    #: DeepSpeed's ``ZeroParamStatus.AVAILABLE``, and its mark inside of ``GatheredParameters``.
     _available: Any
     _by_user: str
 
     def is_here(self) -> bool:
-        """True if its values are here for whoever uses them now.
+        """True if its values are here, and stay until the code that uses them has ended.
 
-        Values that no module needs can still be here after a forward, but are gone when a backward comes to their use.
+        After a forward, values that no module needs may still be here. But a backward would find
+        them gone.
         """
         own = self.__dict__
         if own["ds_status"] is not self._available:
@@ -61,8 +65,9 @@ class Stage3Weight(Absent):
             stage3: Stage3 | None = vars(self)["ds_owner"]()
             if stage3 is None or not stage3.gather_for_forward(self):
                 raise BackendError(
-                    f"{vars(self)['ds_name']} is sharded over ranks, so {name_of(function)}() can't use its values outside of "
-                    "a forward. Use accel.full_state_dict(model), or a method that you call on the wrapped model."
+                    f"{vars(self)['ds_name']} is sharded over ranks, so {name_of(function)}() can't use it "
+                    "outside of a forward. Use accel.full_state_dict(model), or a method that you call on "
+                    "the wrapped model."
                 )
 
     @classmethod
@@ -89,7 +94,7 @@ class Stage3Weight(Absent):
         elif value is not self:
             name = vars(self)["ds_name"]
             raise BackendError(
-                f"{name}.data = ... would be lost, because the optimizer updates this rank's shard of {name}. "
+                f"{name}.data = ... would be lost, because the optimizer updates a shard of {name}. "
                 "Call model.load_state_dict(full) on every rank."
             )
 
@@ -149,15 +154,14 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     own.update(ds_owner=weakref.ref(stage3), ds_name=name)
     own.pop("item", None)  # it gathers, which hangs if one rank asks for a number to print
     own["all_gather_coalesced"] = plainly(own["all_gather_coalesced"])
-    own["all_gather"] = _announced(
-        own["all_gather"], weight, stage3.process, f"the gathering of {name} ({stage3.label})"
-    )
+    what = f"the gathering of {name} ({stage3.label})"
+    own["all_gather"] = _announced(own["all_gather"], weight, stage3.process, what)
     own["partition"] = _partitioning(own["partition"], weight)
     weight.__class__ = class_of(type(weight))
 
 
 def unmark(weight: Any) -> None:
-    """Give a weight its own class, now that all of it is here. ``Snapshot`` takes the attributes away."""
+    """Give a weight its own class back. ``Snapshot`` takes the attributes away."""
     if isinstance(weight, Stage3Weight):
         weight.__class__ = weight._own_kind  # type: ignore[unreachable]
 
@@ -173,12 +177,12 @@ def _announced(gather: Callable[..., Any], weight: Any, process: Process, what: 
 
 
 def _partitioning(partition: Callable[..., Any], weight: Any) -> Callable[..., Any]:
-    """Return the library's ``partition``, which leaves small weights gathered, as the library does in most cases."""
+    """Return DeepSpeed's ``partition``, which leaves small weights gathered, as DeepSpeed often does."""
 
     def call(param_list: Any = None, has_been_updated: bool = False, **options: Any) -> None:
         if has_been_updated:
             raise BackendError(
-                "GatheredParameters(..., modifier_rank=...) would change weights, but not what the optimizer updates. "
+                "GatheredParameters(..., modifier_rank=...) would not change what the optimizer updates. "
                 "Call model.load_state_dict(full) on every rank."
             )
         weights = [weight] if param_list is None else param_list
@@ -189,7 +193,7 @@ def _partitioning(partition: Callable[..., Any], weight: Any) -> Callable[..., A
 
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, which makes tensors that a backward may save, even if ``inference_mode`` is on."""
+    """Return the function, which makes tensors for autograd even if ``inference_mode`` is on."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -201,15 +205,15 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# -- zero_grad of raw objects, which drops the gradients of shards too -------------------------------------------------
+# -- zero_grad of raw objects, which drops the gradients of shards too ---------------------------
 
 
 @final
 class ZeroGrad:
     """The ``zero_grad`` of a module or optimizer, in its own attributes.
 
-    Submodules have it too: a GAN in one ModuleDict calls ``model.critic.zero_grad()``. It is an object with a short repr,
-    because EmbeddingBag shows all of its attributes in its own.
+    Submodules have it too: a GAN in one ModuleDict calls ``model.critic.zero_grad()``. It is an
+    object with a short repr, because EmbeddingBag shows all of its attributes in its own.
     """
 
     def __init__(self, engine: weakref.ref[DeepSpeedEngine], owner: Any) -> None:
@@ -241,7 +245,7 @@ class ZeroGrad:
 
 
 def put_zero_grad(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
-    """Replace the method of an optimizer, or of a module and its submodules. The engine is held weakly."""
+    """Replace the method of an optimizer, or of a module and its submodules."""
     for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
         vars(owner)["zero_grad"] = ZeroGrad(weakref.ref(engine), owner)
 
