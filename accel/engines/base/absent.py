@@ -1,7 +1,7 @@
 """Parameters whose values are not on this rank.
 
-Facts about such a parameter, its shape for example, are right. A use of its values fetches them or raises an error:
-torch would compute with whatever tensor is in the values' place, without a word.
+Facts about such a parameter, its shape for example, are right. A use of its values fetches them or
+raises an error: torch would compute with whatever tensor is in the values' place, without a word.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ _T: Any = torch.Tensor
 
 
 def attributes(names: str, *ways: str) -> list[Any]:
-    """Return what torch calls a use of a tensor's attributes, where ``ways`` are ``__get__`` and ``__set__``."""
-    return [getattr(getattr(_T, name), way) for name in names.split() if hasattr(_T, name) for way in ways]
+    """Return what torch calls a use of a tensor's attributes: ``__get__`` or ``__set__``."""
+    found = [getattr(_T, name) for name in names.split() if hasattr(_T, name)]
+    return [getattr(attribute, way) for attribute in found for way in ways]
 
 
 def _methods(names: str) -> list[Any]:
@@ -46,8 +47,10 @@ _SHAPE: Final = frozenset(
     ]
 )
 #: Functions that make a new tensor of this shape.
-_LIKE: Final = frozenset(getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn"))
-#: Functions that return the parameter itself if it has this dtype and device already, as in ``model.to(device)``.
+_LIKE: Final = frozenset(
+    [torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like]
+)
+#: Functions that return the parameter itself if it has this dtype and device: ``model.to(device)``.
 _CONVERSIONS: Final = frozenset(_methods("to cuda cpu float double half bfloat16 type"))
 
 #: Functions of autograd: the tensor in the values' place has the gradient and the hooks.
@@ -94,7 +97,7 @@ class Absent:
         raise NotImplementedError
 
     def converted(self, made: torch.Tensor) -> torch.Tensor | None:
-        """Return a conversion to the dtype and device of ``made``, or None if that needs the values."""
+        """Return the parameter with the dtype and device of ``made``, or None if that needs values."""
         return None
 
     @classmethod
@@ -120,7 +123,7 @@ class Absent:
 
 
 def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **given: Any) -> None:
-    """Free a parameter's values. ``kind`` says what a use of them does, and reads the attributes ``given``."""
+    """Free a parameter's values. ``kind`` says what a use of them does, and reads ``given``."""
     parameter.data = blank(parameter)
     vars(parameter).update(given, _own_class=type(parameter))
     parameter.__class__ = kind  # type: ignore[assignment]
@@ -140,7 +143,7 @@ def about(parameter: Any) -> set[str]:
 
 
 def blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of this shape and dtype in the memory of one element, which is nan or the least integer."""
+    """Return a tensor of this shape in the memory of one element: nan, or the least integer."""
     if tensor.is_floating_point() or tensor.is_complex():
         value: Any = float("nan")
     else:
@@ -162,16 +165,16 @@ def name_of(function: Any) -> str:
 
 
 def refuse_second_derivatives() -> None:
-    """Raise BackendError for ``create_graph=True``: the graph lacks what gathered weights or other ranks computed."""
+    """Raise BackendError for ``create_graph=True``: the graph lacks what other ranks computed."""
     raise BackendError(
-        "backward(create_graph=True) can't differentiate a sharded model, because other ranks computed a part of it. "
-        'Use backend="ddp" for gradient penalties.'
+        "backward(create_graph=True) can't differentiate a sharded model, because other ranks computed "
+        'a part of it. Use backend="ddp" for gradient penalties.'
     )
 
 
 def refuse_other_tensor(name: str, library: str) -> None:
-    """Raise BackendError for a tensor in a parameter's place: the library would compute with the parameter instead."""
+    """Raise BackendError for a tensor in a parameter's place, because the library ignores it."""
     raise BackendError(
-        f"{name!r} is a different tensor than in accel.setup, but {library} gathers the model's own parameters. "
-        'Use backend="ddp" for torch.func.functional_call.'
+        f"{name!r} is a different tensor than in accel.setup, but {library} gathers the model's own "
+        'parameters. Use backend="ddp" for torch.func.functional_call.'
     )

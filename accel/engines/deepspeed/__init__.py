@@ -68,6 +68,10 @@ class DeepSpeed(SequenceOptions):
 DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (1, 3))
 
 
+def _explain(_: list[Any]) -> str:
+    return "different parameters, or in a different order"
+
+
 @final
 class ZeROGradients(Gradients):
     """Gradients of this rank's fragments, which the user's own optimizer uses until ``zero_grad``.
@@ -94,7 +98,8 @@ class ZeROGradients(Gradients):
     def holders(self) -> Sequence[Accumulator]:
         """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
         zero = self.engine.zero
-        return self.engine.parameters if zero is None else [*self.engine.parameters, *zero.fragments.values()]
+        fragments = [] if zero is None else zero.fragments.values()
+        return [*self.engine.parameters, *fragments]
 
     def pending(self) -> bool:
         zero = self.engine.zero
@@ -131,7 +136,8 @@ class ZeROGradients(Gradients):
         """Average ``p.grad`` until DeepSpeed shards the model, which then has an optimizer."""
         engine = self.engine
         if engine.zero is None:
-            parameters, names = [engine.parameters[i] for i in indices], [engine.names[i] for i in indices]
+            parameters = [engine.parameters[i] for i in indices]
+            names = [engine.names[i] for i in indices]
             what = f"the reduction of {len(indices)} gradients ({engine.label})"
             if average_gradients_(what, parameters, names, self.process):
                 self.buffers.synchronize()
@@ -171,9 +177,8 @@ class ZeROGradients(Gradients):
     def _reduce(self, zero: Partitions) -> None:
         assigned = zero.assigned()
         arrivals = tuple(zero.arrivals) if zero.eager else ()
-        explain = lambda _: "different parameters, or in a different order"  # noqa: E731
         which = hash((arrivals, tuple(assigned)))
-        held = self.engine.compare("the gradients of a step", which, explain, zero.held())
+        held = self.engine.compare("the gradients of a step", which, _explain, zero.held())
         with zero.interruption.reducing():
             self._replace_assigned(zero)
             zero.flush(held)
@@ -181,8 +186,8 @@ class ZeROGradients(Gradients):
             if not self._warned and not self._used.isdisjoint(zero.arrivals):
                 self._warned = True
                 logger.warning(
-                    "New gradients were added to those of an earlier step. Setting p.grad = None drops nothing with "
-                    "backend='deepspeed'. Call optimizer.zero_grad() or model.zero_grad()."
+                    "New gradients were added to those of an earlier step. Setting p.grad = None drops "
+                    "nothing with backend='deepspeed'. Call optimizer.zero_grad() or model.zero_grad()."
                 )
             self._final.update(zero.arrivals, assigned)
             zero.arrivals.clear()
@@ -236,8 +241,8 @@ class ZeROGradients(Gradients):
         if (max_norm := self.engine.configuration.clipping) > 0:
             if vars(optimizer).get("grad_scale") is not None:
                 raise PrecisionError(
-                    "gradient_clipping of a DeepSpeed config can't clip gradients that a GradScaler has scaled. "
-                    "Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
+                    "gradient_clipping of a DeepSpeed config can't clip gradients that a GradScaler has "
+                    "scaled. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
                 )
             if self.in_parts:
                 self.clip_parts(max_norm, 2.0)

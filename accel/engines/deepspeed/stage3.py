@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from types import MethodType
@@ -224,8 +223,8 @@ class Stage3(Partitions):
     def take(self, index: int) -> None:
         parameter = self.parameters[index]
         if parameter.grad is None:
-            like = {"dtype": parameter.dtype, "device": parameter.device}
-            set_grad(parameter, torch.zeros(self.shapes[index], **like))  # type: ignore[arg-type]
+            zeros = torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device)
+            set_grad(parameter, zeros)
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter)
 
     @plainly
@@ -296,12 +295,14 @@ class Stage3(Partitions):
                 getattr(self._coordinator, f"{OF_COORDINATOR}release_param")(weight)
             # The second copy that `zero_hpz_partition_size` keeps for backward.
             weight.ds_secondary_tensor = None
-        small = self.zero.persistent_parameters
-        ends = itertools.accumulate(weight.ds_numel for weight in small)
-        size = self.zero.reduce_bucket_size
-        places = {id(weight): (end // size, weight.ds_tensor.dtype) for weight, end in zip(small, ends, strict=True)}
-        for _, bucket in itertools.groupby(small, lambda weight: places[id(weight)]):
-            self._gather_bucket(list(bucket))
+        buckets: dict[Any, list[Any]] = {}
+        end = 0
+        for weight in self.zero.persistent_parameters:
+            end += weight.ds_numel
+            place = end // self.zero.reduce_bucket_size, weight.ds_tensor.dtype
+            buckets.setdefault(place, []).append(weight)
+        for bucket in buckets.values():
+            self._gather_bucket(bucket)
         self._order_gathers()
 
     def _end_gathers(self) -> None:
@@ -335,7 +336,7 @@ class Stage3(Partitions):
             stream.wait_stream(accelerator().current_stream())
 
     def gather_for_forward(self, weight: Any) -> bool:
-        """Gather a weight that a module reads from another one. Return False if no forward runs. Collective."""
+        """Gather a weight that a module reads from another one, or return False if no forward runs."""
         if not self._running:
             return False
         module = self._stack[-1]
