@@ -77,15 +77,10 @@ def _contradiction(key: str, value: Any, reason: str) -> BackendError:
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if config is None or isinstance(config, Mapping):
         return copy.deepcopy(dict(config or {}))
-    if not isinstance(config, str | Path):
-        raise BackendError(f"DeepSpeed(config={config!r}): expected a dict, or the path of a JSON file")
     try:
-        found = json.loads(Path(config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BackendError(f"DeepSpeed(config={str(config)!r}) cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise BackendError(f"DeepSpeed(config={str(config)!r}): expected a JSON object, found {type(found).__name__}")
-    return found
+        return dict(json.loads(Path(config).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise BackendError(f"DeepSpeed(config={config!r}) can't be read as a JSON object: {error}") from error
 
 
 def check_stage(stage: Any) -> None:
