@@ -1,8 +1,7 @@
-"""Parameter objects whose values are not here, or not all of them: what asks for values gets them at once, or raises by name.
+"""Parameters whose values are not on this rank.
 
-torch would compute with whatever has the values' place, without a word. The class of such a parameter is one that derives
-from ``Absent``, for as long as they are not here, and its own again once they are: a static class that read a status at each use
-was measured at 3.3 us more for each ``F.linear`` and 1.2 us for each ``p.grad`` of a parameter that is here (6.2 and 0.2 us).
+Facts about such a parameter, its shape for example, are right. A use of its values fetches them or
+raises an error: torch would compute with whatever tensor is in the values' place, without a word.
 """
 
 from __future__ import annotations
@@ -20,52 +19,56 @@ _T: Any = torch.Tensor
 
 
 def attributes(names: str, *ways: str) -> list[Any]:
-    """What torch calls a use of a tensor's attributes: ``__get__``, ``__set__``."""
-    return [getattr(getattr(_T, name), way) for name in names.split() if hasattr(_T, name) for way in ways]
+    """Return what torch calls a use of a tensor's attributes: ``__get__`` or ``__set__``."""
+    found = [getattr(_T, name) for name in names.split() if hasattr(_T, name)]
+    return [getattr(attribute, way) for attribute in found for way in ways]
 
 
-#: What does not look at values.
-_PLAIN: Final = frozenset(
+def _methods(names: str) -> list[Any]:
+    return [getattr(_T, name) for name in names.split()]
+
+
+#: Functions that don't look at values.
+_FACTS: Final = frozenset(
     [
-        *attributes("dtype device layout is_leaf is_meta is_sparse is_cuda is_cpu is_xpu is_mps itemsize", "__get__"),
-        *attributes("is_quantized is_mkldnn", "__get__"),
-        *(_T.is_floating_point, _T.is_complex, _T.is_signed, _T.is_inference, _T.is_shared, _T.get_device),
-        *(torch.is_floating_point, torch.is_complex, torch.is_signed, _T.element_size, _T.__hash__, _T.__format__),
-        *(_T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor),
-        torch._has_compatible_shallow_copy_type,
+        *attributes("dtype device layout is_leaf is_meta is_sparse is_cuda is_cpu is_xpu is_mps", "__get__"),
+        *attributes("itemsize is_quantized is_mkldnn", "__get__"),
+        *_methods("is_floating_point is_complex is_signed is_inference is_shared get_device element_size"),
+        *_methods("__hash__ __format__ new_empty new_zeros new_ones new_full new_tensor"),
+        *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch._has_compatible_shallow_copy_type),
     ]
 )
-#: Of the parameter as a whole.
+#: Functions of the shape.
 _SHAPE: Final = frozenset(
     [
         *attributes("shape ndim nbytes", "__get__"),
-        *(_T.size, _T.dim, _T.numel, _T.ndimension, _T.nelement, _T.__len__, _T.stride, _T.is_contiguous, torch.numel),
+        *_methods("size dim numel ndimension nelement __len__ stride is_contiguous"),
+        torch.numel,
     ]
 )
-#: A new tensor of the whole shape.
+#: Functions that make a new tensor of this shape.
 _LIKE: Final = frozenset(
     [torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like]
 )
-#: Nothing where the parameter is like that already: ``model.to(device)``.
-_CONVERSIONS: Final = frozenset([_T.to, _T.cuda, _T.cpu, _T.float, _T.double, _T.half, _T.bfloat16, _T.type])
+#: Functions that return the parameter itself if it has this dtype and device: ``model.to(device)``.
+_CONVERSIONS: Final = frozenset(_methods("to cuda cpu float double half bfloat16 type"))
 
-#: What the tensor in the values' place answers right too, where a parameter keeps a gradient of its own.
+#: Functions of autograd: the tensor in the values' place has the gradient and the hooks.
 FOR_AUTOGRAD: Final = frozenset(
     [
         *attributes("grad_fn output_nr retains_grad names _version", "__get__"),
         *attributes("requires_grad grad _grad grad_dtype", "__get__", "__set__"),
         *attributes("_backward_hooks _post_accumulate_grad_hooks", "__get__", "__set__"),
-        *(_T.grad.__delete__, _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook),
-        *(_T.retain_grad, torch.autograd.grad, torch.autograd.backward, _T.backward),
+        *_methods("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad backward"),
+        *(_T.grad.__delete__, torch.autograd.grad, torch.autograd.backward),
     ]
 )
-
-#: The same, and where it lies.
+#: The same and the place in memory.
 OF_ITSELF: Final = FOR_AUTOGRAD | {_T.data_ptr, _T.untyped_storage}
 
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for which parameters are plain tensors."""
+    """Return the function, which then takes parameters for plain tensors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,83 +78,72 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which makes tensors that a backward may save, in inference mode too: they outlive it."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args, **kwargs)
-
-    return call
-
-
 class Absent:
-    """Goes before the class of a parameter."""
+    """Goes before the class of a parameter. Subclasses define ``fetch``."""
 
     __slots__ = ()
     #: More functions that the tensor in the values' place answers right.
     plain: ClassVar[frozenset[Any]] = frozenset()
+    #: Attributes that ``take_away`` gives to a parameter.
+    given: ClassVar[tuple[str, ...]] = ()
 
     def full_shape(self) -> torch.Size:
+        """Return the shape of the values."""
         shape: torch.Size = plainly(_T.shape.__get__)(self)
         return shape
 
     def fetch(self, function: Any) -> None:
-        """Let the values be here for a function; BackendError, which names the parameter, where they cannot."""
+        """Bring the values here for a function, or raise BackendError with the parameter's name."""
         raise NotImplementedError
 
     def converted(self, made: torch.Tensor) -> torch.Tensor | None:
-        """What a conversion to the dtype and device of ``made`` gives; None where it needs the values."""
+        """Return the parameter with the dtype and device of ``made``, or None if that needs values."""
         return None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _PLAIN or func in cls.plain:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if func in _FACTS or func in cls.plain:
+            return plainly(func)(*args, **kwargs)
         if func in _SHAPE:
             return func(_without_values(args[0]), *args[1:], **kwargs)
         if func in _LIKE and isinstance(args[0], Absent):
-            return func(_without_values(args[0]), *args[1:], **{"device": args[0].device, **kwargs})  # type: ignore[attr-defined]
+            options = {"device": args[0].device, **kwargs}  # type: ignore[attr-defined]
+            return func(_without_values(args[0]), *args[1:], **options)
         if func in _CONVERSIONS and "memory_format" not in kwargs:
             made = plainly(func)(*args, **kwargs)
             if made is args[0] or isinstance(made, str):
                 return made
-            if isinstance(args[0], Absent) and (like := args[0].converted(made)) is not None:
-                return like
+            if isinstance(args[0], Absent) and (converted := args[0].converted(made)) is not None:
+                return converted
         for _, parameter in all_tensors((args, kwargs)):
             if isinstance(parameter, Absent):
                 parameter.fetch(func)
-        return func(*args, **kwargs)
+        return plainly(func)(*args, **kwargs)
 
 
-def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **attributes: Any) -> None:
-    """Free a parameter's values, and give it a class that says so, and attributes."""
+def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **given: Any) -> None:
+    """Free a parameter's values. ``kind`` says what a use of them does, and reads ``given``."""
     parameter.data = blank(parameter)
-    vars(parameter)["_present"] = type(parameter), tuple(attributes)
-    vars(parameter).update(attributes)
+    vars(parameter).update(given, _own_class=type(parameter))
     parameter.__class__ = kind  # type: ignore[assignment]
 
 
 def bring_back(parameter: torch.nn.Parameter) -> None:
-    """Give it its own class again; whoever calls gives it its values."""
-    parameter.__class__, names = vars(parameter).pop("_present")
-    for name in names:
+    """Make it a usual parameter again. The caller sets its values."""
+    added = about(parameter)
+    parameter.__class__ = vars(parameter)["_own_class"]
+    for name in added:
         del vars(parameter)[name]
 
 
 def about(parameter: Any) -> set[str]:
-    """The names of the attributes that ``take_away`` has given it."""
-    taken = vars(parameter).get("_present")
-    return set() if taken is None else {"_present", *taken[1]}
+    """Return the names of the attributes that ``take_away`` has set."""
+    return {"_own_class", *parameter.given} if "_own_class" in vars(parameter) else set()
 
 
 def blank(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape and dtype in one element's memory: NaN, or the least integer; writing to it raises."""
+    """Return a tensor of this shape in the memory of one element: nan, or the least integer."""
     if tensor.is_floating_point() or tensor.is_complex():
         value: Any = float("nan")
     else:
@@ -164,26 +156,25 @@ def _without_values(parameter: Any) -> torch.Tensor:
 
 
 def name_of(function: Any) -> str:
-    """For messages: of an attribute, its own."""
+    """Return the name of a function or attribute for an error."""
     name = getattr(function, "__name__", repr(function))
     if name not in ("__get__", "__set__"):
         return str(name)
-    owner = function.__self__  # `data` is a property of accel's own, which has no name
+    owner = function.__self__  # `data` may be a property of accel's own, which has no name
     return next((name for name, value in vars(_T).items() if value is owner), None) or str(owner.__name__)
 
 
 def refuse_second_derivatives() -> None:
-    """BackendError of a backward whose graph would lack what other ranks, or gathered weights, have computed."""
+    """Raise BackendError for ``create_graph=True``: the graph lacks what other ranks computed."""
     raise BackendError(
-        "a backward with create_graph=True on a backend that divides the model: what it computes is not all here, so that it "
-        "cannot be differentiated; for gradient penalties choose a backend that keeps parameters whole"
+        "backward(create_graph=True) can't differentiate a sharded model, because other ranks computed "
+        'a part of it. Use backend="ddp" for gradient penalties.'
     )
 
 
 def refuse_other_tensor(name: str, library: str) -> None:
-    """BackendError of a tensor in the place of a parameter: what a library gathered would be computed with, not the tensor."""
+    """Raise BackendError for a tensor in a parameter's place, because the library ignores it."""
     raise BackendError(
-        f"another tensor in the place of the parameter {name!r}: {library} gathers the model's own parameters; for "
-        "torch.func.functional_call use a backend that keeps parameters whole, or compute with torch.nn.functional; to replace "
-        "a parameter, call raw = accel.teardown(model), and set it up again"
+        f"{name!r} is a different tensor than in accel.setup, but {library} gathers the model's own "
+        'parameters. Use backend="ddp" for torch.func.functional_call.'
     )

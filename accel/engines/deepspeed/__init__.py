@@ -1,4 +1,4 @@
-"""``deepspeed``: ZeRO stages 1 to 3. DeepSpeed divides, gathers and reduces; the user's own optimizer steps the parts."""
+"""``deepspeed``: ZeRO stages 1 to 3. DeepSpeed shards, gathers and reduces. The user's optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import BackendError, OptimizerError, PrecisionError
-from ...gradients.log import GradientLog
+from ...errors import BackendError, PrecisionError
 from ...gradients.totals import average_gradients_
 from ...precision import Accumulator
 from ...process import Process
 from ...process.environments import available
-from ..base.absent import plainly
 from ..base.engine import Context, Engine, SequenceOptions, lost_weights
 from ..base.gradients import (
     Gradients,
@@ -31,11 +29,12 @@ from ..base.gradients import (
 )
 from ..base.memory import MemoryUse, TensorSize
 from .config import Configuration, check_stage, refuse_optimizer, refuse_parameters
+from .flat import Flat
 from .library import probe, release_groups
-from .partitions import Flat, Partitions
+from .partitions import Partitions, Placement
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
-from .weights import put_methods, remove_methods
+from .weights import put_zero_grad, remove_zero_grad
 
 logger = logging.getLogger("accel")
 
@@ -45,11 +44,13 @@ class DeepSpeed(SequenceOptions):
     """Options of ``deepspeed``.
 
     Args:
-        stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well (None: the
-            configuration's, else 2).
-        offload_optimizer: the weights that the optimizer steps, their gradients and its state are in CPU memory.
-        offload_parameters: the parts of the weights are in CPU memory (stage 3).
-        config: a DeepSpeed configuration, or the path of one as JSON. What contradicts a raw loop is refused by its key.
+        stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well. None
+            takes the stage of the configuration, or 2.
+        offload_optimizer: keep the weights that the optimizer updates, their gradients and its
+            state in CPU memory.
+        offload_parameters: keep the shards of the weights in CPU memory (stage 3).
+        config: a DeepSpeed configuration, or the path of a JSON file. A key that contradicts a raw
+            loop raises an error.
     """
 
     stage: int | None = None
@@ -67,12 +68,16 @@ class DeepSpeed(SequenceOptions):
 DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (1, 3))
 
 
+def _explain(_: list[Any]) -> str:
+    return "different parameters, or in a different order"
+
+
 @final
 class ZeROGradients(Gradients):
-    """Gradients of this rank's fragments are kept until ``zero_grad``; the user's own optimizer steps the fragments.
+    """Gradients of this rank's fragments, which the user's own optimizer uses until ``zero_grad``.
 
-    Between ``before_step`` and ``after_step`` these are in the parameters' places in its groups. Stages 1 and 2 divide
-    nothing before the model has an optimizer: until then every backward averages ``p.grad``.
+    Stages 1 and 2 shard nothing before the model has an optimizer. Until then, every backward
+    averages ``p.grad``.
     """
 
     partial = reduced = True
@@ -80,93 +85,73 @@ class ZeROGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        #: Steps, or is about to.
+        #: The optimizer that steps, or is about to.
         self.stepping: Optimizer | None = None
-        #: Groups that have fragments now, with the parameters in whose places these are.
-        self.held: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        #: Indices of parameters with reduced gradients, and of those that an optimizer has stepped with since zero_grad.
-        self._reduced: set[int | None] = set()
-        self._stepped: set[int | None] = set()
+        self.placed = Placement()
+        #: Parameters with final gradients, and those whose gradients a step has used, since zero_grad.
+        self._final: set[int] = set()
+        self._used: set[int] = set()
         self._warned = False
-        #: Whether an optimizer has stepped, or may have, what the other ranks do not see yet.
-        self._unspread = False
-        self.log = GradientLog(())
-
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.log.close()
-        self.log = GradientLog(parameters if self.engine.distributed else ())
-
-    def close(self) -> None:
-        self.log.close()
+        #: A step may have changed fragments that the other ranks don't have yet.
+        self._unpublished = False
 
     def holders(self) -> Sequence[Accumulator]:
-        """The fragments too: at stages 2 and 3 gradients come there while backward runs."""
+        """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
         zero = self.engine.zero
-        return self.engine.parameters if zero is None else [*self.engine.parameters, *zero.fragments.values()]
+        fragments = [] if zero is None else zero.fragments.values()
+        return [*self.engine.parameters, *fragments]
 
     def pending(self) -> bool:
         zero = self.engine.zero
-        return zero is not None and (bool(self.log.entries) or bool(self._assigned(zero)))
+        return zero is not None and bool(zero.arrivals or zero.assigned())
 
     def hidden(self) -> bool:
         return self.engine.zero is not None
 
-    @plainly
-    def _assigned(self, zero: Partitions) -> list[int]:
-        """The parameters whose ``p.grad`` no backward explains, whose own is in a fragment or waits: assigned by hand. Local."""
-        parameters = self.engine.parameters
-        found = [i for i, p in enumerate(parameters) if p.grad is not None]
-        came = set(self.log.entries) if found else set()
-        return [i for i in found if parameters[i].grad is not zero.waiting.get(i) and ~i not in came]
+    # -- forward and backward ---------------------------------------------------------------------
 
     @contextlib.contextmanager
     def forward(self, zero: Partitions) -> Iterator[None]:
-        """Around whatever uses weights: what was assigned or written since takes effect, and an exception is noticed."""
+        """Take over what the program wrote, and clear what an exception left, before a forward.
+
+        An exception in the forward is noted for the next one.
+        """
         if zero.interruption.notice():
-            self._start_anew(zero)
-        if self._unspread:
+            self._reset(zero)
+        if self._unpublished:
             self.engine.compare("the weights of a step that an exception ended")
             self.publish(zero)
         if self.engine.stage == 3:
             self.engine.take_edits()
-        if assigned := self._assigned(zero):
-            zero.replace(assigned)
-            self._stepped.difference_update(assigned)
+        self._replace_assigned(zero)
         try:
             yield
         except BaseException:
-            # Inside a backward it is activation checkpointing that ends early, or the backward itself that ends by it.
+            # In a backward, activation checkpointing ends its forward early by an exception.
             if torch._C._current_graph_task_id() == -1:
-                zero.interruption.stale = zero.eager  # else nothing is in its buckets
+                zero.interruption.stale = zero.eager  # stage 1 has nothing in its buckets
             raise
 
-    def _start_anew(self, zero: Partitions) -> None:
+    def accumulate(self, accumulating: bool) -> None:
+        """Do nothing: every backward reduces, because a sum of means is the mean of the sums."""
+
+    def _reset(self, zero: Partitions) -> None:
         self.engine.compare("a new start after an exception")
         zero.reset()
 
-    def begin(self, run: object) -> None:
-        """A backward whose forward may have been called around the engine, since an exception ended another one."""
-        if (zero := self.engine.zero) is None or zero.divides_weights:  # there such a forward has begun already
-            return
-        zero.interruption.notice()
-        if zero.interruption.cut and zero.eager:
-            self._start_anew(zero)
+    def _replace_assigned(self, zero: Partitions) -> list[int]:
+        """Let gradients that the program has set take the places of those from backward passes."""
+        assigned = zero.assigned()
+        zero.replace(assigned)
+        self._used.difference_update(assigned)
+        return assigned
 
-    def backward_begins(self) -> None:
-        super().backward_begins()
-        self.begin(None)
-
-    def publish(self, zero: Partitions) -> None:
-        """Let every rank see the stepped weights. Collective."""
-        zero.spread()
-        self._unspread = False
-
-    def accumulate(self, accumulating: bool) -> None:
-        """``no_sync`` changes nothing: every backward reduces, and a sum of means is the mean of the sums."""
+    # -- final gradients --------------------------------------------------------------------------
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Reduce what no hook has reduced; what the hooks did is compared over the ranks."""
-        if (zero := self.engine.zero) is None:
+        """Reduce what hooks have not reduced, and compare what they have over the ranks. Collective."""
+        zero = self.engine.zero
+        if zero is None:
             self._average()
         else:
             if optimizer is not None and zero.eager:
@@ -174,39 +159,34 @@ class ZeROGradients(Gradients):
             zero.interruption.notice()
             zero.interruption.refuse()
             if zero.interruption.cut:
-                self._start_anew(zero)
+                self._reset(zero)
                 zero.interruption.refuse()
             if self.pending():
                 self._reduce(zero)
-            self.log.fold(stepping=optimizer)
         if self.stepping is not None:
             self._show(self.stepping)
 
     def _reduce(self, zero: Partitions) -> None:
-        assigned = self._assigned(zero)
-        entries = tuple(self.log.entries) if zero.eager else ()
-        came = hash((entries, tuple(assigned)))
-        differ = lambda _: "other parameters, or in another order"  # noqa: E731
-        held = self.engine.compare("the gradients of a step", came, differ, zero.held())
+        assigned = zero.assigned()
+        arrivals = tuple(zero.arrivals) if zero.eager else ()
+        which = hash((arrivals, tuple(assigned)))
+        held = self.engine.compare("the gradients of a step", which, _explain, zero.held())
         with zero.interruption.reducing():
-            zero.replace(assigned)
-            self._stepped.difference_update(assigned)
+            self._replace_assigned(zero)
             zero.flush(held)
-            self._warn_if_kept()
-            self._reduced.update(self.log.entries, assigned)
-        self.buffers.synchronize()  # also where only a method, or the raw module, has changed them
-
-    def _warn_if_kept(self) -> None:
-        # for p in model.parameters(): p.grad = None
-        if not self._warned and not self._stepped.isdisjoint(self.log.entries):
-            self._warned = True
-            logger.warning(
-                "New gradients were added to those of an earlier step. Setting p.grad = None drops nothing with "
-                "backend='deepspeed'. Call optimizer.zero_grad() or model.zero_grad()."
-            )
+            # for p in model.parameters(): p.grad = None
+            if not self._warned and not self._used.isdisjoint(zero.arrivals):
+                self._warned = True
+                logger.warning(
+                    "New gradients were added to those of an earlier step. Setting p.grad = None drops "
+                    "nothing with backend='deepspeed'. Call optimizer.zero_grad() or model.zero_grad()."
+                )
+            self._final.update(zero.arrivals, assigned)
+            zero.arrivals.clear()
+        self.buffers.synchronize()  # a method, or the raw module, may have changed them
 
     def _average(self) -> None:
-        """Average ``p.grad`` until DeepSpeed divides the model, which then has an optimizer."""
+        """Average ``p.grad`` until DeepSpeed shards the model, which then has an optimizer."""
         engine = self.engine
         if engine.distributed and any(p.grad is not None for p in engine.parameters):
             what = f"the reduction of gradients ({engine.label})"
@@ -229,97 +209,78 @@ class ZeROGradients(Gradients):
         zero.interruption.notice()
         zero.interruption.incomplete = False
         zero.drop(indices, set_to_none)
-        self._stepped.difference_update(indices)
+        self._used.difference_update(indices)
         if set_to_none:
-            self._reduced.difference_update(indices)
-            self.log.drop(set(indices))
+            self._final.difference_update(indices)
+            dropped = set(indices)
+            zero.arrivals[:] = [i for i in zero.arrivals if i not in dropped]
+
+    # -- steps ------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
         super().check(optimizer)
         engine = self.engine
-        settings = engine.configuration
         if engine.distributed:
-            refuse_optimizer(optimizer, settings, self.process.device)
-        offloads = engine.distributed and (settings.offload_optimizer or settings.offload_parameters)
-        if offloads and any(group.get("capturable") for group in optimizer.param_groups):
-            raise OptimizerError(
-                f"{type(optimizer).__name__}(capturable=True) with DeepSpeed's offload: it would step weights in CPU memory, "
-                "where torch has no such step: use capturable=False"
-            )
+            refuse_optimizer(optimizer, engine.configuration)
+
+    def steps_part(self, optimizer: Optimizer) -> bool:
+        return self.engine.zero is not None
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """From now on, what is final is shown to this optimizer."""
-        self.break_step()
+        if self.stepping is not None:  # an exception ended its step
+            self.break_step()
         self.engine.take_edits()
         self.stepping = optimizer
-        zero = self.engine.zero
-        if zero is not None:
+        if (zero := self.engine.zero) is not None:
             self.announce_step(optimizer)
-            self._place(optimizer, zero)  # at once: some optimizers write before their closure
+            # Before the closure, because some optimizers write before they call it.
+            self.placed.place(optimizer, zero)
 
     def _show(self, optimizer: Optimizer) -> None:
-        """Clip as the configuration says, then put the fragments in the parameters' places in the groups."""
+        """Clip as the configuration says, and give the fragments' weights their gradients."""
         if (max_norm := self.engine.configuration.clipping) > 0:
             if vars(optimizer).get("grad_scale") is not None:
                 raise PrecisionError(
-                    "gradient_clipping of a DeepSpeed configuration, and a GradScaler's gradients are scaled still: call "
-                    "scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                    "gradient_clipping of a DeepSpeed config can't clip gradients that a GradScaler has "
+                    "scaled. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
                 )
             if self.in_parts:
                 self.clip_parts(max_norm, 2.0)
             else:
                 nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
-        zero = self.engine.zero
-        if zero is None:
-            return
-        self._place(optimizer, zero)
-        self._unspread = True
-        for fragment in zero.fragments.values():
-            fragment.weights.grad = None if fragment.grad is None else fragment.grad.to(fragment.weights.dtype)
-
-    def _place(self, optimizer: Optimizer, zero: Partitions) -> None:
-        for group in optimizer.param_groups if not self.held else ():
-            self.held.append((group, group["params"]))
-            fragments = [zero.fragments.get(zero.numbers[id(p)]) for p in group["params"]]
-            group["params"] = [f.weights for f in fragments if f is not None]
-
-    @contextlib.contextmanager
-    def parameters_in_groups(self) -> Iterator[None]:
-        """Inside a step too, for what asks the groups whose gradients there are: a rank may have no fragment in them."""
-        placed = [(group, parameters, group["params"]) for group, parameters in self.held]
-        for group, parameters, _ in placed:
-            group["params"] = parameters
-        try:
-            yield
-        finally:
-            for group, _, fragments in placed:
-                group["params"] = fragments
-
-    def steps_part(self, optimizer: Optimizer) -> bool:
-        return self.engine.zero is not None
+        if (zero := self.engine.zero) is not None:
+            self.placed.place(optimizer, zero)
+            self._unpublished = True
+            for fragment in zero.fragments.values():
+                weights, grad = fragment.weights, fragment.grad
+                weights.grad = None if grad is None else grad.to(weights.dtype)
 
     def break_step(self) -> None:
         self.stepping = None
-        for group, parameters in self.held:
-            group["params"] = parameters
-        if self.held and self.engine.zero is not None:
+        self.placed.remove()
+        if self.engine.zero is not None:
             for fragment in self.engine.zero.fragments.values():
                 fragment.weights.grad = None
-        self.held.clear()
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.break_step()
         if (zero := self.engine.zero) is not None:
-            self._stepped = set(self._reduced)
-            # Autograd tells by it that a graph was made with other values.
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            torch.autograd.graph.increment_version([p for p in parameters if zero.numbers[id(p)] in self._reduced])
+            self._used = set(self._final)
+            # Autograd tells by the version that a graph was made with other values.
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            stepped = [p for p in parameters if zero.numbers[id(p)] in self._final]
+            torch.autograd.graph.increment_version(stepped)
             self.publish(zero)
+
+    def publish(self, zero: Partitions) -> None:
+        """Give every rank the weights of a step. Collective."""
+        zero.spread()
+        self._unpublished = False
 
 
 @final
 class DeepSpeedEngine(Engine):
-    """DeepSpeed divides the model, gathers its weights and reduces its gradients."""
+    """A model that DeepSpeed shards once it has an optimizer, and at stage 3 at once."""
 
     name = "deepspeed"
     options_type = DeepSpeed
@@ -356,42 +317,40 @@ class DeepSpeedEngine(Engine):
         return Configuration(options).predict(tensors, world_size)
 
     def wrap(self) -> None:
-        """Refuse what needs the precision; DeepSpeed itself divides in ``start``."""
+        """Check parameters and precision. DeepSpeed shards the model in ``start``."""
         self.configuration.check_precision(self.precision.name)
         if not self.distributed:
             return
         refuse_parameters({n: p for n, p in self.named.items() if self.stage == 3 or p.requires_grad})
         if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
-            raise BackendError("a torch.compile wrapper with DeepSpeed stage 3: its weights come and go; use stage 2")
-        put_methods(self.module, self)
+            raise BackendError("DeepSpeed stage 3 can't gather weights inside a torch.compile wrapper. Use stage=2.")
+        put_zero_grad(self.module, self)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Rank 0's weights; then DeepSpeed divides them, if it has not yet; then the optimizers' state follows."""
+        """Take rank 0's weights, and let DeepSpeed shard them and the optimizers' state. Collective."""
         super().start(optimizers)
         if not self.distributed:
             return
-        divides = self.zero is None and (self.stage == 3 or optimizers)
-        if divides and any(p.is_floating_point() for p in self.parameters):
-            self._divide()
+        shards = self.zero is None and (self.stage == 3 or optimizers)
+        if shards and any(p.is_floating_point() for p in self.parameters):
+            self._shard()
         for optimizer in optimizers if self.zero is not None else ():
-            state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in self.indices(optimizer)}
+            indices = self.indices(optimizer)
+            state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in indices}
             self.holdings.take(optimizer, state)
 
-    def _divide(self) -> None:
-        if inference := [name for name, p in self.named.items() if p.is_inference()]:
-            raise BackendError(
-                f"torch.inference_mode() was on while {', '.join(inference[:5])} was made, which can have no gradients, as "
-                "DeepSpeed needs: make the model outside of it"
-            )
+    def _shard(self) -> None:
         self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)
         numel = sum(p.numel() for p in self.parameters)
         floating = [p for p in self.parameters if p.is_floating_point()]
-        dtype = next((p for p in floating if p.requires_grad), floating[0]).dtype  # that of all which it divides
+        # All weights that DeepSpeed shards have this dtype.
+        dtype = next((p for p in floating if p.requires_grad), floating[0]).dtype
         device = self.process.device
-        zero.start(self.configuration.complete(dtype, numel, self.process.backends.get(device.type)), device)
+        transport = self.process.backends.get(device.type)
+        zero.start(self.configuration.complete(dtype, numel, transport), device)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it; at stage 3 each module gathers its weights, for methods the root too."""
+        """Call a forward or method. At stage 3 each module gathers its weights."""
         if self.zero is None:
             return function(*args, **kwargs)
         with self.gradients.forward(self.zero):
@@ -401,29 +360,27 @@ class DeepSpeedEngine(Engine):
         self.gradients.check(optimizer)
         super().attach(optimizer)
         if self.distributed:
-            put_methods(optimizer, self)
+            put_zero_grad(optimizer, self)
 
     def detach(self, optimizer: Optimizer) -> None:
         self.gradients.break_step()
-        remove_methods(optimizer)
+        remove_zero_grad(optimizer)
         super().detach(optimizer)
 
     def take_edits(self) -> None:
-        """Take over weights that the loop has written or replaced; refuse (BackendError) what the next step would undo."""
+        """Take over weights that the program wrote, or raise BackendError if they would be lost."""
         if self.zero is not None and (edited := self.zero.take_edits()):
             raise BackendError(
-                f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost: the optimizer steps other "
-                "copies, divided over the ranks, of the shape and dtype that they had; set weights by load_state_dict(full) of "
-                "the model's handle, on every rank"
+                f"{', '.join(self.names[i] for i in edited[:5])} changed in place, which is lost, because the optimizer "
+                "updates shards of the old values. Call model.load_state_dict(full) on every rank."
             )
 
     def indices(self, optimizer: Optimizer) -> list[int]:
         numbers = {id(p): i for i, p in enumerate(self.parameters)}
-        held = {id(group): parameters for group, parameters in self.gradients.held}
-        return [numbers[id(p)] for g in optimizer.param_groups for p in held.get(id(g), g["params"])]
+        return [numbers[id(p)] for g in optimizer.param_groups for p in self.gradients.placed.parameters(g)]
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        remove_methods(self.module)
+        remove_zero_grad(self.module)
         zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
         if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)

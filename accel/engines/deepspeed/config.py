@@ -56,35 +56,31 @@ _BUCKET: Final = 200_000_000
 _GLOO_BUCKET: Final = 8_000_000
 
 
-def _off(value: Any) -> bool:
-    """Whether a value asks for nothing."""
+def _is_off(value: Any) -> bool:
+    """True if a value asks for nothing."""
     if isinstance(value, Mapping):
-        return not value or _off(value.get("enabled", True))
+        return not value or _is_off(value.get("enabled", True))
     return value is None or value is False or value == "auto"
 
 
-def _without_auto(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _without_auto(v) for k, v in value.items() if not (isinstance(v, str) and v == "auto")}
-    return value
+def _given(section: Any) -> Any:
+    """Return a section without the values that are left to accel."""
+    if not isinstance(section, Mapping):
+        return section
+    return {key: _given(value) for key, value in section.items() if value is not None and value != "auto"}
 
 
-def _contradiction(key: str, found: Any, reason: str) -> BackendError:
-    return BackendError(f"DeepSpeed configuration: {key!r} is {found!r}, but {reason}")
+def _contradiction(key: str, value: Any, reason: str) -> BackendError:
+    return BackendError(f"DeepSpeed configuration: {key!r} is {value!r}, but {reason}")
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if config is None or isinstance(config, Mapping):
         return copy.deepcopy(dict(config or {}))
-    if not isinstance(config, str | Path):
-        raise BackendError(f"DeepSpeed(config={config!r}): expected a dict, or the path of a JSON file")
     try:
-        found = json.loads(Path(config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BackendError(f"DeepSpeed(config={str(config)!r}) cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise BackendError(f"DeepSpeed(config={str(config)!r}): expected a JSON object, found {type(found).__name__}")
-    return found
+        return dict(json.loads(Path(config).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise BackendError(f"DeepSpeed(config={config!r}) can't be read as a JSON object: {error}") from error
 
 
 def check_stage(stage: Any) -> None:
@@ -109,107 +105,100 @@ class Configuration:
     """The options and the user's configuration together. Errors (BackendError) name the key and the reason."""
 
     def __init__(self, options: Any) -> None:
-        self._given = _read(options.config)
-        self._zero: Any = self._given.get("zero_optimization", {})
-        if not isinstance(self._zero, Mapping):
+        self._config = _read(options.config)
+        self._zero = _given(self._config.get("zero_optimization", {}))
+        if not isinstance(self._zero, dict):
             raise _contradiction("zero_optimization", self._zero, "a dict was expected, such as {'stage': 2}")
         self.stage = self._stage(options.stage)
-        #: Whether the weights that the optimizer steps are in CPU memory, and the shards of the model's weights.
+        #: The weights that the optimizer updates are in CPU memory, and the shards of the model's weights.
         self.offload_optimizer = self._offloads("offload_optimizer", options.offload_optimizer)
         self.offload_parameters = self._offloads("offload_param", options.offload_parameters)
-        given: Any = self._zero.get("offload_optimizer")
-        unpinned = isinstance(given, Mapping) and given.get("pin_memory") is False
+        offload = self._zero.get("offload_optimizer")
+        unpinned = isinstance(offload, dict) and offload.get("pin_memory") is False
         self.pins = self.offload_optimizer and not unpinned
-        #: Whether the optimizer steps fp32 copies of bfloat16 weights.
-        self.masters = not _off(self._given.get("bf16"))
-        norm: Any = self._given.get("gradient_clipping")
-        if not (_off(norm) or (isinstance(norm, int | float) and norm is not True and norm >= 0)):
+        #: The optimizer updates fp32 copies of bfloat16 weights.
+        self.masters = not _is_off(self._config.get("bf16"))
+        norm = self._config.get("gradient_clipping")
+        if _is_off(norm):
+            norm = 0.0
+        elif not isinstance(norm, int | float) or norm is True or norm < 0:
             raise _contradiction("gradient_clipping", norm, "a number of at least 0 was expected")
         #: The norm to which every step clips; 0.0 for none.
-        self.clipping = 0.0 if _off(norm) else float(norm)
-        self.any_optimizer = self._given.get("zero_allow_untested_optimizer") is True
+        self.clipping = float(norm)
+        self.any_optimizer = self._config.get("zero_allow_untested_optimizer") is True
 
     def _stage(self, stage: int | None) -> int:
         given = self._zero.get("stage")
-        given = None if given == "auto" else given
         if stage is not None and given not in (None, stage):
             raise _contradiction("zero_optimization.stage", given, f"DeepSpeed(stage={stage}) was asked for: drop one")
-        found = stage if stage is not None else 2 if given is None else given
-        check_stage(found)
-        return int(found)
+        chosen = stage if stage is not None else 2 if given is None else given
+        check_stage(chosen)
+        return int(chosen)
 
     def _offloads(self, key: str, option: bool) -> bool:
-        given = self._zero.get(key)
-        device = given.get("device", "none") if isinstance(given, Mapping) else "none" if _off(given) else given
+        given = self._zero.get(key, "none")
+        device = given.get("device", "none") if isinstance(given, dict) else given or "none"
         if device not in ("cpu", "none"):
             raise _contradiction(f"zero_optimization.{key}.device", device, "accel offloads to CPU memory: use 'cpu'")
         return bool(option or device != "none")
 
     def check(self, world_size: int) -> None:
-        """Refuse what would be ignored, has no effect, or contradicts the loop."""
-        for key, value in self._given.items():
-            if key not in _PASSED and key not in _READ and not _off(value):
+        """Raise BackendError for what would be ignored, has no effect, or contradicts the loop."""
+        for key, value in self._config.items():
+            if key not in _PASSED and key not in _READ and not _is_off(value):
                 reason = _REFUSED.get(key, "accel does not use it, so it would be ignored: remove the key")
                 raise BackendError(f"DeepSpeed configuration: {key!r} has no place in a raw loop: {reason}")
-        offload = self._zero.get("offload_optimizer")
-        for start, section in (("", self._zero), ("offload_optimizer.", offload)):
-            for name, value in section.items() if isinstance(section, Mapping) else ():
-                key = f"zero_optimization.{start}{name}"
-                if key in _REFUSED and not _off(value) and (name, value) != ("ratio", 1):
-                    raise _contradiction(key, value, _REFUSED[key])
-        half: Any = self._given.get("bf16")
-        if self.masters and (
-            not isinstance(half, Mapping)
-            or half.get("enabled") is not True
-            or any(key != "enabled" and not _off(value) for key, value in half.items())
-        ):
-            raise _contradiction("bf16", half, "{'enabled': True} was expected")
-        self._check_batches(world_size)
         self._check_zero(world_size)
-        self._check_divided(world_size)
-
-    def _check_batches(self, world_size: int) -> None:
-        steps = self._given.get("gradient_accumulation_steps", 1)
+        half = self._config.get("bf16")
+        if self.masters and _given(half) != {"enabled": True}:
+            raise _contradiction("bf16", half, "{'enabled': True} was expected")
+        steps = self._config.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None) or steps is True:
             raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
-        total, each = (self._given.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+        total, each = (self._config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
         if isinstance(total, int) and isinstance(each, int) and total != each * world_size:
             reason = f"{world_size} batches of {each} are a step, and a raw loop accumulates by itself: drop the key"
             raise _contradiction("train_batch_size", total, reason)
-
-    def _check_zero(self, world_size: int) -> None:
-        given = {k: v for k, v in _without_auto(self._zero).items() if v is not None}
-        for name in ("offload_optimizer", "offload_param"):
-            if isinstance(given.get(name), str | bool):  # accel's short form
-                del given[name]
-        if not given:
-            return
-        try:
-            checked = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(**{**given, "stage": self.stage})
-        except (AssertionError, TypeError, ValueError) as error:
-            raise BackendError(f"DeepSpeed configuration: zero_optimization: {error}") from error
-        near = checked.zero_hpz_partition_size
-        if near not in (0, 1) and (self.stage != 3 or world_size % near):
-            reason = f"it needs stage 3 and must divide the number of ranks: the stage is {self.stage}, on {world_size}"
-            raise _contradiction("zero_optimization.zero_hpz_partition_size", near, reason)
-
-    def _check_divided(self, world_size: int) -> None:
         if self.offload_parameters and self.stage != 3:
             raise BackendError(f"DeepSpeed(offload_parameters=True) needs stage 3, but the stage is {self.stage}")
-        for option, asked in (
+        for option, wanted in (
             ("offload_parameters=True", self.offload_parameters),
             ("offload_optimizer=True", self.offload_optimizer),
             ("config={'bf16': ...}", self.masters),
         ):
-            if asked and world_size == 1:
+            if wanted and world_size == 1:
                 raise BackendError(f"DeepSpeed({option}) on one process has no effect. Use more ranks or remove it.")
 
+    def _check_zero(self, world_size: int) -> None:
+        """Check ``zero_optimization`` against the table of refused keys, and then against DeepSpeed's own schema."""
+        offload = self._zero.get("offload_optimizer")
+        for start, section in (("", self._zero), ("offload_optimizer.", offload if isinstance(offload, dict) else {})):
+            for name, value in section.items():
+                key = f"zero_optimization.{start}{name}"
+                if key in _REFUSED and not _is_off(value) and (name, value) != ("ratio", 1):
+                    raise _contradiction(key, value, _REFUSED[key])
+        # "offload_optimizer": "cpu" is a short form of accel's.
+        short = [
+            name for name in ("offload_optimizer", "offload_param") if isinstance(self._zero.get(name), str | bool)
+        ]
+        given = {key: value for key, value in self._zero.items() if key not in short}
+        if not given:  # DeepSpeed need not be installed to predict memory
+            return
+        try:
+            schema = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(**{**given, "stage": self.stage})
+        except (AssertionError, TypeError, ValueError) as error:
+            raise BackendError(f"DeepSpeed configuration: zero_optimization: {error}") from error
+        near = schema.zero_hpz_partition_size
+        if near not in (0, 1) and (self.stage != 3 or world_size % near):
+            reason = f"it needs stage 3 and must divide the number of ranks: the stage is {self.stage}, on {world_size}"
+            raise _contradiction("zero_optimization.zero_hpz_partition_size", near, reason)
+
     def check_precision(self, name: str) -> None:
-        """Refuse (PrecisionError) master weights beside another precision than theirs."""
+        """Raise PrecisionError for master weights with a precision other than bf16-true."""
         if self.masters and name != "bf16-true":
             raise PrecisionError(
-                "DeepSpeed configuration: 'bf16' adds fp32 master weights to precision='bf16-true', but precision is "
-                f"{name!r}"
+                f"The 'bf16' of a DeepSpeed configuration adds fp32 master weights, but precision is {name!r}. "
+                "Use precision='bf16-true'."
             )
 
     def predict(self, tensors: Sequence[TensorSize], world_size: int) -> MemoryUse:
@@ -242,22 +231,21 @@ class Configuration:
         return int(given) if isinstance(given, int | float) else default
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
-        """The user's configuration, and what this engine needs, for the library; gradients travel by ``transport``."""
-        passed = _without_auto({k: v for k, v in self._given.items() if k in _PASSED})
-        zero = {k: v for k, v in passed.get("zero_optimization", {}).items() if v is not None}
-        zero.pop("offload_optimizer", None)  # the engine steps where it keeps the copies, without the library's help
+        """Return the configuration for DeepSpeed: the user's, and what accel needs. Gradients travel by ``transport``."""
+        zero = dict(self._zero)
+        zero.pop("offload_optimizer", None)  # accel's optimizer steps where the fragments are
         offload = zero.pop("offload_param", None)
         if self.offload_parameters:
-            zero["offload_param"] = {**(offload if isinstance(offload, Mapping) else {}), "device": "cpu"}
+            zero["offload_param"] = {**(offload if isinstance(offload, dict) else {}), "device": "cpu"}
         size = min(_GLOO_BUCKET if transport == "gloo" else _BUCKET, numel + numel % 2)
         buckets = {"reduce_bucket_size": size, "allgather_bucket_size": size}
         half: dict[torch.dtype, dict[str, Any]] = {
             torch.bfloat16: {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
-            torch.float16: {"data_types": {"grad_accum_dtype": "fp16"}},  # without its scaling of the loss
+            torch.float16: {"data_types": {"grad_accum_dtype": "fp16"}},  # DeepSpeed doesn't scale the loss
         }
         return {
             "steps_per_print": None,
-            **passed,
+            **{key: value for key, value in _given(self._config).items() if key in _PASSED},
             "zero_optimization": {**buckets, **zero, "stage": self.stage},
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -270,44 +258,37 @@ class Configuration:
         }
 
 
-#: DeepSpeed's optimizers by the memory in which they step weights.
-_HOST_OPTIMIZERS: Final = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")
-_DEVICE_OPTIMIZERS: Final = ("FusedLion",)
+#: DeepSpeed's optimizers that treat each element alone.
+_ELEMENTWISE: Final = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion")
 
 
-def refuse_optimizer(optimizer: Optimizer, settings: Configuration, device: torch.device) -> None:
-    """Raise OptimizerError if an optimizer can't step one rank's piece of each parameter."""
-    name, on_host = type(optimizer).__name__, settings.offload_optimizer or device.type == "cpu"
+def refuse_optimizer(optimizer: Optimizer, settings: Configuration) -> None:
+    """Raise OptimizerError if an optimizer can't step one rank's fragment of each parameter."""
+    name = type(optimizer).__name__
     by_deepspeed = type(optimizer).__module__.startswith("deepspeed.ops.")
     if by_deepspeed and name == "FusedAdam":
         # It counts the steps of a group in its last parameter, which can be on a different rank.
         raise OptimizerError("DeepSpeed's FusedAdam can't step shards. Use torch.optim.AdamW(fused=True).")
-    if by_deepspeed and name in (_DEVICE_OPTIMIZERS if on_host else _HOST_OPTIMIZERS):
-        use = "offload_optimizer=True" if name in _HOST_OPTIMIZERS else "offload_optimizer=False on a GPU"
-        raise OptimizerError(f"{name} can't step weights in this memory. Use DeepSpeed({use}) or torch's AdamW.")
-    known = by_deepspeed and name in _HOST_OPTIMIZERS + _DEVICE_OPTIMIZERS
+    known = by_deepspeed and name in _ELEMENTWISE
     if not (known or type(optimizer) in ELEMENTWISE or elementwise(optimizer) or settings.any_optimizer):
         raise OptimizerError(
-            f"{name} with DeepSpeed stage {settings.stage}: each rank steps its own piece of each parameter as a flat "
-            "tensor, which is exact only for optimizers that treat each element alone (SGD, AdamW, DeepSpeedCPUAdam, "
-            "...). If this optimizer does, set config={'zero_allow_untested_optimizer': True}."
+            f"{name} can't step flat shards of parameters unless it treats each element alone, as AdamW does. "
+            "If it does, set config={'zero_allow_untested_optimizer': True}."
         )
 
 
 def refuse_parameters(named: Mapping[str, nn.Parameter]) -> None:
-    """Refuse (BackendError) weights that DeepSpeed cannot divide, or of several dtypes, which it would put into one buffer."""
+    """Raise BackendError for weights that DeepSpeed can't shard, or of several dtypes: it has one buffer for all."""
     kinds: dict[torch.dtype, str] = {}
     for name, parameter in named.items():
-        if parameter.dtype is torch.float64:
-            raise BackendError(
-                f"DeepSpeed can't reduce gradients in float64, but {name} is float64. Use backend='fsdp'."
-            )
-        if parameter.is_complex() or not parameter.numel():
-            empty = f"has no elements (shape {tuple(parameter.shape)})"
-            what = f"is {parameter.dtype}" if parameter.is_complex() else empty
-            raise BackendError(f"DeepSpeed cannot divide {name}, which {what}: use another backend")
-        if parameter.is_floating_point():
-            kinds.setdefault(parameter.dtype, name)
+        dtype = parameter.dtype
+        if dtype is torch.float64 or dtype.is_complex or not parameter.numel():
+            problem = str(dtype) if parameter.numel() else f"empty (shape {tuple(parameter.shape)})"
+            raise BackendError(f'DeepSpeed can\'t shard {name}, which is {problem}. Use backend="fsdp".')
+        if dtype.is_floating_point:
+            kinds.setdefault(dtype, name)
     if len(kinds) > 1:
         found = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items())
-        raise BackendError(f"DeepSpeed keeps all weights in one dtype, but {found}: convert the model, or use 'ddp'")
+        raise BackendError(
+            f'DeepSpeed needs one dtype for all weights, but {found}. Convert the model or use backend="ddp".'
+        )

@@ -1,4 +1,4 @@
-"""The one place that imports DeepSpeed: late, quietly, and without the parts that a raw loop does not use."""
+"""The place that imports DeepSpeed: late, quietly, and without parts that a raw loop doesn't use."""
 
 from __future__ import annotations
 
@@ -41,24 +41,27 @@ def _compile(original: Callable[..., Any], model: Any = None, **options: Any) ->
 
 
 def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
-    """The library's, which does not keep a gathered weight until backward, for weights that it divides."""
-    divided = hasattr(weight, "ds_id") and not input.is_nested  # which the library's cannot compute with
-    return (library("deepspeed.runtime.zero.linear").zero3_linear_wrap if divided else plain)(input, weight, bias)
+    """Call DeepSpeed's linear for a weight of stage 3: torch's would keep it gathered until backward."""
+    # DeepSpeed's can't compute with nested tensors.
+    if not hasattr(weight, "ds_id") or input.is_nested:
+        return plain(input, weight, bias)
+    efficient = library("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    return type(weight).__torch_function__(efficient, (), (input, weight, bias))
 
 
-#: The library alone would replace it in every model, for good.
+#: DeepSpeed alone would replace it in every model, for good.
 _efficient: Final = around(vars(nn.functional), "linear", _linear)
 
 
 def end(engine: Any) -> None:
-    """Let go of the library's engine, for whose objects a garbage collection must come."""
+    """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
     engine.destroy()
     _efficient.drop(engine)
 
 
 @contextlib.contextmanager
 def _numbered(device: torch.device) -> Iterator[None]:
-    """Inside, the library takes this device: it takes the one whose number the launcher tells, and Open MPI tells it again."""
+    """Inside, DeepSpeed takes this device, whose number it reads from variables of launchers."""
     with contextlib.ExitStack() as undo:
         for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {"LOCAL_RANK", *os.environ}:
             undo.enter_context(replaced(os.environ, name, str(device.index or 0)))
@@ -66,7 +69,7 @@ def _numbered(device: torch.device) -> Iterator[None]:
 
 
 def _compare(original: Callable[..., Any], values: Any) -> Any:
-    """What it compares over the ranks lies on that device too."""
+    """Let DeepSpeed compare values over the ranks on this device too."""
     process = running()
     with contextlib.nullcontext() if process is None else _numbered(process.device):
         return original(values)
@@ -80,7 +83,7 @@ def _comparisons() -> list[Patch]:
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Import and build without log lines, deprecation warnings, and compilation of what is never used."""
+    """Import and build without log lines, warnings, and compilation of what is never used."""
     with contextlib.ExitStack() as undo:
         if device.type == "cpu" and "DS_ACCELERATOR" not in os.environ:
             undo.enter_context(replaced(os.environ, "DS_ACCELERATOR", "cpu"))
@@ -100,12 +103,12 @@ OF_COORDINATOR: Final = "_PartitionedParameterCoordinator__"
 
 
 def library(name: str = "deepspeed") -> Any:
-    """A module of DeepSpeed."""
+    """Return a module of DeepSpeed."""
     return importlib.import_module(name)
 
 
 def accelerator() -> Any:
-    """What the library knows of the devices' kind: streams, and waiting."""
+    """Return DeepSpeed's interface to the device: streams and waiting."""
     return library("deepspeed.accelerator").get_accelerator()
 
 
@@ -116,20 +119,20 @@ def _import(device: torch.device) -> Any:
     found = accelerator()._name
     if found != device.type:
         raise BackendError(
-            f"DeepSpeed runs on {found!r} in this process, and the model is on {device.type!r}: set DS_ACCELERATOR, or "
-            "choose devices="
+            f"DeepSpeed runs on {found!r} in this process, but the model is on {device.type!r}. "
+            f'Set the environment variable DS_ACCELERATOR="{device.type}".'
         )
     return deepspeed
 
 
 def probe(device: torch.device) -> None:
-    """Import it as for an engine; raises what is missing. Local."""
+    """Import DeepSpeed as for an engine, or raise what is missing. Local."""
     with _undisturbed(device), unseen_group():
         _import(device)
 
 
 def forget_groups() -> None:
-    """Let go of the process groups that DeepSpeed holds, where it was imported; its copy of the user's group ends."""
+    """Let go of the process groups that DeepSpeed holds, and end its copy of the user's group."""
     groups: Any = sys.modules.get("deepspeed.utils.groups")
     comm: Any = sys.modules.get("deepspeed.comm.comm")
     if groups is not None:
@@ -144,7 +147,7 @@ def forget_groups() -> None:
 def release_groups(roots: Iterable[Any]) -> None:
     """Drop the process groups that DeepSpeed's objects hold as attributes or in closures.
 
-    Gloo closes its connections, so that waiting peers wake up, only when nothing holds the group any more.
+    Gloo closes its connections, so that waiting peers wake up, only when nothing holds the group.
     """
     todo, seen = list(roots), set()
     while todo:
@@ -162,7 +165,7 @@ def release_groups(roots: Iterable[Any]) -> None:
 
 
 def without_groups() -> contextlib.AbstractContextManager[None]:
-    """Inside, the library takes its own apart although its process groups may be gone: it asks for its rank before it logs."""
+    """Inside, DeepSpeed can log without process groups: it asks for its rank first."""
     comm = vars(library("deepspeed.comm.comm"))
     nobody = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: -1)
     return replaced(comm, "cdb", nobody) if comm["cdb"] is None else contextlib.nullcontext()
@@ -171,14 +174,14 @@ def without_groups() -> contextlib.AbstractContextManager[None]:
 def initialise(
     module: nn.Module, groups: list[list[nn.Parameter]], config: dict[str, Any], device: torch.device
 ) -> Any:
-    """``deepspeed.initialize`` of ``module``; the library divides ``groups`` and never steps. Collective."""
+    """Call ``deepspeed.initialize``, which shards ``groups``. Its own optimizer never steps. Collective."""
     with _undisturbed(device):
         with unseen_group():
             deepspeed = _import(device)
-        # It keeps process groups for good; those of a process group that ended are of no use.
+        # It keeps process groups for good, also those of a process group that ended.
         if library("deepspeed.utils.groups")._WORLD_GROUP not in (None, *distributed_c10d._world.pg_map):
             forget_groups()
-        # One of an earlier model's: it takes it for a mistake.
+        # It raises if an earlier model has set one.
         library("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         process = running()
         if process is not None and forget_groups not in process.releases:
@@ -191,7 +194,8 @@ def initialise(
         # Its shared-memory op takes a minute to compile and serves only inference.
         ops = replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool))
         with ops, replaced(vars(deepspeed), kind.__name__, kind):
-            if divided["stage"] == 3:  # one weight after the other; else it would bring all of them to the device first
+            if divided["stage"] == 3:
+                # One weight after the other, or else it would bring all of them to the device first.
                 deepspeed.zero.Init(module=module, config_dict_or_path=config)
             engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
     _renamed.need(engine)

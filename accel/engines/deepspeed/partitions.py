@@ -1,23 +1,25 @@
-"""How DeepSpeed divides a model over the ranks, seen as one fragment of each parameter.
+"""How DeepSpeed shards a model: for each parameter, the fragment that this rank owns.
 
-The library keeps the memory, the buckets and the gathering. Which gradients exist, and what an optimizer steps, is kept
-here, by parameter: so a frozen or unused parameter is left alone exactly as in one process.
+DeepSpeed keeps the memory and the buckets, and gathers. This file keeps which gradients exist and
+what an optimizer updates, by parameter. So a frozen or unused parameter is left alone exactly as in
+one process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
@@ -27,7 +29,7 @@ from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.gradients import Interruption
 from ..base.raw_objects import Snapshot
-from .library import accelerator, end, initialise, library
+from .library import accelerator, end, initialise
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -36,35 +38,74 @@ if TYPE_CHECKING:
 @final
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """The part of one parameter that this rank owns.
+    """The range of one parameter that this rank owns.
 
-    ``grad`` is its mean gradient, or None as in ``p.grad``. One that came from a single reduction is of the dtype that it came
-    in, which loses nothing; a sum is of the dtype of ``weights``.
+    ``grad`` is its mean gradient, or None as in ``p.grad``. The gradient of a single reduction keeps
+    the dtype of that reduction, which loses nothing. A sum has the dtype of ``weights``.
     """
 
     start: int  # its first element
-    home: torch.Tensor  # the part in the model's own memory
-    #: What an optimizer steps: ``home`` itself, or a copy of higher precision or on another device.
+    home: torch.Tensor  # the range in the model's own memory
+    #: What an optimizer updates: ``home``, or a copy of higher precision or on another device.
     weights: torch.Tensor
     grad: torch.Tensor | None = None
-    pinned: bool = False  # ``weights`` is host memory that a device reads and writes while the host goes on
+    #: ``weights`` is pinned CPU memory, to which a device copies while the CPU goes on.
+    pinned: bool = False
 
     @torch.no_grad()
-    def accumulate(self, part: torch.Tensor) -> None:
-        """Add a reduced gradient. The first one is here at once, or where it is ``pinned``, after ``wait_for_copies``."""
+    def accumulate(self, gradient: torch.Tensor) -> None:
+        """Add a reduced gradient. If ``pinned``, the first one arrives by ``wait_for_copies``."""
         if self.grad is None:
-            self.grad = part.to(self.weights.device, copy=True, non_blocking=self.pinned)
+            self.grad = gradient.to(self.weights.device, copy=True, non_blocking=self.pinned)
         else:
-            part = part.to(self.weights.device)  # which waits for the first one
+            gradient = gradient.to(self.weights.device)  # which waits for the first one
             self.widen()
-            self.grad.add_(part)
+            self.grad.add_(gradient)
 
     def widen(self) -> None:
-        """Keep the gradient in the dtype of ``weights``, so that it can be computed with."""
+        """Convert the gradient to the dtype of ``weights``, in which it is summed and clipped."""
         if self.grad is not None:
             self.grad = self.grad.to(self.weights.dtype)
 
 
+@final
+class Placement:
+    """This rank's fragments in the groups of the optimizer that steps."""
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[dict[str, Any], list[nn.Parameter], list[torch.Tensor]]] = []
+
+    def place(self, optimizer: Optimizer, partitions: Partitions) -> None:
+        """Put fragments in the places of the parameters, until ``remove``."""
+        for group in optimizer.param_groups if not self._groups else ():
+            parameters = group["params"]
+            fragments = [partitions.fragments.get(partitions.numbers[id(p)]) for p in parameters]
+            group["params"] = [fragment.weights for fragment in fragments if fragment is not None]
+            self._groups.append((group, parameters, group["params"]))
+
+    def remove(self) -> None:
+        for group, parameters, _ in self._groups:
+            group["params"] = parameters
+        self._groups.clear()
+
+    def parameters(self, group: dict[str, Any]) -> list[nn.Parameter]:
+        """Return the parameters of a group, in a step too."""
+        placed = [parameters for known, parameters, _ in self._groups if known is group]
+        return placed[0] if placed else group["params"]
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, the groups have their parameters in a step too. A closure calls ``zero_grad``."""
+        for group, parameters, _ in self._groups:
+            group["params"] = parameters
+        try:
+            yield
+        finally:
+            for group, _, fragments in self._groups:
+                group["params"] = fragments
+
+
+#: Methods that ``deepspeed.utils.safe_set_*`` calls. They would write to memory that nobody uses.
 _ACCESS: Final = re.compile("[gs]et_(full|local|fp32)_")
 
 
@@ -81,50 +122,56 @@ def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -
 
 
 class Partitions(ABC):
-    """The parameters of an engine's model, divided by DeepSpeed. ``start`` and whatever is marked so are collectives."""
+    """The parameters of an engine's model, which DeepSpeed shards."""
 
-    #: Weights are divided too.
+    #: Weights are sharded too.
     divides_weights: ClassVar[bool] = False
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.module, self.process, self.label = engine.module, engine.process, engine.label
         self.names, self.parameters = engine.names, engine.parameters
-        #: Gradients are reduced while backward runs; else when ``flush`` is called.
+        #: Gradients are reduced while backward runs, and else in ``flush``.
         self.eager = engine.stage > 1
         self.shapes = [p.shape for p in self.parameters]
         self.fragments: dict[int, Fragment] = {}
         self.divided = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
-        #: The numbers of those of which ranks have fragments.
-        self.by_name = {n: i for i, n in enumerate(self.names) if self.divides_weights or i in self.divided}
-        #: Each fragment has fp32 weights of its own; where these are, if not where the model's are.
+        #: The numbers of the parameters of which ranks have fragments.
+        sharded = range(len(self.names)) if self.divides_weights else self.divided
+        self.by_name = {self.names[i]: i for i in sharded}
         self.masters = engine.configuration.masters
-        self._weights_on = torch.device("cpu") if engine.configuration.offload_optimizer else None
-        #: Weights that are stepped are other memory than the homes; memory of the host that devices use directly.
-        self.apart = self.masters or self._weights_on is not None
+        offloads = engine.configuration.offload_optimizer
+        self._weights_on = torch.device("cpu") if offloads else None
+        #: The optimizer updates copies of the homes: fp32 master weights, or weights in CPU memory.
+        self.apart = self.masters or offloads
         self._pinned = engine.configuration.pins and engine.process.device.type != "cpu"
         self._hooks: list[RemovableHandle] = []
-        #: Whose gradients are taken at the end of the backward: hooks of the program may change them first.
-        self._hooked: list[int] = []
-        #: What came in this backward since it began, or since one inside of it ended.
+        #: Parameters with gradients, in the order of arrival, since the last ``flush``.
+        self.arrivals: list[int] = []
+        #: Parameters with gradients since this backward began, or since one inside of it ended.
         self._came: set[int] = set()
         self.interruption = Interruption()
-        #: What backwards left in ``p.grad``.
+        #: Stage 1: what backward passes left in ``p.grad``.
         self.waiting: dict[int, torch.Tensor] = {}
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
+    # -- building ---------------------------------------------------------------------------------
+
     def start(self, config: dict[str, Any], device: torch.device) -> None:
+        """Let DeepSpeed shard the model, and find this rank's fragments. Collective."""
         trainable = [p.requires_grad for p in self.parameters]
         try:
             for parameter in self.divided.values():
                 parameter.requires_grad_(True)
-            # It cannot broadcast what has no dimensions.
+            # DeepSpeed can't broadcast a tensor without dimensions.
             scalars = [p for p in self.parameters if p.dim() == 0]
             for parameter in scalars:
                 parameter.data = parameter.data.view(1)
-            # What is frozen now lies apart, so that it need not be gathered after a step.
-            parts = [[p for i, p in self.divided.items() if trainable[i] is t] for t in (True, False)]
-            self.library = initialise(self.module, [part for part in parts if part], config, device)
+            # Frozen parameters get a group of their own, which need not be gathered after a step.
+            active = [p for i, p in self.divided.items() if trainable[i]]
+            frozen = [p for i, p in self.divided.items() if not trainable[i]]
+            groups = [group for group in (active, frozen) if group]
+            self.library = initialise(self.module, groups, config, device)
             self.zero = self.library.optimizer
             for parameter in scalars:
                 if parameter.data.numel():
@@ -132,69 +179,30 @@ class Partitions(ABC):
             self.snapshot.changed()
             self.arrange()
             for owner in (self.zero, *self.divided.values()):
-                for name in filter(_ACCESS.match, dir(type(owner)) if owner is self.zero else list(vars(owner))):
+                for name in filter(_ACCESS.match, {*vars(owner), *vars(type(owner))}):
                     setattr(owner, name, _refuse_access)
             for index, parameter in self.divided.items():
-                # Weakly: autograd keeps the hook where no garbage collector looks.
+                # Weakly, because the garbage collector doesn't see what autograd's hooks hold.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         finally:
             for index, parameter in self.divided.items():
                 parameter.requires_grad_(trainable[index])
 
+    @abstractmethod
+    def arrange(self) -> None:
+        """Find this rank's fragments in what DeepSpeed built."""
+
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
-        """Note that ``home`` is this rank's part of a parameter."""
+        """Note that this rank owns ``home`` of a parameter."""
         dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
         weights = home.detach().to(self._weights_on or home.device, dtype, copy=self.apart)
         pinned = self._pinned and weights.device != home.device
         weights = weights.pin_memory() if pinned else weights
         self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
 
-    @plainly
-    def arrived(self, index: int) -> None:
-        """Autograd has accumulated a gradient in ``p.grad``."""
-        grad = self.parameters[index].grad
-        if grad is None:  # frozen since the forward
-            return
-        if not self.eager:
-            self.waiting[index] = grad
-        else:
-            self.waiting.pop(index, None)
-            self.enter_backward()
-            self._refuse_second(index)
-            hooks: Any = self.parameters[index]._post_accumulate_grad_hooks  # by a number that counts up
-            if next(reversed(hooks)) > self._hooks[-1].id:
-                self._hooked.append(index)
-            else:
-                self.take(index)
-
-    def enter_backward(self) -> None:
-        """Note the backward that runs, whose end reduces what is left. Reentrant checkpoints run others inside of it."""
-        task = torch._C._current_graph_task_id()
-        if task not in self.interruption.running:
-            self.interruption.running.add(task)
-            self.interruption.refuse()
-            at_end_of_backward(lambda: self._end_of_backward(task))
-
-    def _refuse_second(self, index: int) -> None:
-        """Of one that is in a bucket, autograd may have added to the bucket's memory already."""
-        if index in self._came:
-            raise BackendError(
-                f"{self.label}: {self.names[index]!r} got two gradients in one backward, because its layer runs in a "
-                "checkpoint(..., use_reentrant=True) and outside of it. Use use_reentrant=False."
-            )
-        self._came.add(index)
-
-    def _end_of_backward(self, task: int) -> None:
-        hooked, self._hooked = self._hooked, []
-        for index in hooked:
-            self.take(index)
-        self.finish()
-        self._came.clear()
-        self.interruption.running.discard(task)
-
     def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
-        """The library's ``reduce`` of a bucket, announced before; ``came`` lists what is in it."""
+        """Return DeepSpeed's ``reduce`` of a bucket, announced before. ``came`` lists its contents."""
         process, what = self.process, f"the reduction of a bucket of gradients ({self.label})"
         waiting = Waiting(process, what)
 
@@ -206,13 +214,70 @@ class Partitions(ABC):
 
         return call
 
+    # -- gradients --------------------------------------------------------------------------------
+
+    @plainly
+    def arrived(self, index: int) -> None:
+        """Autograd has accumulated a gradient in ``p.grad``."""
+        grad = self.parameters[index].grad
+        if grad is None:  # frozen since the forward
+            return
+        self.arrivals.append(index)
+        if not self.eager:
+            self.waiting[index] = grad
+            return
+        self.waiting.pop(index, None)
+        self.enter_backward()
+        if index in self._came:  # autograd may have added to the bucket's memory already
+            raise BackendError(
+                f"{self.label}: {self.names[index]!r} got two gradients in one backward, because its layer runs in a "
+                "checkpoint(..., use_reentrant=True) and outside of it. Use use_reentrant=False."
+            )
+        self._came.add(index)
+        self.take(index)
+
+    def enter_backward(self) -> None:
+        """Note the backward that runs, whose end reduces the rest.
+
+        Reentrant checkpoints run other backward passes inside of it.
+        """
+        task = torch._C._current_graph_task_id()
+        if task not in self.interruption.running:
+            self.interruption.running.add(task)
+            # After a failed backward, a forward of the handle has to reset DeepSpeed first.
+            self.interruption.incomplete |= self.interruption.cut
+            self.interruption.refuse()
+            at_end_of_backward(lambda: self._end_of_backward(task))
+
+    def _end_of_backward(self, task: int) -> None:
+        self.finish()
+        self._came.clear()
+        self.interruption.running.discard(task)
+
+    @abstractmethod
+    def take(self, index: int) -> None:
+        """Put ``p.grad``, or zeros, into a bucket, which is reduced when it is full. Collective."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Reduce the buckets and give every fragment its gradient. Collective."""
+
+    @plainly
+    def assigned(self) -> list[int]:
+        """Return the parameters whose ``p.grad`` is not from a backward: the program has set it."""
+        grads = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        return [i for i, grad in grads.items() if grad is not self.waiting.get(i)]
+
     @plainly
     def held(self) -> bytes:
-        """What backward left in ``p.grad``, in a few bytes, of many parameters too."""
+        """Return which parameters have a ``p.grad``, in a few bytes."""
         return zlib.compress(held_here(self.divided.values()), level=1)
 
     def flush(self, held: Iterable[bytes]) -> None:
-        """Reduce it, from what all ranks have told of it; a rank that has none counts as zero. Collective."""
+        """Reduce every ``p.grad`` that a rank has, where ``held`` are the masks of all ranks. Collective.
+
+        A rank without it counts as zeros.
+        """
         indices = list(self.divided)
         what = f"the gradients of a step ({self.label})"
         told = held_by_any(what, map(zlib.decompress, held), [self.names[i] for i in indices])
@@ -223,77 +288,70 @@ class Partitions(ABC):
         if waiting:
             self.finish()
 
-    @abstractmethod
-    def take(self, index: int) -> None:
-        """Put ``p.grad``, zeros where there is none, into a bucket, which is reduced when it is full. Collective."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Reduce the buckets and put every gradient where it belongs. Collective."""
-
-    def wait_for_copies(self) -> None:
-        """Wait for those from and to ``pinned`` memory, on any stream, before the host reads or writes there."""
-        if self._pinned:
-            accelerator().synchronize()
-
-    def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """``zero_grad`` of some parameters."""
-        if not set_to_none:  # of a backward that was interrupted, some may be on their way
-            self.wait_for_copies()
-        for index in indices:
-            self.waiting.pop(index, None)
-            parameter, fragment = self.parameters[index], self.fragments.get(index)
-            for holder in (parameter, fragment, fragment and fragment.weights):  # the last one in a step
-                if holder is not None and set_to_none:
-                    holder.grad = None
-                elif holder is not None and holder.grad is not None:
-                    holder.grad.detach().zero_()  # in place: stage 3 may have divided the weight since
-
-    def replace(self, indices: Sequence[int]) -> None:
-        """Drop the final gradients of parameters whose ``p.grad`` was assigned since."""
-        assigned = [self.parameters[i].grad for i in indices]
-        self.drop(indices, set_to_none=True)
-        for index, grad in zip(indices, assigned, strict=True):
-            self.parameters[index].grad = grad
-
     def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """This rank's part of the final gradients of these, ready to be computed with; nothing is replicated."""
+        """Return this rank's shards of the final gradients of these parameters; none is replicated."""
         fragments = [fragment for i, fragment in self.fragments.items() if i in indices]
         for fragment in fragments:
             fragment.widen()
         return [f.grad for f in fragments if f.grad is not None], []
 
+    def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
+        """Drop the gradients of some parameters, as ``zero_grad`` does."""
+        if not set_to_none:  # an interrupted backward may still copy some
+            self.wait_for_copies()
+        for index in indices:
+            self.waiting.pop(index, None)
+            parameter, fragment = self.parameters[index], self.fragments.get(index)
+            # In a step, ``weights`` has the gradient too.
+            for holder in (parameter, fragment, fragment and fragment.weights):
+                if holder is not None and set_to_none:
+                    holder.grad = None
+                elif holder is not None and holder.grad is not None:
+                    # In place, because stage 3 may have released the weight since.
+                    holder.grad.detach().zero_()
+
+    def replace(self, indices: Sequence[int]) -> None:
+        """Drop the final gradients of parameters whose ``p.grad`` the program has set."""
+        assigned = [self.parameters[i].grad for i in indices]
+        self.drop(indices, set_to_none=True)
+        for index, grad in zip(indices, assigned, strict=True):
+            self.parameters[index].grad = grad
+
+    def wait_for_copies(self) -> None:
+        """Wait for copies from and to ``pinned`` memory, before the CPU reads or writes there."""
+        if self._pinned:
+            accelerator().synchronize()
+
     def reset(self) -> None:
-        """Clear what a backward or forward left half-way. Collective."""
+        """Clear what a backward or forward left unfinished. Collective."""
         self.interruption.stale = self.interruption.cut = False
         self.waiting.clear()
-        self._hooked.clear()
         self._came.clear()
         for parameter in self.parameters:
-            if (grad := parameter.grad) is not None and bool(grad.any()):  # zeros are dropped gradients too
+            grad = parameter.grad
+            if grad is not None and bool(grad.any()):  # zeros are dropped gradients too
                 self.interruption.incomplete = True
             parameter.grad = None
 
+    # -- weights ----------------------------------------------------------------------------------
+
     @abstractmethod
     def take_edits(self) -> list[int]:
-        """Let the optimizer step what the loop has written into the weights; which parameters' values are lost. Local."""
+        """Take over what the program wrote to weights. Return the parameters where that is lost."""
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Let every rank see the stepped weights. Collective."""
+        """Give every rank the weights of a step. Collective."""
         if self.apart and self.fragments:
-            fragments = self.fragments.values()
-            torch._foreach_copy_([f.home for f in fragments], [f.weights for f in fragments], non_blocking=self._pinned)
+            homes = [fragment.home for fragment in self.fragments.values()]
+            weights = [fragment.weights for fragment in self.fragments.values()]
+            torch._foreach_copy_(homes, weights, non_blocking=self._pinned)
             self.wait_for_copies()
         self.gather()
 
     @abstractmethod
     def gather(self) -> None:
-        """Spread what is in the homes. Collective."""
-
-    @abstractmethod
-    def arrange(self) -> None:
-        """Find this rank's fragments in what the library built."""
+        """Give every rank what is in the homes. Collective."""
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
         """Call the root module, which is a forward, or a method of it."""
@@ -308,135 +366,3 @@ class Partitions(ABC):
         for parameter, values in zip(self.parameters, full, strict=True):
             parameter.data = values
         self.fragments.clear()
-
-
-@final
-class Flat(Partitions):
-    """Stages 1 and 2: every rank holds all weights, in flat memory, and owns an equal part of it."""
-
-    def arrange(self) -> None:
-        """A fragment for each parameter that reaches into this rank's part."""
-        zero = self.zero
-        self._groups: dict[int, int] = {}
-        #: Each parameter's place in the flat memory.
-        self._places: dict[int, torch.Tensor] = {}
-        for g, parameters in enumerate(zero.round_robin_bit16_groups):
-            size = int(zero.partition_size[g])
-            first = size * dist.get_rank(zero.real_dp_process_group[g])
-            flat = zero.bit16_groups_flat[g]
-            for parameter in parameters:
-                index = self.numbers[id(parameter)]
-                offset = parameter.data.storage_offset() - flat.storage_offset()
-                self._groups[index] = g
-                self._places[index] = parameter.data
-                start, end = max(offset, first), min(offset + parameter.numel(), first + size)
-                if start < end:
-                    self.own(index, start - offset, flat.narrow(0, start, end - start))
-            # The library's copy of the weights, and views of it: the fragments have their own, where they need one.
-            zero.single_partition_of_fp32_groups[g].data = torch.empty(0, device="cpu")
-            for parameter in parameters:
-                parameter._hp_mapping = None
-        zero.copy_grads_in_partition = self._collect
-        buckets = zero.ipg_buckets
-        zero.reduce_ipg_grads = self.announced(
-            zero.reduce_ipg_grads,
-            lambda comm_dtype=None: tuple(
-                (str(dtype), *(number for *_, number in bucket.params))
-                for dtype, bucket in buckets.items()
-                if bucket.params and comm_dtype in (None, dtype)
-            ),
-        )
-
-    @torch.no_grad()
-    def take_edits(self) -> list[int]:
-        """The module has whole weights, to write or to replace as in one process."""
-        lost = []
-        for index, place in self._places.items():
-            parameter = self.parameters[index]
-            if parameter.data_ptr() == place.data_ptr():
-                continue
-            if parameter.shape == place.shape and parameter.dtype is place.dtype:  # another tensor was put there
-                place.copy_(parameter.data)
-                parameter.data = place
-            else:
-                lost.append(index)
-        for fragment in self.fragments.values() if self.apart else ():
-            written = fragment.home.to(fragment.weights.device, non_blocking=fragment.pinned)
-            self.wait_for_copies()
-            same = fragment.weights.to(written.dtype) == written  # there the copy keeps its own digits
-            fragment.weights.copy_(torch.where(same, fragment.weights, written.to(fragment.weights.dtype)))
-        return lost
-
-    @property
-    def _stream(self) -> Any:
-        """On which the library reduces beside what else runs; None where it does not."""
-        return self.zero.reduction_stream if self.zero.overlap_comm else None
-
-    def _wait_for_reductions(self) -> None:
-        """Let the device, not the host, wait for them before it goes on, or takes the buckets' memory for something else."""
-        if (stream := self._stream) is not None:
-            accelerator().current_stream().wait_stream(stream)
-            for bucket in self.zero.ipg_buckets.values():
-                for buffer in bucket.buffer:
-                    buffer.record_stream(stream)
-
-    def take(self, index: int) -> None:
-        parameter = self.parameters[index]
-        if parameter.numel():
-            zero = self.zero
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
-                # It is read where it lies, and dropped before that: its memory would be another tensor's by then.
-                parameter.grad.record_stream(self._stream)
-            zero.setup_buckets()
-            zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
-
-    def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
-        """The library has reduced a gradient of which this rank may own a part."""
-        fragment = self.fragments.get(self.numbers[id(parameter)])
-        if fragment is not None and parameter.grad is not None:
-            fragment.accumulate(parameter.grad.reshape(-1).narrow(0, fragment.start, fragment.home.numel()))
-        parameter.grad = None
-
-    def finish(self) -> None:
-        zero = self.zero
-        # A backward inside of this one may have freed the buckets' memory.
-        if any(bucket.params for bucket in zero.ipg_buckets.values()):
-            zero.reduce_ipg_grads()
-        self._wait_for_reductions()
-        zero._clear_previous_reduced_grads()
-        for parameter in self.divided.values():
-            number = zero.get_param_id(parameter)
-            if zero.params_already_reduced[number]:
-                zero.params_already_reduced[number] = False
-                self._collect(parameter)
-        zero._release_ipg_buffers()
-        self.wait_for_copies()
-
-    def reset(self) -> None:
-        super().reset()
-        self._wait_for_reductions()
-        zero = self.zero
-        for bucket in zero.ipg_buckets.values():
-            bucket.clear()
-        zero.extra_large_param_to_reduce.clear()
-        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
-        zero._release_ipg_buffers()
-
-    def gather(self) -> None:
-        zero = self.zero
-        library("deepspeed.runtime.utils").all_gather_dp_groups(
-            groups_flat=zero.bit16_groups_flat,
-            partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
-            dp_process_group=zero.real_dp_process_group,
-            start_alignment_factor=zero.nccl_start_alignment_factor,
-            allgather_bucket_size=zero.allgather_bucket_size,
-        )
-
-    def end(self, full: Sequence[torch.Tensor]) -> None:
-        """Let go of the flat memory as well, which lives with the library's objects until a garbage collection."""
-        super().end(full)
-        self._places.clear()
-        self.zero.bit16_groups_flat.clear()
-        self.zero.parallel_partitioned_bit16_groups.clear()

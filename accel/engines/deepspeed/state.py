@@ -1,4 +1,4 @@
-"""What of a model that DeepSpeed divides lies on this rank: fragments of parameters, and of their optimizers' state."""
+"""What this rank has of a model that DeepSpeed shards: fragments of parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("accel")
 
 @final
 class DeepSpeedHoldings(Holdings):
-    """Fragments of what is divided; while the engine's ``zero`` is None, everything is whole."""
+    """Fragments of parameters. While the engine's ``zero`` is None, every rank has everything."""
 
     engine: DeepSpeedEngine
     offloads = True
@@ -44,12 +44,12 @@ class DeepSpeedHoldings(Holdings):
         return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """The optimizers' state always; the model where it does not hold what they step."""
+        """True for optimizers, and for the model if it doesn't hold what they update."""
         zero = self.engine.zero
         return zero is not None and (optimizer is not None or zero.divides_weights or zero.masters)
 
     def prepare(self, *, writing: bool) -> None:
-        """What the loop has written is taken over, or refused."""
+        """Take over what the program has written, or raise BackendError."""
         if not writing:
             self.engine.take_edits()
 
@@ -58,7 +58,7 @@ class DeepSpeedHoldings(Holdings):
         return found
 
     def _fragment(self, name: str) -> tuple[bool, Fragment | None]:
-        """Whether a parameter is divided, and this rank's part of it."""
+        """Return if a parameter is sharded, and this rank's fragment of it."""
         if (zero := self.engine.zero) is None or name not in zero.by_name:
             return False, None
         return True, zero.fragments.get(zero.by_name[name])
@@ -106,7 +106,7 @@ class DeepSpeedHoldings(Holdings):
             self.engine.gradients.publish(self.engine.zero)
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
-        """Whole weights, gradients and optimizer state in the user's own objects. Collective."""
+        """Give the user's own objects full weights, gradients and optimizer state. Collective."""
         engine, what = self.engine, "the end of a divided model"
         if lost := zero.take_edits():
             logger.warning("%s changed in place, which is lost", ", ".join(engine.names[i] for i in lost[:5]))
@@ -115,11 +115,12 @@ class DeepSpeedHoldings(Holdings):
         whole = self.gather(what, held, device=torch.device("cpu"))
         for optimizer in optimizers:
             self.give_back(what, optimizer, named)
-        # What accel made half becomes whole again from its fp32 copy.
+        # A weight that accel converted to half precision gets the values of its fp32 copy.
         ours, device = {id(tensor) for tensor, _ in engine.dtypes}, engine.process.device
         dtypes = [None if id(p) in ours else p.dtype for p in named.values()]
         zero.end([whole.pop((name, "")) for name in named])
-        for (name, parameter), dtype in zip(named.items(), dtypes, strict=True):  # the parts have gone, to make room
+        # Only now, when the fragments have made room on the device.
+        for (name, parameter), dtype in zip(named.items(), dtypes, strict=True):
             parameter.data = parameter.data.to(device, dtype)
             if (name, "grad") in whole:
                 parameter.grad = whole.pop((name, "grad")).to(device, parameter.dtype)
@@ -129,11 +130,12 @@ class DeepSpeedHoldings(Holdings):
             for_good.pop_all()
 
     def leave(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
-        """The same without the other ranks: weights that this rank has a part of are nan, and its optimizers do not step."""
+        """Do it without the other ranks: sharded weights are nan, and the optimizers don't step."""
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
             refuse_steps(optimizer, self.engine.ended)
         with without_groups():
             divided = zero.divides_weights
-            zero.end([without_values(p, p.device) if divided else p.detach().clone() for p in self.engine.parameters])
+            copy = (lambda p: without_values(p, p.device)) if divided else (lambda p: p.detach().clone())
+            zero.end([copy(p) for p in self.engine.parameters])

@@ -1,12 +1,13 @@
-"""What the user's raw objects are while DeepSpeed works on them: weights of stage 3, and some methods.
+"""What the user's raw objects are while DeepSpeed works on them: weights of stage 3, and ``zero_grad``.
 
-A use of a weight, of which this rank may hold a part only, sees the whole of it, or raises at once. DeepSpeed keeps
-an empty tensor in the place of a weight that is not gathered, and torch would compute with that. The library says by
-``ds_status`` what it has done; here each status has a class of its own, so that a gathered weight costs nothing.
+DeepSpeed puts an empty tensor in the place of a weight that is not gathered, and torch would compute
+with that: a weight penalty outside of the forward would be 0, for example. So each weight has a
+class that reads DeepSpeed's ``ds_status`` at every use.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, final
@@ -18,42 +19,69 @@ from torch.optim import Optimizer
 from ...errors import BackendError
 from ...process import Process
 from ...process.control import Waiting, announce
-from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly, recorded
+from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
 from .library import library
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
+    from .stage3 import Stage3
 
-_T: Any = torch.Tensor
-_DATA: Any = _T.data
-_SET_GRAD: Any = _T.grad.__set__
-
-
-class _Status:
-    """Switches the class of a weight. Without ``__get__`` it is read from the weight's own dict, at the usual cost."""
-
-    def __set__(self, weight: Any, status: Any) -> None:
-        own = weight.__dict__
-        own["ds_status"] = status
-        weight.__class__ = weight._states[not (status is weight._available and own["ds_persist"])]
+_DATA: Any = torch.Tensor.data
+_SET_GRAD: Any = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
 
 
-class _Stage3Weight:
-    """A weight of a divided module; by itself, one that is gathered for its user."""
+class Stage3Weight(Absent):
+    """A weight of a model at stage 3.
+
+    A use of its values gathers them if a forward runs. Otherwise it raises BackendError.
+    """
 
     __slots__ = ()
-    _weights: Stage3Weights
-    _kind: type[Any]
+    plain = FOR_AUTOGRAD
+    #: The class that its author gave it.
+    _own_kind: type[Any]
+    #: DeepSpeed's ``ZeroParamStatus.AVAILABLE``, and its mark inside of ``GatheredParameters``.
     _available: Any
-    #: While it stays gathered for its user, and else: it may still be there, but be gone in backward.
-    _states: tuple[type[Any], ...]
+    _by_user: str
 
-    #: What the library has done with it.
-    ds_status = _Status()
+    def is_here(self) -> bool:
+        """True if its values are here, and stay until the code that uses them has ended.
+
+        After a forward, values that no module needs may still be here. But a backward would find
+        them gone.
+        """
+        own = self.__dict__
+        if own["ds_status"] is not self._available:
+            return False
+        needed = own["ds_persist"] or own["ds_active_sub_modules"] or self._by_user in own
+        return bool(needed) or torch._C._current_graph_task_id() != -1
+
+    def full_shape(self) -> torch.Size:
+        return torch.Size(vars(self)["ds_shape"])
+
+    def fetch(self, function: Any) -> None:
+        if not self.is_here():
+            stage3: Stage3 | None = vars(self)["ds_owner"]()
+            if stage3 is None or not stage3.gather_for_forward(self):
+                raise BackendError(
+                    f"{vars(self)['ds_name']} is sharded over ranks, so {name_of(function)}() can't use it "
+                    "outside of a forward. Use accel.full_state_dict(model), or a method that you call on "
+                    "the wrapped model."
+                )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if all_here(args) and all_here(kwargs.values()):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func == _SET_GRAD and args[1] is not None:
+            return set_grad(*args)
+        return super().__torch_function__(func, types, args, kwargs)
 
     @property
     def data(self) -> torch.Tensor:
-        """The values; a change of them is seen, as one of the weight itself."""
+        """The values. A change of them counts as a change of the weight, so that it is seen."""
         if torch._C._is_torch_function_enabled():
             return self.detach()  # type: ignore[attr-defined, no-any-return]
         return _DATA.__get__(self)  # type: ignore[no-any-return]
@@ -63,174 +91,136 @@ class _Stage3Weight:
         if not torch._C._is_torch_function_enabled():
             _DATA.__set__(self, value)
         elif value is not self:
+            name = vars(self)["ds_name"]
             raise BackendError(
-                f"{self._weights.name(self)}.data = ...: the optimizer steps this rank's part of it, so that other values would "
-                "be lost: set weights by load_state_dict(full) of the model's handle, on every rank"
+                f"{name}.data = ... would be lost, because the optimizer updates a shard of {name}. "
+                "Call model.load_state_dict(full) on every rank."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        kind = self._kind
-        made: Any = kind.__deepcopy__(self, memo)
-        made.__class__ = kind
-        return made
+        copied: Any = self._own_kind.__deepcopy__(self, memo)
+        copied.__class__ = self._own_kind
+        return copied
 
     def __repr__(self) -> str:
-        kind: Any = self._kind
+        if not self.is_here():
+            return f"Parameter of shape {tuple(self.full_shape())}, sharded over ranks"
         weight: Any = self
-        return repr(kind(weight.detach(), weight.requires_grad)) if kind is nn.Parameter else str(kind.__repr__(self))
+        return repr(nn.Parameter(weight.detach(), weight.requires_grad))
 
 
-class _DividedWeight(_Stage3Weight, Absent):
-    """A weight of which this rank has a part, as far as its user can rely on it."""
-
-    __slots__ = ()
-    plain = FOR_AUTOGRAD
-
-    def __repr__(self) -> str:
-        return f"Parameter of shape {tuple(self.full_shape())}, divided over {self._weights.ranks} ranks"
-
-    def full_shape(self) -> torch.Size:
-        return torch.Size(vars(self)["ds_shape"])
-
-    def fetch(self, function: Any) -> None:
-        self._weights.gather(self, function)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A gradient is of the whole shape."""
-        if func == _SET_GRAD and args[1] is not None:
-            return set_grad(*args)
-        if func is torch.autograd.backward:  # accel's own, while models are set up
-            return plainly(func)(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+def all_here(values: Iterable[Any]) -> bool:
+    """True if the values of all weights among a function's arguments are here."""
+    for value in values:
+        if isinstance(value, Stage3Weight):
+            if not value.is_here():
+                return False
+        elif type(value) in (list, tuple) and not all_here(value):
+            return False
+    return True
 
 
 @plainly
 def set_grad(weight: Any, grad: torch.Tensor) -> None:
-    """``weight.grad = grad``, of the whole weight's shape."""
-    held, like = weight.data, torch.empty((), dtype=weight.dtype, device=weight.device)
-    weight.data = like.expand(weight.ds_shape)
+    """Set ``weight.grad``, which torch allows only for a weight that has the full shape."""
+    values, element = weight.data, torch.empty((), dtype=weight.dtype, device=weight.device)
+    weight.data = element.expand(weight.ds_shape)
     try:
         weight.grad = grad
     finally:
-        weight.data = held
+        weight.data = values
 
 
-@final
-class Stage3Weights:
-    """A module's weights, each of a class that says whether its values are here, until ``open``.
-
-    ``reveal`` gathers one for the forward that runs, with all ranks, and gives False where none runs.
-    """
-
-    def __init__(self, module: nn.Module, reveal: Callable[[Any], bool], process: Process, title: str) -> None:
-        weights: list[Any] = list(module.parameters())
-        # Weakly: a weight's class knows this object.
-        self._own = [(weakref.ref(weight), type(weight)) for weight in weights]
-        self._names = {id(p): name for name, p in module.named_parameters()}
-        self._reveal = reveal
-        states = {kind: self._derive(kind) for kind in {type(weight) for weight in weights}}
-        self.ranks = weights[0].ds_zero_partition_world_size
-        for weight in weights:
-            # It gathers, which hangs where one rank asks for a number to print.
-            vars(weight).pop("item", None)
-            vars(weight).update({n: plainly(vars(weight)[n]) for n in ("all_gather_coalesced", "partition")})
-            what = f"the gathering of {self.name(weight)} ({title})"
-            vars(weight)["all_gather"] = _gathering(weight, vars(weight)["all_gather"], process, what)
-            weight.__class__ = states[type(weight)][0]
-            weight.ds_status = weight.ds_status  # its class says it now
-
-    def _derive(self, kind: type[Any]) -> tuple[type[Any], ...]:
-        available = library("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus.AVAILABLE
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        common = names | {"_weights": self, "_kind": kind, "_available": available}
-        metaclass: Any = type(kind)
-        both = (_Stage3Weight, _DividedWeight)
-        states = tuple(metaclass(kind.__name__, (state, kind), dict(common)) for state in both)
-        for state in states:
-            state._states = states
-        return states
-
-    def name(self, weight: Any) -> str:
-        return self._names[id(weight)]
-
-    def open(self) -> None:
-        """Give the weights their own classes, since all of them are whole."""
-        for reference, kind in self._own:
-            if (weight := reference()) is not None:
-                weight.__class__ = kind
-
-    def gather(self, weight: Any, function: Any) -> None:
-        """Gather a weight for a use of it in a forward; BackendError where none runs."""
-        if not self._reveal(weight):
-            raise BackendError(
-                f"{self.name(weight)} is divided over {self.ranks} ranks, and outside of a forward its values are not here for "
-                f"{name_of(function)}: compute in the model's forward, or in a method of the model that its handle calls; read "
-                "weights, on every rank, by accel.full_state_dict(model) or inside deepspeed.zero.GatheredParameters; set them "
-                "by load_state_dict(full) of the handle; or use stage 2"
-            )
+@functools.cache
+def class_of(kind: type[Any]) -> type[Any]:
+    """Return the class of weights whose author gave them the class ``kind``."""
+    home = library("deepspeed.runtime.zero.partition_parameters")
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "_own_kind": kind,
+        "_available": home.ZeroParamStatus.AVAILABLE,
+        "_by_user": home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR,
+    }
+    metaclass: Any = type(kind)
+    made: type[Any] = metaclass(kind.__name__, (Stage3Weight, kind), names)
+    return made
 
 
-def promise(weights: Iterable[Any]) -> None:
-    """Let gathered weights be used, until ``take_back``."""
-    for weight in weights:
-        if isinstance(weight, _Stage3Weight) and weight.ds_status is weight._available:
-            weight.__class__ = weight._states[0]
+def mark(weight: Any, name: str, stage3: Stage3) -> None:
+    """Give a weight its class until ``unmark``, and announce each gathering of it."""
+    own = vars(weight)
+    own.update(ds_owner=weakref.ref(stage3), ds_name=name)
+    own.pop("item", None)  # it gathers, which hangs if one rank asks for a number to print
+    own["all_gather_coalesced"] = plainly(own["all_gather_coalesced"])
+    what = f"the gathering of {name} ({stage3.label})"
+    own["all_gather"] = _announced(own["all_gather"], weight, stage3.process, what)
+    own["partition"] = _partitioning(own["partition"], weight)
+    weight.__class__ = class_of(type(weight))
 
 
-def take_back(weights: Iterable[Any]) -> None:
-    """Take weights that no module uses any more for divided, even while they are still there."""
-    for weight in weights:
-        if not weight.ds_active_sub_modules and isinstance(weight, _Stage3Weight):
-            weight.__class__ = weight._states[1]
+def unmark(weight: Any) -> None:
+    """Give a weight its own class back. ``Snapshot`` takes the attributes away."""
+    if isinstance(weight, Stage3Weight):
+        weight.__class__ = weight._own_kind  # type: ignore[unreachable]
 
 
-def _gathering(weight: Any, gather: Callable[..., Any], process: Process, what: str) -> Callable[..., Any]:
+def _announced(gather: Callable[..., Any], weight: Any, process: Process, what: str) -> Callable[..., Any]:
     def all_gather(param_list: Any = None, **options: Any) -> Any:
         weights = [weight] if param_list is None else param_list
         announce(process, what, len(weights))
         with Waiting(process, what), torch._C.DisableTorchFunctionSubclass():
-            out = recorded(gather)(weights, **options)
-        promise(weights)
-        return out
+            return recorded(gather)(weights, **options)
 
     return all_gather
 
 
-# -- zero_grad of raw objects -----------------------------------------------------------------------------------------
+def _partitioning(partition: Callable[..., Any], weight: Any) -> Callable[..., Any]:
+    """Return DeepSpeed's ``partition``, which leaves small weights gathered, as DeepSpeed often does."""
+
+    def call(param_list: Any = None, has_been_updated: bool = False, **options: Any) -> None:
+        if has_been_updated:
+            raise BackendError(
+                "GatheredParameters(..., modifier_rank=...) would not change what the optimizer updates. "
+                "Call model.load_state_dict(full) on every rank."
+            )
+        weights = [weight] if param_list is None else param_list
+        with torch._C.DisableTorchFunctionSubclass():
+            partition([w for w in weights if not w.ds_persist], **options)
+
+    return call
+
+
+def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which makes tensors for autograd even if ``inference_mode`` is on."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
+# -- zero_grad of raw objects, which drops the gradients of shards too ---------------------------
 
 
 @final
-class Method:
-    """A bound method whose repr is not its owner's: some modules (``EmbeddingBag``) show all of their attributes in theirs."""
+class ZeroGrad:
+    """The ``zero_grad`` of a module or optimizer, in its own attributes.
 
-    def __init__(self, function: Callable[..., Any], owner: Any) -> None:
-        self._function = function
+    Submodules have it too: a GAN in one ModuleDict calls ``model.critic.zero_grad()``. It is an
+    object with a short repr, because EmbeddingBag shows all of its attributes in its own.
+    """
+
+    def __init__(self, engine: weakref.ref[DeepSpeedEngine], owner: Any) -> None:
+        self._engine = engine
         self._owner = owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._owner, *args, **kwargs)
-
-
-def put_methods(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
-    """Put them into an optimizer or a root module, whose submodules get ``zero_grad``. The engine is held weakly."""
-    zero_grad = _zero_grad(weakref.ref(engine))
-    for holder in raw.modules() if isinstance(raw, nn.Module) else [raw]:
-        vars(holder)["zero_grad"] = Method(zero_grad, holder)
-
-
-def remove_methods(raw: nn.Module | Optimizer) -> None:
-    """Take them out again."""
-    for holder in raw.modules() if isinstance(raw, nn.Module) else [raw]:
-        if isinstance(vars(holder).get("zero_grad"), Method):
-            del vars(holder)["zero_grad"]
-
-
-def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
-    """``zero_grad`` of a raw object, which drops the gradients of fragments too."""
-
-    def zero_grad(raw: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = reference()
+        raw, engine = self._owner, self._engine()
         if engine is None or engine.zero is None:
             return type(raw).zero_grad(raw, *args, **kwargs)
         if isinstance(raw, nn.Module):
@@ -238,9 +228,20 @@ def _zero_grad(reference: weakref.ref[DeepSpeedEngine]) -> Callable[..., Any]:
             indices = [numbers[id(p)] for p in raw.parameters() if id(p) in numbers]
         else:
             indices = engine.indices(raw)
-        with torch._C.DisableTorchFunctionSubclass(), engine.gradients.parameters_in_groups():
+        with torch._C.DisableTorchFunctionSubclass(), engine.gradients.placed.lifted():
             out = type(raw).zero_grad(raw, *args, **kwargs)
         engine.gradients.drop(indices, kwargs.get("set_to_none", args[0] if args else True))
         return out
 
-    return zero_grad
+
+def put_zero_grad(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
+    """Replace the method of an optimizer, or of a module and its submodules."""
+    for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
+        vars(owner)["zero_grad"] = ZeroGrad(weakref.ref(engine), owner)
+
+
+def remove_zero_grad(raw: nn.Module | Optimizer) -> None:
+    """Undo ``put_zero_grad``."""
+    for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
+        if isinstance(vars(owner).get("zero_grad"), ZeroGrad):
+            del vars(owner)["zero_grad"]

@@ -305,7 +305,7 @@ class StandIn(Absent, nn.Parameter):
     """A replaced parameter. Its ``grad`` is the shard's, and any use of its values raises."""
 
     shard: nn.Parameter
-    plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `leaf`
+    given = ("shard",)
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
@@ -19,7 +18,7 @@ from accel.engines.deepspeed.library import _numbered, accelerator, library
 from accel.process import current
 from accel.registry import registry
 from tests.distributed import run
-from tests.engines.deepspeed.training import CONFIG, STAGES, Net, Pair, adamw, data, loss_of, whole, zero
+from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, loss_of, whole, zero
 
 # -- the device -------------------------------------------------------------------------------------------------------
 
@@ -94,7 +93,6 @@ def gathered_after_writes() -> None:
         return call
 
     accel.teardown(Pair(zero(3)).model)  # imports the library
-    deepspeed = library()
     coordinator = library("deepspeed.runtime.zero.partitioned_param_coordinator").PartitionedParameterCoordinator
     original = coordinator.__init__
     with mock.patch.object(coordinator, "__init__", init):
@@ -108,9 +106,6 @@ def gathered_after_writes() -> None:
             loss_of(model(data(step, accel.rank()))).backward()
             optimizer.step()
 
-    train()
-    with deepspeed.zero.GatheredParameters([raw.left.bias], modifier_rank=0), torch.no_grad():
-        raw.left.bias.fill_(0.25)
     train()
     model.load_state_dict({k: v * 0.5 for k, v in whole(model).items()})
     with torch.no_grad():
@@ -151,24 +146,6 @@ def read_beside(config: dict[str, Any]) -> None:
 def test_the_memory_of_large_gradients_is_kept_until_they_are_reduced() -> None:
     run(3, read_beside, {})
     run(2, read_beside, {"reduce_scatter": False})
-
-
-# -- optimizers that step in memory of the host -------------------------------------------------------------------------
-
-
-def capturable() -> None:
-    raw = nn.Linear(4, 2)
-    optimizer = torch.optim.AdamW(raw.parameters(), capturable=True)
-    for option in ("offload_optimizer", "offload_parameters"):
-        backend = DeepSpeed(stage=3, config=CONFIG, **{option: True})
-        with pytest.raises(accel.OptimizerError, match=r"AdamW\(capturable=True\) with DeepSpeed's offload"):
-            accel.setup(raw, optimizer, backend=backend)
-    assert not vars(raw.weight)
-    loss_of(raw(torch.ones(2, 4))).backward()
-
-
-def test_a_capturable_step_in_the_hosts_memory_is_refused() -> None:
-    run(2, capturable)
 
 
 # -- whole states -------------------------------------------------------------------------------------------------------

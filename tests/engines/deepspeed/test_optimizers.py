@@ -11,7 +11,6 @@ from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
-from accel.engines.deepspeed.config import Configuration, refuse_optimizer
 from accel.engines.deepspeed.library import library
 from tests.distributed import run
 from tests.engines.deepspeed.training import CONFIG, Pair, zero
@@ -72,26 +71,6 @@ def trained_by_cpu_adam(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeeds_cpu_adam_trains(stage: int) -> None:
     run(2, trained_by_cpu_adam, stage)
-
-
-def a_class_of(module: str, name: str) -> torch.optim.Optimizer:
-    """An optimizer that has the name of DeepSpeed's."""
-    kind = type(name, (torch.optim.AdamW,), {"__module__": module, "step": lambda self, closure=None: None})
-    made: torch.optim.Optimizer = kind([nn.Parameter(torch.ones(2))])
-    return made
-
-
-def test_deepspeeds_optimizers_are_refused_where_they_cannot_step() -> None:
-    cuda = torch.device("cuda")
-    kept, offloaded = (Configuration(DeepSpeed(stage=2, offload_optimizer=offload)) for offload in (False, True))
-    on_host = a_class_of("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam")
-    on_device = a_class_of("deepspeed.ops.lion.fused_lion", "FusedLion")
-    refuse_optimizer(on_host, offloaded, cuda)
-    refuse_optimizer(on_device, kept, cuda)
-    with pytest.raises(accel.OptimizerError, match="DeepSpeedCPUAdam can't step weights .*offload_optimizer=True"):
-        refuse_optimizer(on_host, kept, cuda)
-    with pytest.raises(accel.OptimizerError, match="FusedLion can't step weights .*offload_optimizer=False"):
-        refuse_optimizer(on_device, offloaded, cuda)
 
 
 def fused_adam() -> None:

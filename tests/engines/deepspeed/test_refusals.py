@@ -93,8 +93,8 @@ def what_torch_does_in_evaluation() -> None:
     with torch.no_grad():
         expected = raw(x, padding)
     model, optimizer, _ = accel.setup(raw, momentum(raw), backend=zero(3))
-    with torch.no_grad():
-        assert torch.allclose(model(x, padding), expected, atol=1e-6)
+    with torch.no_grad():  # at padded positions, torch's encoder gives 0 or not
+        assert torch.allclose(model(x, padding)[~padding], expected[~padding], atol=1e-6)
     model.encoder.layers[0].linear1.weight.register_hook(lambda _: optimizer.step())
     with pytest.raises(accel.BackendError, match="an optimizer steps inside a backward"):
         model.train()(x, padding).sum().backward()
@@ -216,8 +216,8 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
     ({"bf16": True}, {}, "'bf16' is True, but {'enabled': True}"),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {}, "'bf16' is .*but {'enabled': True}"),
-    ("/nowhere.json", {}, "cannot be read"),
-    ([1], {}, r"config=\[1\]\): expected a dict, or the path"),
+    ("/nowhere.json", {}, "can't be read as a JSON object"),
+    ([1], {}, r"config=\[1\]\) can't be read as a JSON object"),
     ({"zero_optimization": 3}, {}, "'zero_optimization' is 3, but a dict was expected"),
     ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "zero_optimization.stage"),
     ({"zero_optimization": {"stage": 0}}, {}, "stage 0 divides nothing: use backend='ddp'"),
@@ -259,8 +259,8 @@ def test_options_are_checked(tmp_path: Path) -> None:
         DeepSpeed(stage=5)
     with pytest.raises(accel.BackendError, match="stage 0 divides nothing: use backend='ddp'"):
         DeepSpeed(stage=0)
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(accel.BackendError, match="expected a JSON object, found list"):
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(accel.BackendError, match="can't be read as a JSON object"):
         Configuration(DeepSpeed(config=tmp_path / "list.json"))
 
 
@@ -343,10 +343,10 @@ def indivisible() -> None:
         raw = nn.Linear(2, 1)
         raw.extra = nn.Parameter(values)
         for stage in STAGES:
-            with pytest.raises(accel.BackendError, match="cannot divide extra"):
+            with pytest.raises(accel.BackendError, match="can't shard extra"):
                 accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(stage))
     raw = nn.Linear(2, 1).double()
-    with pytest.raises(accel.BackendError, match="float64, but weight is float64"):
+    with pytest.raises(accel.BackendError, match="can't shard weight, which is torch.float64"):
         accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(2))
     raw = nn.Linear(2, 1)
     raw.extra = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

@@ -1,0 +1,151 @@
+"""Stages 1 and 2 of DeepSpeed: each rank has all weights in flat memory, and owns a range of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .library import accelerator, library
+from .partitions import Partitions
+
+
+@final
+class Flat(Partitions):
+    """The parameters of a model at stages 1 and 2."""
+
+    def arrange(self) -> None:
+        zero = self.zero
+        #: Of each parameter: its group, and its place in the flat memory.
+        self._groups: dict[int, int] = {}
+        self._places: dict[int, torch.Tensor] = {}
+        for number, parameters in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[number])
+            first = size * dist.get_rank(zero.real_dp_process_group[number])
+            flat = zero.bit16_groups_flat[number]
+            for parameter in parameters:
+                index = self.numbers[id(parameter)]
+                self._groups[index] = number
+                self._places[index] = parameter.data
+                offset = parameter.data.storage_offset() - flat.storage_offset()
+                start, end = max(offset, first), min(offset + parameter.numel(), first + size)
+                if start < end:
+                    self.own(index, start - offset, flat.narrow(0, start, end - start))
+                parameter._hp_mapping = None
+            # DeepSpeed's own copy of the weights, of which `_hp_mapping` had views.
+            zero.single_partition_of_fp32_groups[number].data = torch.empty(0, device="cpu")
+        zero.copy_grads_in_partition = self._collect
+        buckets = zero.ipg_buckets
+
+        def in_buckets(comm_dtype: Any = None) -> tuple[Any, ...]:
+            filled = {dtype: bucket.params for dtype, bucket in buckets.items() if bucket.params}
+            return tuple(
+                (str(dtype), *(number for *_, number in params))
+                for dtype, params in filled.items()
+                if comm_dtype in (None, dtype)
+            )
+
+        zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, in_buckets)
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def take(self, index: int) -> None:
+        parameter = self.parameters[index]
+        if parameter.numel():
+            zero = self.zero
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
+                # DeepSpeed drops it before it has reduced it, so its memory must stay reserved.
+                parameter.grad.record_stream(self._stream)
+            zero.setup_buckets()
+            zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
+
+    def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
+        """Take this rank's range of a gradient that DeepSpeed has reduced."""
+        fragment = self.fragments.get(self.numbers[id(parameter)])
+        if fragment is not None and parameter.grad is not None:
+            flat = parameter.grad.reshape(-1)
+            fragment.accumulate(flat.narrow(0, fragment.start, fragment.home.numel()))
+        parameter.grad = None
+
+    def finish(self) -> None:
+        zero = self.zero
+        # A backward inside of this one may have freed the buckets' memory.
+        if any(bucket.params for bucket in zero.ipg_buckets.values()):
+            zero.reduce_ipg_grads()
+        self._wait_for_reductions()
+        zero._clear_previous_reduced_grads()
+        for parameter in self.divided.values():
+            number = zero.get_param_id(parameter)
+            if zero.params_already_reduced[number]:
+                zero.params_already_reduced[number] = False
+                self._collect(parameter)
+        zero._release_ipg_buffers()
+        self.wait_for_copies()
+
+    def reset(self) -> None:
+        super().reset()
+        self._wait_for_reductions()
+        zero = self.zero
+        for bucket in zero.ipg_buckets.values():
+            bucket.clear()
+        zero.extra_large_param_to_reduce.clear()
+        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
+        zero._release_ipg_buffers()
+
+    @property
+    def _stream(self) -> Any:
+        """The stream on which DeepSpeed reduces with ``overlap_comm``, or None."""
+        return self.zero.reduction_stream if self.zero.overlap_comm else None
+
+    def _wait_for_reductions(self) -> None:
+        """Let the device wait for reductions before it goes on, or reuses the buckets' memory."""
+        if (stream := self._stream) is not None:
+            accelerator().current_stream().wait_stream(stream)
+            for bucket in self.zero.ipg_buckets.values():
+                for buffer in bucket.buffer:
+                    buffer.record_stream(stream)
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_edits(self) -> list[int]:
+        """Take over weights that the program wrote or replaced by tensors of this shape and dtype."""
+        lost = []
+        for index, place in self._places.items():
+            parameter = self.parameters[index]
+            if parameter.data_ptr() == place.data_ptr():
+                continue
+            if parameter.shape == place.shape and parameter.dtype is place.dtype:
+                place.copy_(parameter.data)
+                parameter.data = place
+            else:
+                lost.append(index)
+        for fragment in self.fragments.values() if self.apart else ():
+            home = fragment.home.to(fragment.weights.device, non_blocking=fragment.pinned)
+            self.wait_for_copies()
+            weights = fragment.weights
+            same = weights.to(home.dtype) == home  # there the copy keeps its own digits
+            weights.copy_(torch.where(same, weights, home.to(weights.dtype)))
+        return lost
+
+    def gather(self) -> None:
+        zero = self.zero
+        library("deepspeed.runtime.utils").all_gather_dp_groups(
+            groups_flat=zero.bit16_groups_flat,
+            partitioned_param_groups=zero.parallel_partitioned_bit16_groups,
+            dp_process_group=zero.real_dp_process_group,
+            start_alignment_factor=zero.nccl_start_alignment_factor,
+            allgather_bucket_size=zero.allgather_bucket_size,
+        )
+
+    def end(self, full: Sequence[torch.Tensor]) -> None:
+        """Free the flat memory too, which DeepSpeed's objects hold until a garbage collection."""
+        super().end(full)
+        self._places.clear()
+        self.zero.bit16_groups_flat.clear()
+        self.zero.parallel_partitioned_bit16_groups.clear()
