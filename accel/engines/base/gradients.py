@@ -165,7 +165,6 @@ class Gradients:
         """Return a norm over all ranks in the form in which torch returns that of such parameters. Local."""
         return norm
 
-    @final
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
         """Make gradients final because ``what`` clips those of these parameters. Collective.
 
@@ -178,7 +177,7 @@ class Gradients:
         elif self.pending():
             self.settle()
             names = self.engine.holdings.parameter_names
-            self.engine.compare(what, sorted({names[id(p)] for p in parameters}), _other_parameters)
+            self.engine.compare(what, sorted({names[id(p)] for p in parameters}), other_parameters)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class Gradients:
             )
 
 
-def _other_parameters(given: Sequence[Sequence[str]]) -> str:
+def other_parameters(given: Sequence[Sequence[str]]) -> str:
     missing = {name for names in given for name in names if any(name not in others for others in given)}
     return (
         f"some were not given {', '.join(sorted(missing)[:5])} (their p.grad was None?); give all of model.parameters()"
