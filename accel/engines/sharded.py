@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -59,7 +60,7 @@ class ShardedGradients(Gradients):
     """Gradients that stay on their rank until a step or clipping, and then are on their owner alone.
 
     ``p.grad`` is this rank's share, and the gradient is the mean of the ranks' shares. A missing share is zero. A
-    step or clipping leaves the gradient itself on the owner and None on the other ranks. The owner multiplies it by
+    step or clipping leaves the gradient itself on the owner, and None on the other ranks. The owner multiplies it by
     the number of ranks, which makes it a share again, before anything is added to it.
     """
 
@@ -68,16 +69,14 @@ class ShardedGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        place = engine.process.place
-        self._rank, self._world = place.rank, place.world_size
+        self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
         self._names: dict[int, str] = {}
         #: The owners of the parameters of each optimizer that can be split.
         self.shards: dict[Optimizer, Shards] = {}
-        self._loads = [0] * self._world
-        #: The parameters whose gradient, not a share, this rank has as the owner. By ``id``, with that gradient.
+        #: The parameters whose gradient, not a share, is on this rank, their owner. By ``id``, with that gradient.
         self._final: dict[int, tuple[nn.Parameter, weakref.ref[torch.Tensor]]] = {}
-        #: The parameters of each optimizer that has begun a step and whose new values the other ranks don't have yet.
-        self._stepped: dict[Optimizer, list[nn.Parameter]] = {}
+        #: The parameters that an optimizer steps or has stepped, and whose new values the other ranks don't have yet.
+        self.stepped: dict[Optimizer, list[nn.Parameter]] = {}
         self.listener = self
 
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -91,133 +90,104 @@ class ShardedGradients(Gradients):
         self.buffers.touch()
 
     def end(self, run: object) -> None:
-        """Do nothing. The next step sees what a backward has left."""
+        """Do nothing, because the next step finds what a backward has left."""
 
     def pending(self) -> bool:
-        """True on several ranks, because only the ranks together know who has a gradient."""
+        """Return True, because only the ranks together know who has a gradient."""
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        engine = self.engine
-        if not engine.distributed:
+        if not self.engine.distributed:
             super().settle()
         elif optimizer is None:
-            self._average("the gradients", engine.parameters)
+            self._reduce("the gradients", self.engine.parameters, {})
         else:
-            self._settle_step(optimizer)
+            parameters = parameters_of(optimizer)
+            number = list(self.engine.steppers).index(id(optimizer))
+            what = f"a step of {type(optimizer).__name__} (optimizer {number}, {len(parameters)} parameters)"
+            owner = self.shards[optimizer].owner if optimizer in self.shards else {}
+            self.stepped[optimizer] = self._reduce(what, parameters, owner, optimizer)
             self.end_held_back()
 
     def end_backward(self, indices: Sequence[int]) -> None:
         what = f"a backward ({len(indices)} parameters in no optimizer)"
-        self._average(what, [self.engine.parameters[i] for i in indices])
+        self._reduce(what, [self.engine.parameters[i] for i in indices], {})
 
-    def _settle_step(self, optimizer: Optimizer) -> None:
-        """Bring the gradients of one optimizer to their owners, or to every rank if it steps whole."""
-        parameters = [p for p in parameters_of(optimizer) if id(p) in self._names]
-        number = [*self.engine.steppers, id(optimizer)].index(id(optimizer))
-        what = f"a step of {type(optimizer).__name__} (optimizer {number}, {len(parameters)} parameters)"
-        shards = self.shards.get(optimizer)
-        if shards is None:
-            self._average(what, parameters)
-            return
-        masks, live, moved = self._agree(what, parameters, shards.moved())
-        if moved:
-            shards.refresh()
-        stepped = [parameters[i] for i in live]
-        if any(id(p) not in shards.owner for p in stepped):
-            # The group was added to the optimizer after setup.
-            self.assign(optimizer, [*_trainable(optimizer), *stepped])
-        self._reduce(parameters, masks, live, shards.owner)
-        self._stepped[optimizer] = stepped
+    def _reduce(
+        self, what: str, parameters: Sequence[nn.Parameter], owner: Mapping[int, int], stepper: Optimizer | None = None
+    ) -> list[nn.Parameter]:
+        """Replace shares by gradients, on the owner or, without one, on every rank. Collective.
 
-    def _average(self, what: str, parameters: Sequence[nn.Parameter]) -> None:
-        """Give every rank the gradients. Collective."""
-        masks, live, _ = self._agree(what, parameters)
-        self._reduce(parameters, masks, live, {})
-
-    def _bring_to_owners(self, what: str) -> None:
-        """Give each owner the gradients of its parameters, and every rank those that no rank owns. Collective."""
-        owner: dict[int, int] = {}
-        for shards in self.shards.values():
-            owner |= shards.owner
-        parameters = self.engine.parameters
-        masks, live, _ = self._agree(what, parameters)
-        self._reduce(parameters, masks, live, owner)
-
-    def _agree(
-        self, what: str, parameters: Sequence[nn.Parameter], moved: bool = False
-    ) -> tuple[list[bytes], list[int], bool]:
-        """Return which gradients each rank has, the numbers of those that any has, and if weights moved on any rank.
-
-        Brings stale buffers up to date. Collective.
-
-        Raises:
-            BackendError: a rank has a sparse gradient. Every rank raises it.
+        Returns the parameters that have a gradient on any rank. ``stepper`` is the optimizer that is about to step
+        them, and ``what`` names the call for messages.
         """
         what = f"{what} of {self.engine.label}"
+        shards = None if stepper is None else self.shards.get(stepper)
+        moved = shards is not None and shards.moved()
         from_ranks = agree(what, (held_here(parameters), self.buffers.stale, moved))
         masks = [mask for mask, _, _ in from_ranks]
         live = held_by_any(what, masks, [self._names[id(p)] for p in parameters])
         if any(stale for _, stale, _ in from_ranks):
             self.buffers.synchronize()
-        return masks, live, any(moved for _, _, moved in from_ranks)
-
-    def _reduce(
-        self, parameters: Sequence[nn.Parameter], masks: Sequence[bytes], live: Sequence[int], owner: Mapping[int, int]
-    ) -> None:
-        """Replace shares by gradients, which are on the owner alone or, if there is no owner, on every rank. Collective."""
-        finals: list[torch.Tensor] = []
-        alone: list[torch.Tensor] = []
-        everywhere: list[torch.Tensor] = []
-        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
-        for number in live:
-            parameter = parameters[number]
-            target = owner.get(id(parameter))
-            num_shares = sum(mask[number] for mask in masks)
-            _, final = self._final.pop(id(parameter), (None, None))
-            if target is not None and num_shares == masks[target][number] == 1:
-                # Nothing to send: the owner's gradient is final, or the only share.
-                if target == self._rank and final is None:
-                    alone.append(parameter.grad)
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif final is not None and (num_shares == 1 or final() is parameter.grad):
-                # Otherwise the loop has assigned a new share on all ranks.
-                finals.append(parameter.grad)
-            (everywhere if target is None else by_owner[target]).append(parameter.grad)
-        _multiply(finals, self._world)
-        _multiply(alone, 1 / self._world)
-        average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
-        reduce_to_owners(by_owner, self._rank, self.process.group)
-        for parameter in (parameters[number] for number in live):
-            target = owner.get(id(parameter))
-            if target == self._rank:
-                self._final[id(parameter)] = parameter, weakref.ref(parameter.grad)
-            elif target is not None:
-                parameter.grad = None  # The optimizer skips the parameter, and makes no state for it.
+        with_gradient = [parameters[number] for number in live]
+        if shards is not None:
+            if any(moved for _, _, moved in from_ranks):
+                shards.refresh()
+            self.assign(shards, with_gradient)  # A group may have been added after setup.
+        self._send(with_gradient, [[mask[number] for mask in masks] for number in live], owner)
         if self.log.entries:
             self.log.fold()
+        return with_gradient
 
-    # -- clipping -----------------------------------------------------------------------------------
+    def _send(
+        self, parameters: Sequence[nn.Parameter], masks: Sequence[Sequence[int]], owner: Mapping[int, int]
+    ) -> None:
+        """Average the shares of each parameter. Its mask has a 1 for each rank that has a share. Collective."""
+        finals: list[torch.Tensor] = []
+        single: list[torch.Tensor] = []
+        everywhere: list[torch.Tensor] = []
+        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
+        for parameter, mask in zip(parameters, masks, strict=True):
+            gradient = parameter.grad
+            rank = owner.get(id(parameter))
+            _, final = self._final.pop(id(parameter), (None, None))
+            if rank is not None and sum(mask) == mask[rank] == 1:
+                # The owner has the gradient already, or the only share. The others have nothing to send.
+                if gradient is not None and final is None:
+                    single.append(gradient)
+                continue
+            if gradient is None:
+                parameter.grad = gradient = torch.zeros_like(parameter)
+            elif final is not None and (sum(mask) == 1 or final() is gradient):
+                # Not if the loop assigned new gradients on all ranks: those are shares.
+                finals.append(gradient)
+            (everywhere if rank is None else by_owner[rank]).append(gradient)
+        _multiply(finals, self._world)
+        _multiply(single, 1 / self._world)
+        average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
+        reduce_to_owners(by_owner, self._rank, self.process.group)
+        for parameter in parameters:
+            rank = owner.get(id(parameter))
+            if rank == self._rank and parameter.grad is not None:
+                self._final[id(parameter)] = parameter, weakref.ref(parameter.grad)
+            elif rank is not None:
+                parameter.grad = None  # The optimizer skips it, and makes no state.
 
     @property
     def in_parts(self) -> bool:
         return self.engine.distributed
 
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
-        names = sorted({self._names[id(p)] for p in parameters})
-        self.engine.compare(what, names, other_parameters)
-        self._bring_to_owners(what)
-
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        if not self.engine.distributed:
-            return super().clip(max_norm, norm_type, error_if_nonfinite)
-        self._bring_to_owners("clipping by accel.clip_grad_norm_")
-        return self.clip_parts(max_norm, norm_type, error_if_nonfinite)
+        if len(parameters) < len(self.engine.parameters):
+            names = sorted({self._names[id(p)] for p in parameters})
+            self.engine.compare(what, names, other_parameters)
+        owner: dict[int, int] = {}
+        for shards in self.shards.values():
+            owner |= shards.owner
+        self._reduce(what, self.engine.parameters, owner)
 
     def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the gradients that this rank counts, and those that rank 0 counts because every rank has them. Local."""
+        """Return this rank's gradients, and those that every rank has and rank 0 counts. Local."""
         counted: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         for parameter in parameters:
@@ -226,45 +196,29 @@ class ShardedGradients(Gradients):
                 (counted if counts else copies).append(parameter.grad)
         return counted, copies
 
-    # -- steps --------------------------------------------------------------------------------------
-
-    def assign(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """Give owners to parameters that have none, and drop the state that is now another rank's. Local."""
-        if self.shards[optimizer].add(parameters):
-            self.engine.holdings.drop_others(optimizer)
-
-    def attach(self, optimizer: Optimizer) -> None:
-        """Prepare to split the optimizer; ``assign`` follows. Local."""
-        with unseen_group():
-            check_version("sharded", "fairscale", "0.4.12", "0.4.13")
-            from ._oss import Shards
-        self.shards[optimizer] = Shards(optimizer, self._loads)
+    def assign(self, shards: Shards, parameters: Iterable[nn.Parameter]) -> None:
+        """Give owners to parameters that have none, and drop the state that a different rank keeps. Local."""
+        if shards.add(parameters):
+            self.engine.holdings.drop_others(shards.optimizer)
 
     def steps_part(self, optimizer: Optimizer) -> bool:
         return optimizer in self.shards
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self._publish([optimizer])
+        self.publish([optimizer])
 
-    def publish(self) -> None:
-        """Give every rank what a step that raised may have changed. Collective if there is something."""
-        if self._stepped:
-            self._publish(list(self._stepped))
-
-    def _publish(self, optimizers: Iterable[Optimizer]) -> None:
+    def publish(self, optimizers: Iterable[Optimizer]) -> None:
+        """Give every rank what these optimizers have stepped. Collective if there is something."""
         for optimizer in optimizers:
-            if stepped := self._stepped.pop(optimizer, None):
-                self.shards[optimizer].broadcast(stepped, self._rank)
+            stepped = self.stepped.pop(optimizer, None)
+            if stepped and optimizer in self.shards:
+                self.shards[optimizer].broadcast(stepped, self._rank, self._world)
 
 
 def _multiply(gradients: list[torch.Tensor], factor: float) -> None:
     if gradients:
         with torch.no_grad():
             torch._foreach_mul_(gradients, factor)
-
-
-def _trainable(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for p in parameters_of(optimizer) if p.requires_grad]
 
 
 # -- optimizer state ----------------------------------------------------------------------------
@@ -325,18 +279,13 @@ class ShardedEngine(Engine):
     @classmethod
     def predict(cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int) -> MemoryUse:
         """Follow OSS, which gives the next parameter to the rank that has the fewest elements."""
-        loads = [0] * world_size
         owner: dict[str, int] = {}
-        for number in sorted({t.optimizer for t in tensors if t.optimizer is not None}):
-            ranks = sorted(range(world_size), key=loads.__getitem__)
-            sizes = [0] * world_size
-            for tensor in tensors:
-                if tensor.optimizer == number and tensor.trainable:
-                    smallest = sizes.index(min(sizes))
-                    sizes[smallest] += tensor.numel
-                    owner[tensor.name] = ranks[smallest]
-            for rank, size in zip(ranks, sizes, strict=True):
-                loads[rank] += size
+        sizes = defaultdict[int, list[int]](lambda: [0] * world_size)
+        for tensor in tensors:
+            if tensor.optimizer is not None and tensor.trainable:
+                loads = sizes[tensor.optimizer]
+                owner[tensor.name] = rank = loads.index(min(loads))
+                loads[rank] += tensor.numel
         uses = []
         for rank in range(world_size):
             owned = [owner.get(t.name, rank) == rank for t in tensors]
@@ -347,19 +296,21 @@ class ShardedEngine(Engine):
         super().attach(optimizer)
         if not self.distributed:
             return
-        if type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS):
-            self.gradients.attach(optimizer)
-            # The raw optimizer keeps this rank's part of a state that it loads.
-            self.holdings.guard.watch(optimizer, functools.partial(_local_state, weakref.ref(self.holdings)))
-        else:
+        if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, LBFGS):
             logger.warning(
-                "backend='sharded' saves no memory with %s, because every rank steps all of it. Use an optimizer of "
-                "torch.optim other than LBFGS.",
+                "backend='sharded' saves no memory with %s, because every rank steps all parameters. Use an optimizer "
+                "of torch.optim other than LBFGS.",
                 type(optimizer).__name__,
             )
+            return
+        with unseen_group():
+            check_version("sharded", "fairscale", "0.4.12", "0.4.13")
+            from ._oss import Shards
+        self.gradients.shards[optimizer] = Shards(optimizer)
+        # The raw optimizer keeps this rank's part of a state that it loads.
+        self.holdings.guard.watch(optimizer, functools.partial(_local_state, weakref.ref(self.holdings)))
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take rank 0's weights, and divide them by owner. Collective."""
         super().start(optimizers)
         self._assign_trainable()
 
@@ -369,8 +320,8 @@ class ShardedEngine(Engine):
             shards.refresh()
 
     def _assign_trainable(self) -> None:
-        for optimizer in self.gradients.shards:
-            self.gradients.assign(optimizer, _trainable(optimizer))
+        for optimizer, shards in self.gradients.shards.items():
+            self.gradients.assign(shards, [p for p in parameters_of(optimizer) if p.requires_grad])
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         shards = self.gradients.shards
@@ -385,6 +336,7 @@ class ShardedEngine(Engine):
                 shard.release()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function is self.entry:
-            self.gradients.publish()  # If a step raised half-way on this rank, the others wait for its weights.
+        if function is self.entry and self.gradients.stepped:
+            # A step raised on this rank, and the others wait for its weights.
+            self.gradients.publish(list(self.gradients.stepped))
         return function(*args, **kwargs)

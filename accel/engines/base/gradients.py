@@ -253,6 +253,7 @@ class Gradients:
 
 
 def other_parameters(given: Sequence[Sequence[str]]) -> str:
+    """Return which parameters some ranks clip and others don't."""
     missing = {name for names in given for name in names if any(name not in others for others in given)}
     return (
         f"some were not given {', '.join(sorted(missing)[:5])} (their p.grad was None?); give all of model.parameters()"
