@@ -23,12 +23,22 @@ _ALIGNMENT: Final = 16
 
 @final
 class FlatOSS(OSS):  # type: ignore[misc,unused-ignore]
-    """An OSS with fairscale's partition, refresh and broadcast, and with one flat buffer for each rank and dtype."""
+    """An OSS with fairscale's partition, refresh and broadcast, and with a flat buffer per rank and dtype.
 
-    def __init__(self, parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
+    ``ranks`` are the ranks in the order in which OSS gives them parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        optimizer: Optimizer,
+        ranks: list[int],
+    ) -> None:
         self.flat: list[nn.Parameter] = []
         self._addresses: list[int] = []
         super().__init__([{"params": parameters}], optim=lambda groups, **defaults: optimizer)
+        self._local_to_global_rank = ranks
+        self.owner = {id(p): ranks[rank] for p, rank in self._param_to_rank.items()}
         self.group = None  # A reference to the default group would keep it from its end.
 
     @torch.no_grad()
@@ -82,44 +92,62 @@ class Shards:
 
     Parameters that become trainable later get a second OSS, so that no optimizer state moves.
 
+    Args:
+        optimizer: the user's optimizer.
+        loads: how many elements each rank owns, of all optimizers of the model.
+
     Attributes:
         owner: the rank that owns a parameter, by the parameter's ``id``.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, loads: list[int]) -> None:
         self.optimizer = optimizer
         self.owner: dict[int, int] = {}
+        self._loads = loads
         self._parts: list[FlatOSS] = []
 
     def add(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Give owners to parameters that have none. Return True if there are any. Local, alike on all ranks."""
+        """Give owners to parameters that have none. Return True if there are any.
+
+        Local, alike on all ranks.
+        """
         new = {id(p): p for p in parameters if id(p) not in self.owner}
-        if new:
-            part = FlatOSS(list(new.values()), self.optimizer)
-            self._parts.append(part)
-            self.owner |= {id(p): rank for p, rank in part._param_to_rank.items()}
-        return bool(new)
+        if not new:
+            return False
+        ranks = sorted(range(len(self._loads)), key=self._loads.__getitem__)
+        # From large to small, which balances best.
+        largest_first = sorted(new.values(), key=lambda p: -p.numel())
+        part = FlatOSS(largest_first, self.optimizer, ranks)
+        self._parts.append(part)
+        self.owner |= part.owner
+        for key, rank in part.owner.items():
+            self._loads[rank] += new[key].numel()
+        return True
 
     def moved(self) -> bool:
         """True if the program gave a parameter different memory. Local."""
         return any(part.moved() for part in self._parts)
 
     def refresh(self) -> None:
-        """Apply a change of ``requires_grad``, or of the parameters' memory. Local, alike on all ranks."""
+        """Apply a change of ``requires_grad``, or of the parameters' memory. Local."""
         for part in self._parts:
             part.refresh_trainable()
 
     @torch.no_grad()
-    def broadcast(self, stepped: Iterable[nn.Parameter], rank: int, world_size: int) -> None:
-        """Give every rank the owners' values of what is in buffers, and of other parameters that were stepped. Collective."""
+    def broadcast(self, stepped: Iterable[nn.Parameter], rank: int) -> None:
+        """Give every rank the owners' values of all flat parameters, and of the other ``stepped`` ones.
+
+        Collective.
+        """
         rest = {id(p): p for p in stepped}
         for part in self._parts:
             part._broadcast_params()
             received = [p for p in part.flat if self.owner[id(p)] != rank]
-            torch.autograd.graph.increment_version(received)  # A graph from before the step must raise on all ranks.
+            # backward() of a graph from before the step must raise on all ranks.
+            torch.autograd.graph.increment_version(received)
             for parameter in part.flat:
                 rest.pop(id(parameter), None)
-        by_owner: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        by_owner: list[list[torch.Tensor]] = [[] for _ in self._loads]
         for key, parameter in rest.items():
             by_owner[self.owner[key]].append(parameter)
         broadcast_from_owners(by_owner, rank, None)

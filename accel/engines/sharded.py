@@ -12,7 +12,6 @@ import functools
 import itertools
 import logging
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -73,6 +72,7 @@ class ShardedGradients(Gradients):
         self._names: dict[int, str] = {}
         #: The owners of the parameters of each optimizer that can be split.
         self.shards: dict[Optimizer, Shards] = {}
+        self.loads = [0] * self._world
         #: The parameters whose gradient, not a share, is on this rank, their owner. By ``id``, with that gradient.
         self._final: dict[int, tuple[nn.Parameter, weakref.ref[torch.Tensor]]] = {}
         #: The parameters that an optimizer steps or has stepped, and whose new values the other ranks don't have yet.
@@ -212,7 +212,7 @@ class ShardedGradients(Gradients):
         for optimizer in optimizers:
             stepped = self.stepped.pop(optimizer, None)
             if stepped and optimizer in self.shards:
-                self.shards[optimizer].broadcast(stepped, self._rank, self._world)
+                self.shards[optimizer].broadcast(stepped, self._rank)
 
 
 def _multiply(gradients: list[torch.Tensor], factor: float) -> None:
@@ -280,12 +280,16 @@ class ShardedEngine(Engine):
     def predict(cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int) -> MemoryUse:
         """Follow OSS, which gives the next parameter to the rank that has the fewest elements."""
         owner: dict[str, int] = {}
-        sizes = defaultdict[int, list[int]](lambda: [0] * world_size)
-        for tensor in tensors:
-            if tensor.optimizer is not None and tensor.trainable:
-                loads = sizes[tensor.optimizer]
-                owner[tensor.name] = rank = loads.index(min(loads))
-                loads[rank] += tensor.numel
+        loads = [0] * world_size
+        for number in sorted({t.optimizer for t in tensors if t.optimizer is not None}):
+            ranks = sorted(range(world_size), key=loads.__getitem__)
+            sizes = [0] * world_size
+            for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):
+                if tensor.optimizer == number and tensor.trainable:
+                    smallest = sizes.index(min(sizes))
+                    sizes[smallest] += tensor.numel
+                    owner[tensor.name] = ranks[smallest]
+            loads = [loads[rank] + sizes[ranks.index(rank)] for rank in range(world_size)]
         uses = []
         for rank in range(world_size):
             owned = [owner.get(t.name, rank) == rank for t in tensors]
@@ -306,7 +310,7 @@ class ShardedEngine(Engine):
         with unseen_group():
             check_version("sharded", "fairscale", "0.4.12", "0.4.13")
             from ._oss import Shards
-        self.gradients.shards[optimizer] = Shards(optimizer)
+        self.gradients.shards[optimizer] = Shards(optimizer, self.gradients.loads)
         # The raw optimizer keeps this rank's part of a state that it loads.
         self.holdings.guard.watch(optimizer, functools.partial(_local_state, weakref.ref(self.holdings)))
 

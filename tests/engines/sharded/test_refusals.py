@@ -49,7 +49,7 @@ REFUSALS = {
     "copy": (accel.OptimizerError, "a copy or pickle would miss the rest"),
     "pickle": (accel.OptimizerError, "a copy or pickle would miss the rest"),
     "scaler": (accel.PrecisionError, "accel.backward"),
-    "sparse": (accel.BackendError, "sparse gradient of 0.weight"),
+    "sparse": (accel.BackendError, "sparse gradients of 0.weight"),
     "norm": (accel.AccelError, "norm_type"),
     "join": (accel.BackendError, "uneven inputs"),
 }
