@@ -98,9 +98,7 @@ _OF: dict[str, Names] = {
     "ddp": _REDUCER,
     "ddp2": _REDUCER,
     "fsdp": _FSDP2,
-    "sharded": (
-        ("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),
-    ),
+    "sharded": (("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),),
     "pipeline": (
         ("torch._C:", "_autograd._get_current_graph_task_keep_graph", "retain_graph=True in a stage of another rank"),
         ("torch.nn:Module.", _HOOKS, "hooks that a stage would not call"),
