@@ -1,12 +1,12 @@
 """fairscale's OSS over an optimizer that the user steps.
 
-Import this module inside ``unseen_group``, because fairscale's defaults would keep the process group alive.
+Import this module inside ``unseen_group``. fairscale's defaults would keep the process group alive.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, Final, final
 
 import torch
@@ -23,7 +23,7 @@ _ALIGNMENT: Final = 16
 
 @final
 class FlatOSS(OSS):  # type: ignore[misc,unused-ignore]
-    """An OSS with fairscale's partition, refresh and broadcast, and with a flat buffer per rank and dtype.
+    """An OSS whose partition, refresh and broadcast are fairscale's, with a buffer per dtype.
 
     ``ranks`` are the ranks in the order in which OSS gives them parameters.
     """
@@ -43,42 +43,38 @@ class FlatOSS(OSS):  # type: ignore[misc,unused-ignore]
 
     @torch.no_grad()
     def _setup_flat_buffers(self) -> None:
-        """Make the trainable parameters views of flat buffers. OSS would raise for several dtypes."""
+        """Make trainable parameters views of flat buffers. OSS's own raises for several dtypes."""
         members: defaultdict[Any, list[nn.Parameter]] = defaultdict(list)
         for parameter, rank in self._param_to_rank.items():
             plain = type(parameter.data) is torch.Tensor and parameter.is_contiguous()
             if plain and parameter.requires_grad:
                 members[parameter.device, parameter.dtype, rank].append(parameter)
-        flat = [p for parameters in members.values() for p in parameters]
-        self._give_memory(set(map(id, self.flat)).difference(map(id, flat)))
-        self.buckets.clear()
+        self.release(except_for={id(p) for parameters in members.values() for p in parameters})
         for (device, dtype, rank), parameters in members.items():
-            self.buckets.setdefault((device, dtype), {})[rank] = _bucket(parameters, device, dtype)
-        self.flat = flat
-        self._addresses = list(map(torch.Tensor.data_ptr, flat))
-        # OSS synchronizes this device before a broadcast. NCCL waits for the current stream by itself.
+            self.buckets.setdefault((device, dtype), {})[rank] = _bucket(parameters)
+            self.flat += parameters
+        self._addresses = list(map(torch.Tensor.data_ptr, self.flat))
+        # OSS synchronizes this device before a broadcast, but NCCL waits for the stream by itself.
         self._default_device = torch.device("cpu")
 
     def moved(self) -> bool:
         """True if the program gave a parameter different memory, as ``p.data = average`` does."""
         return list(map(torch.Tensor.data_ptr, self.flat)) != self._addresses
 
-    def release(self) -> None:
+    def release(self, except_for: Container[int] = ()) -> None:
         """Give each parameter memory of its own again."""
-        self._give_memory(set(map(id, self.flat)))
-        self.buckets.clear()
-        self.flat = []
-
-    def _give_memory(self, keys: set[int]) -> None:
-        for parameter, address in zip(self.flat, self._addresses, strict=True):
-            if id(parameter) in keys and parameter.data_ptr() == address:
+        for parameter in self.flat:
+            if id(parameter) not in except_for:
                 parameter.data = parameter.data.clone()
+        self.buckets.clear()
+        self.flat.clear()
 
 
-def _bucket(parameters: list[nn.Parameter], device: torch.device, dtype: torch.dtype) -> ParamBucket:
-    unit = max(1, _ALIGNMENT // dtype.itemsize)
+def _bucket(parameters: list[nn.Parameter]) -> ParamBucket:
+    first = parameters[0]
+    unit = max(1, _ALIGNMENT // first.itemsize)
     size = sum(-(-p.numel() // unit) * unit for p in parameters)
-    bucket = ParamBucket(size, dtype, device)
+    bucket = ParamBucket(size, first.dtype, first.device)
     for parameter in parameters:
         bucket.add_param(parameter)
         bucket._fill = -(-bucket._fill // unit) * unit
@@ -88,23 +84,17 @@ def _bucket(parameters: list[nn.Parameter], device: torch.device, dtype: torch.d
 
 @final
 class Shards:
-    """The owners of one optimizer's parameters.
+    """The owners of one optimizer's parameters, by the parameter's ``id``.
 
     Parameters that become trainable later get a second OSS, so that no optimizer state moves.
-
-    Args:
-        optimizer: the user's optimizer.
-        loads: how many elements each rank owns, of all optimizers of the model.
-
-    Attributes:
-        owner: the rank that owns a parameter, by the parameter's ``id``.
+    ``loads`` are the numbers of elements that each rank owns, of all optimizers of the model.
     """
 
     def __init__(self, optimizer: Optimizer, loads: list[int]) -> None:
         self.optimizer = optimizer
         self.owner: dict[int, int] = {}
+        self.parts: list[FlatOSS] = []
         self._loads = loads
-        self._parts: list[FlatOSS] = []
 
     def add(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Give owners to parameters that have none. Return True if there are any.
@@ -118,29 +108,17 @@ class Shards:
         # From large to small, which balances best.
         largest_first = sorted(new.values(), key=lambda p: -p.numel())
         part = FlatOSS(largest_first, self.optimizer, ranks)
-        self._parts.append(part)
+        self.parts.append(part)
         self.owner |= part.owner
         for key, rank in part.owner.items():
             self._loads[rank] += new[key].numel()
         return True
 
-    def moved(self) -> bool:
-        """True if the program gave a parameter different memory. Local."""
-        return any(part.moved() for part in self._parts)
-
-    def refresh(self) -> None:
-        """Apply a change of ``requires_grad``, or of the parameters' memory. Local."""
-        for part in self._parts:
-            part.refresh_trainable()
-
     @torch.no_grad()
     def broadcast(self, stepped: Iterable[nn.Parameter], rank: int) -> None:
-        """Give every rank the owners' values of all flat parameters, and of the other ``stepped`` ones.
-
-        Collective.
-        """
+        """Give every rank the owners' values of flat and of ``stepped`` parameters. Collective."""
         rest = {id(p): p for p in stepped}
-        for part in self._parts:
+        for part in self.parts:
             part._broadcast_params()
             received = [p for p in part.flat if self.owner[id(p)] != rank]
             # backward() of a graph from before the step must raise on all ranks.
@@ -151,8 +129,3 @@ class Shards:
         for key, parameter in rest.items():
             by_owner[self.owner[key]].append(parameter)
         broadcast_from_owners(by_owner, rank, None)
-
-    def release(self) -> None:
-        """Give each parameter memory of its own again. Local."""
-        for part in self._parts:
-            part.release()

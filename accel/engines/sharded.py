@@ -1,14 +1,13 @@
-"""``sharded``: optimizer state and final gradients are divided by parameter, as fairscale's OSS does.
+"""``sharded``: optimizer state and final gradients are divided by parameter, as in fairscale's OSS.
 
-fairscale's OSS chooses an owner rank for each parameter, keeps the weights in flat buffers, and broadcasts them after
-a step (``_oss.py``). accel reduces each gradient to its owner before the step, and the user's own optimizer steps the
-parameters that have a gradient. OSS's own ``step``, ``clip_grad_norm`` and ``state_dict``, and ShardedDataParallel,
-aren't used, because they are wrong if a loop freezes parameters or keeps gradients.
+OSS chooses an owner rank for each parameter, keeps the weights in flat buffers, and broadcasts them
+after a step. accel reduces each gradient to its owner before the step, and the user's own optimizer
+steps the parameters that have a gradient. OSS's ``step``, ``clip_grad_norm`` and ``state_dict``,
+and ShardedDataParallel, are wrong if a loop freezes parameters or keeps gradients.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import weakref
@@ -56,11 +55,12 @@ class Sharded(SequenceOptions):
 
 @final
 class ShardedGradients(Gradients):
-    """Gradients that stay on their rank until a step or clipping, and then are on their owner alone.
+    """Gradients that stay on their rank until a step or clipping, and then are on their owner.
 
-    ``p.grad`` is this rank's share, and the gradient is the mean of the ranks' shares. A missing share is zero. A
-    step or clipping leaves the gradient itself on the owner, and None on the other ranks. The owner multiplies it by
-    the number of ranks, which makes it a share again, before anything is added to it.
+    ``p.grad`` is this rank's share, and the gradient is the mean of the ranks' shares. A missing
+    share is zero. A step or clipping leaves the gradient itself on the owner, and None on the other
+    ranks. The owner multiplies it by the number of ranks, which makes it a share again, before
+    anything is added to it.
     """
 
     reduced = partial = deferred = True
@@ -73,9 +73,9 @@ class ShardedGradients(Gradients):
         #: The owners of the parameters of each optimizer that can be split.
         self.shards: dict[Optimizer, Shards] = {}
         self.loads = [0] * self._world
-        #: The parameters whose gradient, not a share, is on this rank, their owner. By ``id``, with that gradient.
+        #: The parameters whose gradient, not a share, is on this rank, their owner. By ``id``.
         self._final: dict[int, tuple[nn.Parameter, weakref.ref[torch.Tensor]]] = {}
-        #: The parameters that an optimizer steps or has stepped, and whose new values the other ranks don't have yet.
+        #: The parameters that an optimizer is stepping, until the other ranks have the new values.
         self.stepped: dict[Optimizer, list[nn.Parameter]] = {}
         self.listener = self
 
@@ -84,8 +84,9 @@ class ShardedGradients(Gradients):
         self._names = dict(zip(map(id, parameters), self.engine.names, strict=True))
 
     def begin(self, run: object) -> None:
-        """Make this rank's final gradients shares, because a backward is about to add to them. Local."""
-        _multiply([p.grad for p, _ in self._final.values() if p.grad is not None], self._world)
+        """Make this rank's final gradients shares, because a backward is about to add to them."""
+        gradients = [parameter.grad for parameter, _ in self._final.values()]
+        _multiply([g for g in gradients if g is not None], self._world)
         self._final.clear()
         self.buffers.touch()
 
@@ -104,7 +105,8 @@ class ShardedGradients(Gradients):
         else:
             parameters = parameters_of(optimizer)
             number = list(self.engine.steppers).index(id(optimizer))
-            what = f"a step of {type(optimizer).__name__} (optimizer {number}, {len(parameters)} parameters)"
+            details = f"(optimizer {number}, {len(parameters)} parameters)"
+            what = f"a step of {type(optimizer).__name__} {details}"
             owner = self.shards[optimizer].owner if optimizer in self.shards else {}
             self.stepped[optimizer] = self._reduce(what, parameters, owner, optimizer)
             self.end_held_back()
@@ -114,16 +116,20 @@ class ShardedGradients(Gradients):
         self._reduce(what, [self.engine.parameters[i] for i in indices], {})
 
     def _reduce(
-        self, what: str, parameters: Sequence[nn.Parameter], owner: Mapping[int, int], stepper: Optimizer | None = None
+        self,
+        what: str,
+        parameters: Sequence[nn.Parameter],
+        owner: Mapping[int, int],
+        stepper: Optimizer | None = None,
     ) -> list[nn.Parameter]:
         """Replace shares by gradients, on the owner or, without one, on every rank. Collective.
 
-        Returns the parameters that have a gradient on any rank. ``stepper`` is the optimizer that is about to step
-        them, and ``what`` names the call for messages.
+        Returns the parameters that have a gradient on any rank. ``stepper`` is the optimizer that
+        is about to step them, and ``what`` names the call for messages.
         """
         what = f"{what} of {self.engine.label}"
         shards = None if stepper is None else self.shards.get(stepper)
-        moved = shards is not None and shards.moved()
+        moved = shards is not None and any(part.moved() for part in shards.parts)
         from_ranks = agree(what, (held_here(parameters), self.buffers.stale, moved))
         masks = [mask for mask, _, _ in from_ranks]
         live = held_by_any(what, masks, [self._names[id(p)] for p in parameters])
@@ -132,17 +138,24 @@ class ShardedGradients(Gradients):
         with_gradient = [parameters[number] for number in live]
         if shards is not None:
             if any(moved for _, _, moved in from_ranks):
-                shards.refresh()
+                _refresh(shards)
             self.assign(shards, with_gradient)  # A group may have been added after setup.
-        self._send(with_gradient, [[mask[number] for mask in masks] for number in live], owner)
+        columns = list(zip(*masks, strict=True))
+        self._send(with_gradient, [columns[number] for number in live], owner)
         if self.log.entries:
             self.log.fold()
         return with_gradient
 
     def _send(
-        self, parameters: Sequence[nn.Parameter], masks: Sequence[Sequence[int]], owner: Mapping[int, int]
+        self,
+        parameters: Sequence[nn.Parameter],
+        masks: Sequence[Sequence[int]],
+        owner: Mapping[int, int],
     ) -> None:
-        """Average the shares of each parameter. Its mask has a 1 for each rank that has a share. Collective."""
+        """Average the shares of each parameter. Collective.
+
+        The mask of a parameter has a 1 for each rank that has a share.
+        """
         finals: list[torch.Tensor] = []
         single: list[torch.Tensor] = []
         everywhere: list[torch.Tensor] = []
@@ -152,7 +165,7 @@ class ShardedGradients(Gradients):
             rank = owner.get(id(parameter))
             _, final = self._final.pop(id(parameter), (None, None))
             if rank is not None and sum(mask) == mask[rank] == 1:
-                # The owner has the gradient already, or the only share. The others have nothing to send.
+                # The owner has the gradient already, or the only share, so nothing is sent.
                 if gradient is not None and final is None:
                     single.append(gradient)
                 continue
@@ -164,8 +177,9 @@ class ShardedGradients(Gradients):
             (everywhere if rank is None else by_owner[rank]).append(gradient)
         _multiply(finals, self._world)
         _multiply(single, 1 / self._world)
-        average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=self.process.group))
-        reduce_to_owners(by_owner, self._rank, self.process.group)
+        group = self.process.group
+        average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=group))
+        reduce_to_owners(by_owner, self._rank, group)
         for parameter in parameters:
             rank = owner.get(id(parameter))
             if rank == self._rank and parameter.grad is not None:
@@ -186,7 +200,10 @@ class ShardedGradients(Gradients):
             owner |= shards.owner
         self._reduce(what, self.engine.parameters, owner)
 
-    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(
+        self,
+        parameters: Sequence[torch.Tensor],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this rank's gradients, and those that every rank has and rank 0 counts. Local."""
         counted: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
@@ -197,7 +214,7 @@ class ShardedGradients(Gradients):
         return counted, copies
 
     def assign(self, shards: Shards, parameters: Iterable[nn.Parameter]) -> None:
-        """Give owners to parameters that have none, and drop the state that a different rank keeps. Local."""
+        """Give owners to parameters without one, and drop the state of the other ranks. Local."""
         if shards.add(parameters):
             self.engine.holdings.drop_others(shards.optimizer)
 
@@ -215,6 +232,12 @@ class ShardedGradients(Gradients):
                 self.shards[optimizer].broadcast(stepped, self._rank)
 
 
+def _refresh(shards: Shards) -> None:
+    """Apply a change of ``requires_grad``, or of the parameters' memory. Local."""
+    for part in shards.parts:
+        part.refresh_trainable()
+
+
 def _multiply(gradients: list[torch.Tensor], factor: float) -> None:
     if gradients:
         with torch.no_grad():
@@ -226,7 +249,7 @@ def _multiply(gradients: list[torch.Tensor], factor: float) -> None:
 
 @final
 class ShardedHoldings(Holdings):
-    """The state of a split optimizer lies with the owner. A parameter without an owner has its state on every rank."""
+    """Optimizer state that is on the owner, or on every rank if a parameter has no owner yet."""
 
     engine: ShardedEngine
 
@@ -242,24 +265,12 @@ class ShardedHoldings(Holdings):
         return [entry for entry in entries if owner.get(id(entry.parameter), rank) == rank]
 
 
-def _local_state(
-    reference: weakref.ref[ShardedHoldings], optimizer: Optimizer, full: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return this rank's part of a full state. If the numbers of parameters differ, torch's own check raises."""
-    if (holdings := reference()) is None:
-        return None
-    local = {id(entry.parameter) for entry in holdings.entries(optimizer)}
-    numbers = itertools.chain.from_iterable(group["params"] for group in full["param_groups"])
-    kept = {n for n, p in zip(numbers, parameters_of(optimizer), strict=False) if id(p) in local}
-    return {**full, "state": {k: v for k, v in full["state"].items() if not isinstance(k, int) or k in kept}}
-
-
 # -- the engine ---------------------------------------------------------------------------------
 
 
 @final
 class ShardedEngine(Engine):
-    """The module runs as it is. Optimizers of ``torch.optim`` keep on each rank the state of the parameters it owns."""
+    """The module runs as it is, and each rank keeps optimizer state for the parameters it owns."""
 
     name = "sharded"
     options_type = Sharded
@@ -277,8 +288,14 @@ class ShardedEngine(Engine):
             refuse_overlaps(module, cls.name)
 
     @classmethod
-    def predict(cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int) -> MemoryUse:
-        """Follow OSS, which gives the next parameter to the rank that has the fewest elements."""
+    def predict(
+        cls,
+        module: nn.Module,
+        tensors: Sequence[TensorSize],
+        options: Any,
+        world_size: int,
+    ) -> MemoryUse:
+        """Follow OSS, which gives the next parameter to the rank with the fewest elements."""
         owner: dict[str, int] = {}
         loads = [0] * world_size
         for number in sorted({t.optimizer for t in tensors if t.optimizer is not None}):
@@ -293,26 +310,27 @@ class ShardedEngine(Engine):
         uses = []
         for rank in range(world_size):
             owned = [owner.get(t.name, rank) == rank for t in tensors]
-            uses.append(add_uses(t.use(1, here, here) for t, here in zip(tensors, owned, strict=True)))
+            pairs = zip(tensors, owned, strict=True)
+            uses.append(add_uses(tensor.use(1, here, here) for tensor, here in pairs))
         return max(uses, key=lambda use: use.total)
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
         if not self.distributed:
             return
-        if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, LBFGS):
+        kind = type(optimizer)
+        if not kind.__module__.startswith("torch.optim.") or issubclass(kind, LBFGS):
             logger.warning(
-                "backend='sharded' saves no memory with %s, because every rank steps all parameters. Use an optimizer "
-                "of torch.optim other than LBFGS.",
-                type(optimizer).__name__,
+                "backend='sharded' saves no memory with %s, because every rank steps all of it. "
+                "Use an optimizer of torch.optim other than LBFGS.",
+                kind.__name__,
             )
             return
         with unseen_group():
             check_version("sharded", "fairscale", "0.4.12", "0.4.13")
             from ._oss import Shards
         self.gradients.shards[optimizer] = Shards(optimizer, self.gradients.loads)
-        # The raw optimizer keeps this rank's part of a state that it loads.
-        self.holdings.guard.watch(optimizer, functools.partial(_local_state, weakref.ref(self.holdings)))
+        self.holdings.guard.watch(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         super().start(optimizers)
@@ -321,7 +339,7 @@ class ShardedEngine(Engine):
     def rebuild(self) -> None:
         self._assign_trainable()
         for shards in self.gradients.shards.values():
-            shards.refresh()
+            _refresh(shards)
 
     def _assign_trainable(self) -> None:
         for optimizer, shards in self.gradients.shards.items():
@@ -334,10 +352,11 @@ class ShardedEngine(Engine):
                 if self.ended:
                     refuse_steps(optimizer, self.ended)
                 elif self.started:
-                    self.holdings.give_back("the whole state of an optimizer", optimizer, self.named)
+                    what = "the whole state of an optimizer"
+                    self.holdings.give_back(what, optimizer, self.named)
         finally:
-            for shard in shards.values():
-                shard.release()
+            for part in itertools.chain.from_iterable(s.parts for s in shards.values()):
+                part.release()
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is self.entry and self.gradients.stepped:
