@@ -46,8 +46,8 @@ class FlatOSS(OSS):  # type: ignore[misc,unused-ignore]
         """Make trainable parameters views of flat buffers. OSS's own raises for several dtypes."""
         members: defaultdict[Any, list[nn.Parameter]] = defaultdict(list)
         for parameter, rank in self._param_to_rank.items():
-            plain = type(parameter.data) is torch.Tensor and parameter.is_contiguous()
-            if plain and parameter.requires_grad:
+            dense = type(parameter.data) is torch.Tensor and parameter.is_contiguous()
+            if dense and parameter.requires_grad and parameter.numel():
                 members[parameter.device, parameter.dtype, rank].append(parameter)
         self.release(except_for={id(p) for parameters in members.values() for p in parameters})
         for (device, dtype, rank), parameters in members.items():
@@ -97,10 +97,7 @@ class Shards:
         self._loads = loads
 
     def add(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Give owners to parameters that have none. Return True if there are any.
-
-        Local, alike on all ranks.
-        """
+        """Give owners to parameters without one. Return True if there are any. Local."""
         new = {id(p): p for p in parameters if id(p) not in self.owner}
         if not new:
             return False

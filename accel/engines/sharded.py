@@ -107,8 +107,9 @@ class ShardedGradients(Gradients):
             number = list(self.engine.steppers).index(id(optimizer))
             details = f"(optimizer {number}, {len(parameters)} parameters)"
             what = f"a step of {type(optimizer).__name__} {details}"
-            owner = self.shards[optimizer].owner if optimizer in self.shards else {}
-            self.stepped[optimizer] = self._reduce(what, parameters, owner, optimizer)
+            shards = self.shards.get(optimizer)
+            owner = {} if shards is None else shards.owner
+            self.stepped[optimizer] = self._reduce(what, parameters, owner, shards)
             self.end_held_back()
 
     def end_backward(self, indices: Sequence[int]) -> None:
@@ -120,15 +121,14 @@ class ShardedGradients(Gradients):
         what: str,
         parameters: Sequence[nn.Parameter],
         owner: Mapping[int, int],
-        stepper: Optimizer | None = None,
+        shards: Shards | None = None,
     ) -> list[nn.Parameter]:
         """Replace shares by gradients, on the owner or, without one, on every rank. Collective.
 
-        Returns the parameters that have a gradient on any rank. ``stepper`` is the optimizer that
-        is about to step them, and ``what`` names the call for messages.
+        Returns the parameters that have a gradient on any rank. ``shards`` are of an optimizer that
+        is about to step them. ``what`` names the call for messages.
         """
         what = f"{what} of {self.engine.label}"
-        shards = None if stepper is None else self.shards.get(stepper)
         moved = shards is not None and any(part.moved() for part in shards.parts)
         from_ranks = agree(what, (held_here(parameters), self.buffers.stale, moved))
         masks = [mask for mask, _, _ in from_ranks]
