@@ -47,18 +47,17 @@ class Overlapped:
     """Reduces buckets of one owner each as soon as their gradients are there; only for one whole backward a step."""
 
     def __init__(self, workload: Workload, bucket: int) -> None:
-        from accel.engines.sharded.owners import Owners
+        from accel.engines._oss import Shards
 
         self.model, self.optimizer = workload.build()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.parameters = parameters = list(self.model.parameters())
-        self.owners = owners = Owners(self.rank, self.world)
-        owners.take(parameters)
-        owners.flatten("the prototype")
+        self.shards = Shards(self.optimizer, [0] * self.world)
+        self.shards.add(parameters)
         self.buckets: list[tuple[int, list[Any]]] = []
         open_: dict[int, tuple[list[Any], int]] = {}
         for p in reversed(parameters):
-            owner = owners.rank_of[id(p)]
+            owner = self.shards.owner[id(p)]
             tensors, size = open_.get(owner, ([], 0))
             tensors.append(p)
             open_[owner] = (tensors, size + p.numel())
@@ -95,7 +94,7 @@ class Overlapped:
         self.loss(self.model(self.inputs), self.targets).backward()
         self.finish()
         self.optimizer.step()
-        self.owners.publish(self.parameters, None)
+        self.shards.broadcast(self.parameters, self.rank)
 
 
 def _makers() -> Makers:

@@ -97,10 +97,7 @@ _OF: dict[str, Names] = {
     "ddp": _REDUCER,
     "ddp2": _REDUCER,
     "fsdp": _FSDP2,
-    "sharded": (
-        ("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),
-        ("torch._C:", "_storage_Use_Count", "weights that something else uses too, which must not move"),
-    ),
+    "sharded": (("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),),
     "pipeline": (
         ("torch._C:", "_autograd._get_current_graph_task_keep_graph", "retain_graph=True in a stage of another rank"),
         ("torch.nn:Module.", _HOOKS, "hooks that a stage would not call"),
@@ -168,9 +165,10 @@ DEEPSPEED: Names = (
     (_PARAMETER, "ds_secondary_tensor all_gather all_gather_coalesced partition", "what this rank has of a weight"),
 )
 FAIRSCALE: Names = (
-    ("fairscale.optim.oss:OSS.", "partition_parameters _param_to_rank", "which rank steps which parameter"),
-    ("fairscale.optim.oss:OSS.", "_setup_flat_buffers", "weights in flat memory"),
-    ("fairscale.nn.misc:ParamBucket.", "_fill add_param", "weights in flat memory"),
+    ("fairscale.optim.oss:OSS.", "_param_to_rank _local_to_global_rank", "which rank owns which parameter"),
+    ("fairscale.optim.oss:OSS.", "_setup_flat_buffers buckets", "weights in flat buffers"),
+    ("fairscale.optim.oss:OSS.", "_broadcast_params _default_device", "the owners' weights on all ranks"),
+    ("fairscale.nn.misc:ParamBucket.", "_fill add_param", "weights in flat buffers"),
 )
 #: Names that no row can look up: of Python, of operators, of objects that torch's schedulers and DeepSpeed mark, of NCCL,
 #: of fsspec and of transformers.

@@ -189,7 +189,6 @@ class Gradients:
         """Return a norm over all ranks in the form in which torch returns it. Local."""
         return norm
 
-    @final
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
         """Make gradients final because ``what`` clips those of ``parameters``. Collective.
 
@@ -202,7 +201,7 @@ class Gradients:
         elif self.pending():
             self.settle()
             names = self.engine.holdings.parameter_names
-            self.engine.compare(what, sorted({names[id(p)] for p in parameters}), _other_parameters)
+            self.engine.compare(what, sorted({names[id(p)] for p in parameters}), other_parameters)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -239,7 +238,8 @@ class Gradients:
         self.process.order.restart()
 
 
-def _other_parameters(given: Sequence[Sequence[str]]) -> str:
+def other_parameters(given: Sequence[Sequence[str]]) -> str:
+    """Return which parameters some ranks clip and others don't."""
     common = set(given[0]).intersection(*given)
     missing = set().union(*given) - common
     return (

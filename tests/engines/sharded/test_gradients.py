@@ -114,14 +114,15 @@ def messages(piece: int) -> tuple[int, dict[str, list[int]]]:
     """The bytes of the weights, and of each message of a step by what it is."""
     torch.manual_seed(0)
     raw = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24)), nn.Linear(64, 1024))
-    used = [p.data for p in raw.parameters()]  # so that they stay where they are, and are sent together
+    for p in raw.parameters():
+        p.data = p.data.t().contiguous().t() if p.dim() == 2 else p.data  # which has no place in a flat buffer
     model, handle = sharded(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     found: dict[str, list[int]] = {"all_gather": [], "broadcast": [], "all_to_all": []}
 
     def counted(kind: str, function: Any) -> Any:
-        def call(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            found[kind].append(out.nbytes)
-            return function(out, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[kind].append((args[0] if args else kwargs["tensor"]).nbytes)
+            return function(*args, **kwargs)
 
         return call
 
@@ -132,7 +133,7 @@ def messages(piece: int) -> tuple[int, dict[str, list[int]]]:
         model(torch.randn(4, 64)).square().mean().backward()
         handle.step()
     assert equal_on_all_ranks(raw)
-    return sum(p.nbytes for p in used), found
+    return sum(p.nbytes for p in raw.parameters()), found
 
 
 def test_between_accelerators_a_message_has_the_size_of_a_piece_whatever_the_number_of_ranks() -> None:
@@ -248,3 +249,102 @@ def kept(how: str) -> float:
 @pytest.mark.parametrize("how", ["raw", "method", "backward after the step"])
 def test_gradients_kept_over_a_step_are_added_to_by_any_backward(how: str) -> None:
     assert max(run(2, kept, how)) < 1e-5
+
+
+LOOPS = {
+    "clip, then accumulate": ("backward()", "clip()", "backward()", "step()"),
+    "clip by torch, then accumulate": ("backward()", "clip_by_torch()", "backward()", "step()"),
+    "clip twice": ("backward()", "clip()", "clip_by_torch()", "step()"),
+    "halve after a clip": ("backward()", "clip()", "scale(0.5)", "step()"),
+    "decay instead of zero_grad": ("backward()", "step()", "scale(0.9)", "backward()", "step()"),
+    "fill with zeros after a clip": ("backward()", "clip()", "fill()", "step()"),
+    "step twice": ("backward()", "step()", "step()", "backward()", "step()"),
+    "assign, never zero": ("assign()", "step()", "assign()", "step()"),
+    "different memory": ("backward()", "move(0)", "step()", "move(1)", "backward()", "step()"),
+    "another optimizer": ("backward()", "step()", "step(1)", "backward()", "step(1)", "step()"),
+    "freeze with zeros": (
+        "backward()",
+        "step()",
+        "zero()",
+        "train(False)",
+        "step()",
+        "train(True)",
+        "backward()",
+        "step()",
+    ),
+}
+
+
+class Loop:
+    """What the lines of ``LOOPS`` call, for a model and its two optimizers of the same parameters."""
+
+    def __init__(self, model: Any, optimizers: Any, x: Any, clip: Any) -> None:
+        self.model, self.optimizers, self.x, self.clip_norm = model, optimizers, x, clip
+        self.calls = 0
+
+    def loss(self) -> torch.Tensor:
+        self.calls += 1
+        return loss_of(self.model, self.x(self.calls))
+
+    def backward(self) -> None:
+        self.loss().backward()
+
+    def clip(self) -> None:
+        self.clip_norm(self.model)
+
+    def clip_by_torch(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.2)
+
+    def scale(self, factor: float) -> None:
+        for p in self.model.parameters():
+            p.grad = None if p.grad is None else p.grad * factor
+
+    def fill(self) -> None:
+        for p in self.model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+    def assign(self) -> None:
+        parameters = list(self.model.parameters())
+        for p, gradient in zip(parameters, torch.autograd.grad(self.loss(), parameters), strict=True):
+            p.grad = gradient
+
+    def move(self, rank: int) -> None:
+        for p in self.model.parameters():
+            if accel.rank() == rank:
+                p.data = p.data.clone()
+
+    def zero(self) -> None:
+        self.optimizers[0].zero_grad(set_to_none=False)
+
+    def train(self, trainable: bool) -> None:
+        next(iter(self.model.parameters())).requires_grad_(trainable)
+
+    def step(self, number: int = 0) -> None:
+        self.optimizers[number].step()
+
+
+def loops() -> dict[str, float]:
+    found = {}
+    for name, lines in LOOPS.items():
+        raw, reference = net(), net()
+        kinds = (adamw, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        model, handles = sharded(raw, [kind(raw.parameters()) for kind in kinds])
+        ours = Loop(model, handles, lambda step: data(step, accel.rank()), lambda m: accel.clip_grad_norm_(m, 0.2))
+        plain = [kind(reference.parameters()) for kind in kinds]
+        theirs = Loop(reference, plain, everywhere, lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.2))
+        for _ in range(2):
+            for line in lines:
+                for loop in (ours, theirs):
+                    eval(f"loop.{line}", {"loop": loop})
+            assert equal_on_all_ranks(raw), name
+        states = [accel.full_state_dict(handle) for handle in handles]
+        accel.teardown(model)
+        errors = [state_distance(a, b.state_dict()) for a, b in zip(states, plain, strict=True)]
+        found[name] = max(distance(raw, reference), *errors)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_loops_that_keep_or_change_gradients(world: int) -> None:
+    for found in run(world, loops):
+        assert {name for name, error in found.items() if not error < 1e-4} == set(), found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,17 +44,19 @@ def traffic() -> list[int]:
     model, handle = sharded(raw, optimizer)
     sent = 0
 
-    def counting(original: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal sent
-            sent += args[place].nbytes
-            return original(*args, **kwargs)
+    def all_to_all(output: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return originals[0](output, tensor, *args, **kwargs)
 
-        return call
+    def broadcast(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return originals[1](tensor, *args, **kwargs)
 
     found = []
     originals = dist.all_to_all_single, dist.broadcast
-    dist.all_to_all_single, dist.broadcast = counting(originals[0], 1), counting(originals[1], 0)
+    dist.all_to_all_single, dist.broadcast = all_to_all, broadcast
     try:
         for frozen in (False, True):
             for layer in raw[:-1]:
@@ -74,8 +75,9 @@ def traffic() -> list[int]:
 def test_frozen_parameters_are_not_sent() -> None:
     everything, last, whole_bytes, last_bytes = map(sum, zip(*run(2, traffic), strict=True))
     # Of both ranks together: each gradient goes to its owner, if it is elsewhere; each broadcast has a call on both.
-    assert everything == 1.5 * whole_bytes
-    assert last == 1.5 * last_bytes
+    # A weight begins at a multiple of 16 bytes, so that a buffer is a little longer than its parameters.
+    assert 0 <= everything - 1.5 * whole_bytes < 64
+    assert 0 <= last - 1.5 * last_bytes < 64
 
 
 def frozen_from_the_start() -> tuple[int, int]:

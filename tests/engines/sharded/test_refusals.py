@@ -29,6 +29,8 @@ def refuse(case: str) -> None:
             copy.deepcopy(optimizer)
         if case == "pickle":
             pickle.dumps(optimizer)
+        if case == "load":
+            optimizer.load_state_dict(accel.full_state_dict(handle))
         model(x).mean().backward()
         if case == "scaler":
             scaler = torch.amp.GradScaler("cpu")
@@ -48,8 +50,9 @@ def refuse(case: str) -> None:
 REFUSALS = {
     "copy": (accel.OptimizerError, "a copy or pickle would miss the rest"),
     "pickle": (accel.OptimizerError, "a copy or pickle would miss the rest"),
+    "load": (accel.OptimizerError, r"load_state_dict\(full\) of the handle"),
     "scaler": (accel.PrecisionError, "accel.backward"),
-    "sparse": (accel.BackendError, "sparse gradient of 0.weight"),
+    "sparse": (accel.BackendError, "sparse gradients of 0.weight"),
     "norm": (accel.AccelError, "norm_type"),
     "join": (accel.BackendError, "uneven inputs"),
 }
