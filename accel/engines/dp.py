@@ -20,48 +20,42 @@ logger = logging.getLogger("accel")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DP(LayerOptions):
-    """Options of ``dp``: those that every engine of whole layers has."""
+    """Options of ``dp``."""
 
 
 @final
 class Replicas(nn.DataParallel[nn.Module]):
-    """Each device's replica computes under the caller's autocast: torch's threads know whether it is on, and not its dtype."""
+    """``nn.DataParallel`` with activation checkpointing, and with the caller's autocast dtype in its threads."""
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__(module, list(devices), devices[0])
 
     def replicate(self, module: Any, device_ids: Any) -> list[Any]:
-        """Blocks that are computed again use their own replica's weights."""
         replicas = super().replicate(module, device_ids)
-        for part in (part for replica in replicas for part in replica.modules()):
-            if isinstance(forward := vars(part).get("forward"), Recomputed):
-                vars(part)["forward"] = forward.of(part)
+        for replica in replicas:
+            for part in replica.modules():
+                forward = vars(part).get("forward")
+                if isinstance(forward, Recomputed):  # It would use the original's weights.
+                    vars(part)["forward"] = forward.of(part)
         return replicas
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        # torch's threads enable autocast with its default dtype.
         kind = self.src_device_obj.type
-        modules: list[Any] = [_as_here(replica, kind) for replica in replicas]
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        cached = torch.is_autocast_cache_enabled()
+
+        def call(replica: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(kind, dtype, enabled, cached):
+                return replica(*args, **kwargs)
+
+        modules: list[Any] = [functools.partial(call, replica) for replica in replicas]
         return super().parallel_apply(modules, inputs, kwargs)
-
-
-def _as_here(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """The function, which computes under this thread's autocast for devices of a kind in whichever thread it is called."""
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    cached = torch.is_autocast_cache_enabled()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(kind, dtype, enabled, cached):
-            return function(*args, **kwargs)
-
-    return call
 
 
 @final
 class DPEngine(Engine):
-    """Splits each batch over the devices and gathers the outputs, so that a loss sees the whole batch.
-
-    Everything lies on the first device; the others hold copies during a step.
-    """
+    """Splits each batch over the devices and gathers the outputs on the first one, which has the weights."""
 
     name = "dp"
     options_type = DP
@@ -77,12 +71,12 @@ class DPEngine(Engine):
         if len(devices) > 1:
             self._parallel = Replicas(self.entry, devices)
         else:
-            _say_single(str(self.process.device))
+            _warn_of_one_device(str(self.process.device))
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return (self._parallel if function is self.entry else function)(*args, **kwargs)
 
 
 @functools.cache
-def _say_single(device: str) -> None:
+def _warn_of_one_device(device: str) -> None:
     logger.warning("backend 'dp' with one device (%s) runs as 'single': no batch is split", device)

@@ -103,7 +103,6 @@ _OF: dict[str, Names] = {
         ("torch._C:", "_storage_Use_Count", "weights that something else uses too, which must not move"),
     ),
     "pipeline": (
-        ("torch._C:", "_autograd._get_current_graph_task_keep_graph", "retain_graph=True in a stage of another rank"),
         ("torch.nn:Module.", _HOOKS, "hooks that a stage would not call"),
     ),
     "deepspeed": (

@@ -158,9 +158,7 @@ def split(module: nn.Module, balance: Balance, world_size: int) -> list[list[Nam
     return [list(itertools.islice(rest, count)) for count in counts]
 
 
-def predict(
-    module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, world_size: int
-) -> MemoryUse | None:
+def predict(module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, world_size: int) -> MemoryUse | None:
     """Return the bytes of the largest stage, or None if there are fewer children than ranks."""
     if not is_sequential(module) or len(module._modules) < world_size:
         return None
@@ -205,8 +203,7 @@ def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
             )
     if count < world_size:
         raise BackendError(
-            f"{kind} has {count} children for {world_size} ranks. Flatten nested Sequentials, or start "
-            "fewer ranks."
+            f"{kind} has {count} children for {world_size} ranks. Flatten nested Sequentials, or start fewer ranks."
         )
     if world_size > 1:
         for name, layer in module.named_modules():
