@@ -27,7 +27,18 @@ from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize
 from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass
-from .stages import Named, Stage, check_module, concatenate, flatten, micro_batches, predict, split, split_rows
+from .stages import (
+    Named,
+    Rows,
+    Stage,
+    check_module,
+    concatenate,
+    flatten,
+    micro_batches,
+    predict,
+    split,
+    split_rows,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +70,7 @@ class Pipeline(Options):
         object.__setattr__(self, "balance", balance)
 
 
-# -- parameters and optimizer state -------------------------------------------------------------------------------------
+# -- parameters and optimizer state -----------------------------------------------------------------
 
 
 class Elsewhere(Absent, nn.Parameter):
@@ -72,7 +83,8 @@ class Elsewhere(Absent, nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # model.to(...) assigns what `converted` returned to p.data.
-        if func == torch.Tensor.data.__set__ and isinstance(args[1], Elsewhere):  # type: ignore[attr-defined]
+        sets_data = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
+        if sets_data and isinstance(args[1], Elsewhere):
             return plainly(func)(*args)
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -87,8 +99,8 @@ class Elsewhere(Absent, nn.Parameter):
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"{name_of(function)} needs {self.place}. "
-            "Read weights with accel.full_state_dict(model), and write them with model.load_state_dict()."
+            f"{name_of(function)} needs {self.place}. Read weights with "
+            "accel.full_state_dict(model), and write them with model.load_state_dict()."
         )
 
 
@@ -190,7 +202,7 @@ class PipelineHoldings(Holdings):
         self.fill(None, {name: value for name, value in extra.items() if not self.has(name)})
 
 
-# -- gradients ----------------------------------------------------------------------------------------------------------
+# -- gradients and forwards -------------------------------------------------------------------------
 
 
 @final
@@ -227,13 +239,14 @@ class PipelineGradients(Gradients):
         self._depth += 1
 
     def end(self, run: object) -> None:
-        """End the process groups if the backward failed, because other ranks wait for its messages."""
+        """End the process groups if the backward failed: other ranks wait for its messages."""
         self._depth -= 1
         channel = self.engine.channel
         if channel.backward and self._depth == 0:
             error = sys.exc_info()[1]
-            end_groups(f"{channel.backward} failed on rank {channel.rank}: {type(error).__name__}: {error}")
+            text = f"{channel.backward} failed on rank {channel.rank}"
             channel.backward = ""
+            end_groups(f"{text}: {type(error).__name__}: {error}")
 
 
 @final
@@ -260,8 +273,8 @@ class PipelineEngine(Engine):
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         if len(process.devices) > 1 and process.request != "auto":
             raise BackendError(
-                f"A pipeline uses one device per rank, but this process has {len(process.devices)}. Start one process per "
-                "device: torchrun --nproc-per-node=N train.py"
+                f"A pipeline uses one device per rank, but this process has {len(process.devices)}. "
+                "Start one process per device: torchrun --nproc-per-node=N train.py"
             )
         check_module(module, options.balance, process.place.world_size)
         if process.place.world_size > 1:
@@ -284,7 +297,7 @@ class PipelineEngine(Engine):
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise BackendError(
-            "A pipeline calls the children of an nn.Sequential, so compiling the Sequential has no effect. "
+            "A pipeline calls the children of an nn.Sequential, so compiling the model has no effect. "
             "Compile the children: for child in model: child.compile()"
         )
 
@@ -295,7 +308,7 @@ class PipelineEngine(Engine):
             for optimizer in optimizers:
                 self.holdings.keep_stage(optimizer)
         elif not self._stages:
-            stages = split(self.module, self.options.balance or "size", self.process.place.world_size)
+            stages = split(self.module, self.options.balance, self.process.place.world_size)
             if self.distributed:
                 self.holdings.divide(stages)
                 stages = [stages[self.channel.rank]]
@@ -320,26 +333,24 @@ class PipelineEngine(Engine):
                     refuse_steps(optimizer, self.ended)
                 raise lost_weights(self)
 
-    # -- forwards -------------------------------------------------------------------------------------------------
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if function is not self.entry:
             return function(*args, **kwargs)
         if len(args) != 1 or kwargs:
-            raise TypeError(f"nn.Sequential takes one input, but got {len(args)} and {sorted(kwargs)}.")
+            raise TypeError(f"nn.Sequential takes one input, but got {len(args)} and {list(kwargs)}.")
         tensors, form = flatten(args[0], "input")
         rows = split_rows(tensors, self.options.chunks)
         self._check_forward(len(rows))
         number_kept = {"always": 0, "except_last": 1, "never": len(rows)}[self.options.checkpoint]
         keep = [number >= len(rows) - number_kept for number in range(len(rows))]
         if self.distributed:
-            return self._run_stage(tensors, form, rows, keep)
+            return self._run_over_ranks(tensors, form, rows, keep)
         values = [put_back(form, batch) for batch in micro_batches(tensors, rows)]
         for stage in self._stages:
             values = [stage.run(value, kept) for value, kept in zip(values, keep, strict=True)]
         return concatenate(values, rows)
 
-    def _run_stage(self, tensors: list[torch.Tensor], form: Any, rows: Any, keep: list[bool]) -> Any:
+    def _run_over_ranks(self, tensors: list[torch.Tensor], form: Any, rows: Rows, keep: list[bool]) -> Any:
         mask = self.mask.now()
         self._num_forwards += 1
         what = f"forward {self._num_forwards} of a pipeline ({self.label})"
@@ -364,7 +375,7 @@ class PipelineEngine(Engine):
                 "Children of this nn.Sequential changed after accel.setup. "
                 "Call raw = accel.teardown(model), and set it up again."
             )
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             raise BackendError("A pipeline doesn't call hooks on the nn.Sequential. Register them on its children.")
         names = [name for name, layer in self._batchnorms if layer.training]
         if chunks > 1 and names:

@@ -42,7 +42,7 @@ _EVERY: Final = 1000
 #: The number of a forward, and of its micro-batch.
 Place = tuple[int, int]
 
-# -- messages between ranks -------------------------------------------------------------------------
+# -- messages between ranks -----------------------------------------------------------------------
 
 
 @final
@@ -152,7 +152,7 @@ class Channel:
         return Waiting(self.process, "a message of a pipeline")
 
 
-# -- autograd functions -----------------------------------------------------------------------------
+# -- autograd functions ---------------------------------------------------------------------------
 
 
 def _outputs(ctx: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -238,7 +238,7 @@ class Join(Function):
         return None, None, *[token.detach()] * ctx.count, *own
 
 
-# -- one forward ------------------------------------------------------------------------------------
+# -- one forward ----------------------------------------------------------------------------------
 
 
 @final

@@ -23,7 +23,7 @@ Rows = list[slice | None]
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-# -- micro-batches ----------------------------------------------------------------------------------
+# -- micro-batches ---------------------------------------------------------------------------------
 
 
 def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
@@ -83,14 +83,14 @@ def concatenate(outputs: Sequence[Any], rows: Rows) -> Any:
         if other != form or any(t.dim() == 0 or len(t) != size for t in tensors):
             shapes = [tuple(t.shape) for t in tensors]
             raise BackendError(
-                f"The output for {size} samples has shapes {shapes}, but Pipeline(chunks > 1) needs "
-                "one row for each sample. Use chunks=1."
+                f"The output for {size} samples has shapes {shapes}, but Pipeline(chunks > 1) "
+                "needs one row for each sample. Use chunks=1."
             )
     columns = zip(*(tensors for tensors, _ in flat), strict=True)
     return put_back(form, [torch.cat(column) for column in columns])
 
 
-# -- one stage --------------------------------------------------------------------------------------
+# -- one stage -------------------------------------------------------------------------------------
 
 
 @final
@@ -104,7 +104,7 @@ class Stage:
         self._modules = list(dict.fromkeys(modules))
 
     def run(self, value: Any, keep: bool) -> Any:
-        """Return the output for a micro-batch. Recompute activations in backward unless ``keep``."""
+        """Return the output for a micro-batch. Without ``keep``, recompute activations in backward."""
         if keep or not torch.is_grad_enabled():
             return self._forward(value)
         return run_again(self._forward_of_copy, self._modules, (value,), {})
@@ -119,7 +119,7 @@ class Stage:
         return value
 
 
-# -- which children are in which stage ----------------------------------------------------------------
+# -- which children are in which stage -------------------------------------------------------------
 
 
 def balanced(weights: Sequence[float], count: int) -> list[int]:
@@ -173,7 +173,7 @@ def predict(module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, 
     return max(stages, key=lambda use: use.total)
 
 
-# -- what can't be a pipeline ---------------------------------------------------------------------------
+# -- what can't be a pipeline ----------------------------------------------------------------------
 
 
 def is_sequential(module: nn.Module) -> bool:
@@ -193,13 +193,13 @@ def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
     if not isinstance(balance, str):
         if world_size > 1 and len(balance) != world_size:
             raise BackendError(
-                f"Pipeline(balance={list(balance)}) has {len(balance)} stages for {world_size} ranks. "
-                "Give one number for each rank."
+                f"Pipeline(balance={list(balance)}) has {len(balance)} stages for {world_size} "
+                "ranks. Give one number for each rank."
             )
         if sum(balance) != count:
             raise BackendError(
-                f"Pipeline(balance={list(balance)}) has {sum(balance)} children, but {kind} has {count}. "
-                "Give numbers that add up to it."
+                f"Pipeline(balance={list(balance)}) has {sum(balance)} children, but {kind} has "
+                f"{count}. Give numbers that add up to {count}."
             )
     if count < world_size:
         raise BackendError(
@@ -208,7 +208,8 @@ def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
     if world_size > 1:
         for name, layer in module.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):  # It would wait for ranks that never call it.
-                raise BackendError(f"{name} is a SyncBatchNorm, but a stage runs on one rank. Use BatchNorm.")
+                text = f"{name} is a SyncBatchNorm, but a stage runs on one rank. Use BatchNorm."
+                raise BackendError(text)
         _check_tied(split(module, balance, world_size))
 
 
