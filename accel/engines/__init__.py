@@ -69,7 +69,8 @@ class _Engines(UserDict[str, type[Engine]]):
 
 _files = [info.name for info in pkgutil.iter_modules(__path__)]
 #: ``Engine`` itself stands for a file that wasn't imported yet.
-ENGINES: Final = _Engines({name: Engine for name in _files if name != "base" and not name.startswith("_")})
+_unread: dict[str, Any] = {name: Engine for name in _files if name != "base" and not name.startswith("_")}
+ENGINES: Final = _Engines(_unread)
 
 # -- option classes -----------------------------------------------------------------------------------------------------
 

@@ -308,7 +308,7 @@ class PipelineEngine(Engine):
             for optimizer in optimizers:
                 self.holdings.keep_stage(optimizer)
         elif not self._stages:
-            stages = split(self.module, self.options.balance, self.process.place.world_size)
+            stages = split(self.module, self.options.balance or "size", self.process.place.world_size)
             if self.distributed:
                 self.holdings.divide(stages)
                 stages = [stages[self.channel.rank]]

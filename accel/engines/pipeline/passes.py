@@ -155,6 +155,11 @@ class Channel:
 # -- autograd functions ---------------------------------------------------------------------------
 
 
+def _apply(function: Any, *args: Any) -> Any:
+    """Call a function, because ``apply`` has no types."""
+    return function.apply(*args)
+
+
 def _outputs(ctx: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return aliases of a function's inputs, which nn.ReLU(inplace=True) may change."""
     ctx.set_materialize_grads(False)
@@ -267,7 +272,7 @@ class Pass:
         channel, grad = self.channel, torch.is_grad_enabled()
         token = torch.empty(0, device=channel.process.device, requires_grad=grad)
         if grad and any(t.requires_grad for t in batch):
-            token, *batch = Enter.apply(self, token, *batch)
+            token, *batch = _apply(Enter, self, token, *batch)
         tokens: list[torch.Tensor] = []
         outputs: list[Any] = []
         errors: list[Exception] = []
@@ -291,12 +296,12 @@ class Pass:
         """Return the token to begin a backward with, and the output of the last stage."""
         channel, tensors = self.channel, message.tensors
         if channel.rank > 0:
-            token, *tensors = Recv.apply(channel, message.place, token, *tensors)
+            token, *tensors = _apply(Recv, channel, message.place, token, *tensors)
         output = self.stage.run(put_back(message.form, tensors), keep)
         if channel.rank == channel.last:
             return token, output
         tensors, form = flatten(output, f"the output of {self.stage.name}")
-        return Send.apply(channel, Message(message.place, tensors, form), token, *tensors), None
+        return _apply(Send, channel, Message(message.place, tensors, form), token, *tensors), None
 
     def _join(self, tokens: list[torch.Tensor], outputs: list[Any], errors: list[Exception]) -> Any:
         channel, message = self.channel, Message((self.number, 0))
@@ -309,11 +314,11 @@ class Pass:
         text = "".join(f"{type(error).__name__}: {error}" for error in errors)
         answers = agree(f"the end of {self.what}", (text, message.head))
         channel.flush()
-        # Popped, because an error in a variable of its own traceback keeps the graph until gc.collect().
-        own = errors.pop if errors else lambda: None
-        raise_together(self.what, own(), [text for text, _ in answers], AccelError)
+        texts = [text for text, _ in answers]
+        # A variable for the error would keep its traceback, and the graph, until gc.collect().
+        raise_together(self.what, errors.pop() if errors else None, texts, AccelError)
         message = channel.broadcast(channel.last, answers[-1][1], message)
-        output = Join.apply(self, len(tokens), *tokens, *message.tensors)
+        output = _apply(Join, self, len(tokens), *tokens, *message.tensors)
         return put_back(message.form, output)
 
     def begin_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
