@@ -203,6 +203,12 @@ class Faulty(nn.Module):
         raise ValueError("no backward today")
 
 
+def two_steps(model: Any, optimizer: Any) -> None:
+    """The last ranks hear of a failed backward in the next forward."""
+    for _ in range(2):
+        one_step(model, optimizer, 0)
+
+
 def failures(where: str) -> None:
     torch.manual_seed(0)
     raw = nn.Sequential(nn.Linear(6, 6), Faulty(), nn.Linear(6, 6), nn.Linear(6, 3))
@@ -211,8 +217,7 @@ def failures(where: str) -> None:
     raw[1].where = where  # type: ignore[union-attr]
     own = accel.rank() == 1
     with pytest.raises(ValueError if own else accel.AccelError, match=f"no {where} today") as caught:
-        one_step(model, optimizer, 0)
-        one_step(model, optimizer, 0)  # The last ranks hear of a failed backward in the next forward.
+        two_steps(model, optimizer)
     assert own or "failed on rank 1" in str(caught.value)
     if where == "backward":
         with pytest.raises(accel.AccelError, match="no backward today"):
