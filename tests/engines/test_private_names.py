@@ -102,7 +102,6 @@ _OF: dict[str, Names] = {
         ("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),
         ("torch._C:", "_storage_Use_Count", "weights that something else uses too, which must not move"),
     ),
-    "pipeline": (("torch.nn:Module.", _HOOKS, "hooks that a stage would not call"),),
     "deepspeed": (
         ("torch._C:", "_is_torch_function_enabled", "parameters whose values are on other ranks"),
         ("torch.nn:Module.", _HOOKS, "modules as they were"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -11,15 +10,13 @@ from typing import Any, Literal, NoReturn, final
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import convert_module
-from ...process import Process, end_groups
+from ...process import Process
 from ...shard import Shard, StateEntry
-from ...trees import put_back
-from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, plainly, take_away
+from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, take_away
 from ..base.engine import Context, Engine, Options, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients, refuse_overlaps
@@ -27,18 +24,7 @@ from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize
 from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass
-from .stages import (
-    Named,
-    Rows,
-    Stage,
-    check_module,
-    concatenate,
-    flatten,
-    micro_batches,
-    predict,
-    split,
-    split_rows,
-)
+from .stages import Named, Rows, Stage, check_batchnorm, check_module, flatten, predict, run_all, split, split_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +56,7 @@ class Pipeline(Options):
         object.__setattr__(self, "balance", balance)
 
 
-# -- parameters and optimizer state -----------------------------------------------------------------
+# -- parameters and optimizer state ---------------------------------------------------------------
 
 
 class Elsewhere(Absent, nn.Parameter):
@@ -82,17 +68,11 @@ class Elsewhere(Absent, nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # model.to(...) assigns what `converted` returned to p.data.
+        # model.to(device) writes p.data = p, if the device is the same.
         sets_data = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
-        if sets_data and isinstance(args[1], Elsewhere):
-            return plainly(func)(*args)
+        if sets_data and args[1] is args[0]:
+            return None
         return super().__torch_function__(func, types, args, kwargs)
-
-    def converted(self, made: torch.Tensor) -> nn.Parameter:
-        parameter = nn.Parameter(blank(made.detach()), self.requires_grad)
-        vars(parameter)["place"] = self.place
-        parameter.__class__ = Elsewhere
-        return parameter
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"Elsewhere({self.place}, shape={tuple(self.shape)})"
@@ -202,7 +182,7 @@ class PipelineHoldings(Holdings):
         self.fill(None, {name: value for name, value in extra.items() if not self.has(name)})
 
 
-# -- gradients and forwards -------------------------------------------------------------------------
+# -- gradients and forwards -----------------------------------------------------------------------
 
 
 @final
@@ -214,9 +194,7 @@ class PipelineGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.listener = self
-        #: Backward passes that run inside of each other: a child may use re-entrant checkpointing.
-        self._depth = 0
+        self.listener = self.channel = Channel(engine.process)
 
     @property
     def in_parts(self) -> bool:
@@ -235,19 +213,6 @@ class PipelineGradients(Gradients):
                 'Use precision="16-mixed" and accel.backward(loss).'
             )
 
-    def begin(self, run: object) -> None:
-        self._depth += 1
-
-    def end(self, run: object) -> None:
-        """End the process groups if the backward failed: other ranks wait for its messages."""
-        self._depth -= 1
-        channel = self.engine.channel
-        if channel.backward and self._depth == 0:
-            error = sys.exc_info()[1]
-            text = f"{channel.backward} failed on rank {channel.rank}"
-            channel.backward = ""
-            end_groups(f"{text}: {type(error).__name__}: {error}")
-
 
 @final
 class PipelineEngine(Engine):
@@ -256,15 +221,13 @@ class PipelineEngine(Engine):
     name = "pipeline"
     options_type = Pipeline
     gradients_type = PipelineGradients
+    gradients: PipelineGradients
     holdings_type = PipelineHoldings
     holdings: PipelineHoldings
     options: Pipeline
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         super().__init__(module, entry, context)
-        self.channel = Channel(context.process)
-        self._children = list(module._modules.values())
-        self._batchnorms = [(n, m) for n, m in module.named_modules() if isinstance(m, _BatchNorm)]
         #: This rank's stage, or all stages of a single process.
         self._stages: list[Stage] = []
         self._num_forwards = 0
@@ -297,7 +260,7 @@ class PipelineEngine(Engine):
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise BackendError(
-            "A pipeline calls the children of an nn.Sequential, so compiling the model has no effect. "
+            "A pipeline calls the children of an nn.Sequential, so compiling it has no effect. "
             "Compile the children: for child in model: child.compile()"
         )
 
@@ -308,10 +271,11 @@ class PipelineEngine(Engine):
             for optimizer in optimizers:
                 self.holdings.keep_stage(optimizer)
         elif not self._stages:
-            stages = split(self.module, self.options.balance or "size", self.process.place.world_size)
+            place = self.process.place
+            stages = split(self.module, self.options.balance or "size", place.world_size)
             if self.distributed:
                 self.holdings.divide(stages)
-                stages = [stages[self.channel.rank]]
+                stages = [stages[place.rank]]
                 for _, child in stages[0] if self.reads else ():
                     convert_module(child, self.process.device, None, ExitStack())
             self._stages = [Stage(children) for children in stages]
@@ -337,18 +301,16 @@ class PipelineEngine(Engine):
         if function is not self.entry:
             return function(*args, **kwargs)
         if len(args) != 1 or kwargs:
-            raise TypeError(f"nn.Sequential takes one input, but got {len(args)} and {list(kwargs)}.")
+            raise TypeError(f"nn.Sequential takes one input, but got {len(args)} and {list(kwargs)}")
         tensors, form = flatten(args[0], "input")
         rows = split_rows(tensors, self.options.chunks)
-        self._check_forward(len(rows))
+        if len(rows) > 1:
+            check_batchnorm(self.module)
         number_kept = {"always": 0, "except_last": 1, "never": len(rows)}[self.options.checkpoint]
         keep = [number >= len(rows) - number_kept for number in range(len(rows))]
         if self.distributed:
             return self._run_over_ranks(tensors, form, rows, keep)
-        values = [put_back(form, batch) for batch in micro_batches(tensors, rows)]
-        for stage in self._stages:
-            values = [stage.run(value, kept) for value, kept in zip(values, keep, strict=True)]
-        return concatenate(values, rows)
+        return run_all(self._stages, tensors, form, rows, keep)
 
     def _run_over_ranks(self, tensors: list[torch.Tensor], form: Any, rows: Rows, keep: list[bool]) -> Any:
         mask = self.mask.now()
@@ -362,27 +324,11 @@ class PipelineEngine(Engine):
             "train() or eval() of a layer": _crc([m.training for m in self.module.modules()]),
         }
         kind = "training" if torch.is_grad_enabled() else "evaluation"
-        self.channel.compare(what, facts, kind, tensors, SAME_BATCH)
+        channel = self.gradients.channel
+        channel.compare(what, facts, kind, tensors, SAME_BATCH)
         self.mask.known = mask
-        run = Pass(self.channel, self._stages[0], what, self._num_forwards, rows, keep)
+        run = Pass(channel, self._stages[0], what, self._num_forwards, rows, keep)
         return run.run(tensors, form)
-
-    def _check_forward(self, chunks: int) -> None:
-        """Raise BackendError if the forward would not be that of the module."""
-        module = self.module
-        if list(module._modules.values()) != self._children:
-            raise BackendError(
-                "Children of this nn.Sequential changed after accel.setup. "
-                "Call raw = accel.teardown(model), and set it up again."
-            )
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            raise BackendError("A pipeline doesn't call hooks on the nn.Sequential. Register them on its children.")
-        names = [name for name, layer in self._batchnorms if layer.training]
-        if chunks > 1 and names:
-            raise BackendError(
-                f"{', '.join(names[:5])} would normalize each micro-batch separately. "
-                "Use Pipeline(chunks=1), or nn.GroupNorm, or call eval() on it."
-            )
 
 
 def _crc(value: object) -> int:

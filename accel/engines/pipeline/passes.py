@@ -1,18 +1,19 @@
 """The forward of a pipeline over several ranks. Its backward is autograd's own.
 
 On each rank a micro-batch goes through ``Recv``, the stage and ``Send``. ``Join`` returns the last
-rank's output on every rank. In backward these functions send gradients in the opposite direction, so
-that ``loss.backward()`` on every rank runs all stages backwards. Each function also passes on a token,
-an empty tensor that requires a gradient. The tokens connect all functions of a rank, even if a stage
-has no trainable parameters or detaches its input.
+rank's output on every rank. In backward, ``Send`` receives and ``Recv`` sends gradients, so that
+``loss.backward()`` on every rank runs all stages backwards. Each function also passes on a token, an
+empty tensor that requires a gradient. With it autograd reaches all functions of a rank, even if a
+stage has no trainable parameters or detaches its input.
 
-Autograd first runs the newest node that is ready. So a rank takes a micro-batch back to its ``Recv``
-before it begins with the one before, and both ends of a connection have the same order of messages.
+Autograd runs the newest node that is ready. So a rank takes a micro-batch back to its ``Recv`` before
+it begins with the one before, and both ends of a connection have the same order of messages.
 """
 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -69,15 +70,17 @@ class Message:
 class Channel:
     """The connection of this rank to the other stages.
 
-    The head of a message travels on accel's own group, from CPU memory, so that the receiver knows the
-    shapes without waiting for a device.
+    The head of a message travels on accel's own group, from CPU memory, so that the receiver knows
+    the shapes without waiting for a device.
     """
 
     def __init__(self, process: Process) -> None:
         self.process = process
         self.rank, self.last = process.place.rank, process.place.world_size - 1
-        #: The backward that runs, for messages. After an exception it stays.
-        self.backward = ""
+        #: The backward that runs. After an exception it stays until ``end``.
+        self._backward = ""
+        #: A child may run a backward inside of it, by re-entrant checkpointing.
+        self._depth = 0
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._num_passes = Counter[str]()
 
@@ -95,6 +98,31 @@ class Channel:
                     text = f"{what}: {name} differs between rank 0 and rank {rank}. {advice}"
                     raise RankMismatchError(text)
         refuse_other_values(what, {rank: sums for rank, (_, sums) in enumerate(answers)}, advice)
+
+    # Patched torch calls these two around each backward.
+
+    def begin(self, run: object) -> None:
+        self._depth += 1
+
+    def end(self, run: object) -> None:
+        """End the process groups if the backward failed: other ranks wait for its messages."""
+        self._depth -= 1
+        if self._backward and self._depth == 0:
+            error = sys.exc_info()[1]
+            text = f"{self._backward} failed on rank {self.rank}: {type(error).__name__}: {error}"
+            self._backward = ""
+            end_groups(text)
+
+    def start_backward(self, what: str, grads: Sequence[torch.Tensor | None]) -> None:
+        """Compare the gradients of an output between ranks. Collective."""
+        facts = {"which outputs have a gradient": [grad is not None for grad in grads]}
+        present = [grad for grad in grads if grad is not None]
+        self.compare(what, facts, "backward", present, _SAME_LOSS)
+        self._backward = what
+        at_end_of_backward(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        self._backward = ""
 
     def send(self, to: int, message: Message) -> None:
         """Start to send. ``flush`` waits for the end."""
@@ -146,7 +174,8 @@ class Channel:
             values = data.view(dtype).view(shape).to(self.process.device)
             return values.requires_grad_(requires_grad)
 
-        return replace(head, tensors=[None if kind is None else tensor(*kind) for kind in head.tensors])
+        tensors = [None if kind is None else tensor(*kind) for kind in head.tensors]
+        return replace(head, tensors=tensors)
 
     def _transfer(self) -> Waiting:
         return Waiting(self.process, "a message of a pipeline")
@@ -237,7 +266,7 @@ class Join(Function):
         if torch.is_grad_enabled():  # create_graph=True
             refuse_second_derivatives()
         run: Pass = ctx.run
-        run.begin_backward(grads)
+        run.channel.start_backward(f"the backward of {run.what}", grads)
         is_last = run.channel.rank == run.channel.last
         own = grads if is_last else [None] * len(grads)
         return None, None, *[token.detach()] * ctx.count, *own
@@ -320,15 +349,3 @@ class Pass:
         message = channel.broadcast(channel.last, answers[-1][1], message)
         output = _apply(Join, self, len(tokens), *tokens, *message.tensors)
         return put_back(message.form, output)
-
-    def begin_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Compare the output's gradients between ranks. Collective."""
-        channel, what = self.channel, f"the backward of {self.what}"
-        facts = {"which outputs have a gradient": [grad is not None for grad in grads]}
-        present = [grad for grad in grads if grad is not None]
-        channel.compare(what, facts, "backward", present, _SAME_LOSS)
-        channel.backward = what
-        at_end_of_backward(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self.channel.backward = ""

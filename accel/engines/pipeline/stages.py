@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import BackendError
 from ...process.packing import is_dense
@@ -104,7 +105,7 @@ class Stage:
         self._modules = list(dict.fromkeys(modules))
 
     def run(self, value: Any, keep: bool) -> Any:
-        """Return the output for a micro-batch. Without ``keep``, recompute activations in backward."""
+        """Return the output for a micro-batch. Backward recomputes activations unless ``keep``."""
         if keep or not torch.is_grad_enabled():
             return self._forward(value)
         return run_again(self._forward_of_copy, self._modules, (value,), {})
@@ -117,6 +118,16 @@ class Stage:
         for child in self._children:
             value = child(value)
         return value
+
+
+def run_all(
+    stages: Sequence[Stage], tensors: Sequence[torch.Tensor], form: Any, rows: Rows, keep: Sequence[bool]
+) -> Any:
+    """Return the output of all stages in one process. ``keep`` is for each micro-batch."""
+    values = [put_back(form, batch) for batch in micro_batches(tensors, rows)]
+    for stage in stages:
+        values = [stage.run(value, kept) for value, kept in zip(values, keep, strict=True)]
+    return concatenate(values, rows)
 
 
 # -- which children are in which stage -------------------------------------------------------------
@@ -160,17 +171,17 @@ def split(module: nn.Module, balance: Balance, world_size: int) -> list[list[Nam
 
 def predict(module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, world_size: int) -> MemoryUse | None:
     """Return the bytes of the largest stage, or None if there are fewer children than ranks."""
-    if not is_sequential(module) or len(module._modules) < world_size:
+    count = len(module._modules)
+    if not is_sequential(module) or count < world_size:
         return None
-    by_child: dict[str, list[MemoryUse]] = {name: [] for name in module._modules}
-    for tensor in tensors:
-        by_child[tensor.name.partition(".")[0]].append(tensor.use())
-    uses = [add_uses(child) for child in by_child.values()]
-    if isinstance(balance, str) or len(balance) != world_size or sum(balance) != len(uses):
-        balance = balanced([use.parameters + use.buffers for use in uses], world_size)
-    rest = iter(uses)
-    stages = [add_uses(itertools.islice(rest, count)) for count in balance]
-    return max(stages, key=lambda use: use.total)
+    if isinstance(balance, str) or len(balance) != world_size or sum(balance) != count:
+        balance = "size"
+    uses = []
+    for stage in split(module, balance, world_size):
+        names = {name for name, _ in stage}
+        own = (t.use() for t in tensors if t.name.partition(".")[0] in names)
+        uses.append(add_uses(own))
+    return max(uses, key=lambda use: use.total)
 
 
 # -- what can't be a pipeline ----------------------------------------------------------------------
@@ -225,3 +236,13 @@ def _check_tied(stages: Sequence[Sequence[Named]]) -> None:
                         f"{first} and {name} are one tensor in stages {other} and {number}. Use "
                         "Pipeline(balance=[...]) to put them into one stage, or untie them."
                     )
+
+
+def check_batchnorm(module: nn.Module) -> None:
+    """Raise BackendError if BatchNorm in training would see micro-batches."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.training:
+            raise BackendError(
+                f"{name} would normalize each micro-batch separately. "
+                "Use Pipeline(chunks=1), or nn.GroupNorm, or call eval() on it."
+            )
