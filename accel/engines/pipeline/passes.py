@@ -12,10 +12,11 @@ it begins with the one before, and both ends of a connection have the same order
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -112,6 +113,7 @@ class Channel:
             text = f"{self._backward} failed on rank {self.rank}: {type(error).__name__}: {error}"
             self._backward = ""
             end_groups(text)
+            self._sent.clear()
 
     def start_backward(self, what: str, grads: Sequence[torch.Tensor | None]) -> None:
         """Compare the gradients of an output between ranks. Collective."""
@@ -177,8 +179,14 @@ class Channel:
         tensors = [None if kind is None else tensor(*kind) for kind in head.tensors]
         return replace(head, tensors=tensors)
 
-    def _transfer(self) -> Waiting:
-        return Waiting(self.process, "a message of a pipeline")
+    @contextlib.contextmanager
+    def _transfer(self) -> Iterator[None]:
+        try:
+            with Waiting(self.process, "a message of a pipeline"):
+                yield
+        except AccelError:  # The connections are closed, and gloo's threads must not free tensors at exit.
+            self._sent.clear()
+            raise
 
 
 # -- autograd functions ---------------------------------------------------------------------------

@@ -201,20 +201,17 @@ def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
             'Write the model as nn.Sequential, or use backend="fsdp".'
         )
     count = len(module._modules)
-    if not isinstance(balance, str):
-        if world_size > 1 and len(balance) != world_size:
-            raise BackendError(
-                f"Pipeline(balance={list(balance)}) has {len(balance)} stages for {world_size} "
-                "ranks. Give one number for each rank."
-            )
-        if sum(balance) != count:
-            raise BackendError(
-                f"Pipeline(balance={list(balance)}) has {sum(balance)} children, but {kind} has "
-                f"{count}. Give numbers that add up to {count}."
-            )
+    # A single process may run any number of stages.
+    stages = world_size if isinstance(balance, str) or world_size == 1 else len(balance)
+    if stages != world_size or (not isinstance(balance, str) and sum(balance) != count):
+        raise BackendError(
+            f"Pipeline(balance={balance}) doesn't fit {count} children and {world_size} ranks. "
+            f"Give one number for each rank, so that the sum is {count}."
+        )
     if count < world_size:
         raise BackendError(
-            f"{kind} has {count} children for {world_size} ranks. Flatten nested Sequentials, or start fewer ranks."
+            f"{kind} has {count} children for {world_size} ranks. "
+            "Flatten nested Sequentials into one, or start fewer ranks with torchrun."
         )
     if world_size > 1:
         for name, layer in module.named_modules():

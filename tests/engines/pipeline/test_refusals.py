@@ -47,8 +47,8 @@ def refused_setups() -> None:
 
     refuse("Own has its own forward", Own)
     refuse("has 1 children for 2 ranks", lambda: nn.Sequential(Own()))
-    refuse("has 3 stages for 2 ranks", net, balance=[2, 2, 2])
-    refuse("has 4 children, but Sequential has 6", net, balance=[2, 2])
+    refuse("doesn't fit 6 children and 2 ranks", net, balance=[2, 2, 2])
+    refuse("doesn't fit 6 children and 2 ranks", net, balance=[2, 2])
     refuse("0.weight and 2.weight are one tensor", tied)
     refuse("SyncBatchNorm", lambda: net(nn.SyncBatchNorm(16)))
     refuse("Compile the children", lambda: torch.compile(net()))  # type: ignore[return-value]
