@@ -62,8 +62,7 @@ class Pipeline(Options):
 class Elsewhere(Absent, nn.Parameter):
     """A parameter in another rank's stage. It has a name and a shape, but no values."""
 
-    # With allow_unused=True, torch.autograd.grad would return None.
-    plain = OF_ITSELF - {torch.autograd.grad}
+    plain = OF_ITSELF
     place: str
 
     @classmethod
@@ -195,6 +194,15 @@ class PipelineGradients(Gradients):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.listener = self.channel = Channel(engine.process)
+
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        # Autograd would skip Recv, and the previous rank would wait for its message.
+        if self.engine.distributed:
+            raise BackendError(
+                "A pipeline can't compute gradients for some parameters only. "
+                "Use loss.backward() instead of torch.autograd.grad or backward(inputs=...)."
+            )
+        return parameter
 
     @property
     def in_parts(self) -> bool:

@@ -107,7 +107,7 @@ def refused_forwards() -> None:
     penalised = x.clone().requires_grad_()
     asked: dict[str, tuple[list[Any], dict[str, Any]]] = {
         "gradient penalties": ([penalised], {"create_graph": True}),
-        "grad needs .* which is on rank . of the pipeline": ([*raw.parameters()], {"allow_unused": True}),
+        "gradients for some parameters only": ([*raw.parameters()], {"allow_unused": True}),
     }
     for match, (inputs, how) in asked.items():
         with pytest.raises(accel.BackendError, match=match):
