@@ -1,4 +1,4 @@
-"""The backends: each entry of this package, a file or a folder, is one, named as it; but what serves all of them."""
+"""The backends by name. Each file or folder of this package is one, except ``base``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from .base.engine import Options as Options
 from .base.holdings import Holdings as Holdings
 from .base.versions import check_torch as check_torch
 
-#: Wrappers that are engines in their own right: a module inside one is already distributed by someone else.
-FOREIGN = frozenset(
+#: The backend that tests compare the others with. Every rank has the full model.
+BASELINE: Final = "ddp"
+
+#: Classes of other libraries that distribute the module they wrap.
+FOREIGN: Final = frozenset(
     {
         "torch.nn.parallel.distributed.DistributedDataParallel",
         "torch.nn.parallel.data_parallel.DataParallel",
@@ -40,108 +43,111 @@ FOREIGN = frozenset(
 
 
 def foreign_part(parameter: nn.Parameter) -> str | None:
-    """What another library has made of a parameter of which each rank has other values than the next; None if none has."""
+    """Return why ranks have different values of a parameter, or None if no other library sharded it."""
     if hasattr(parameter, "full_tensor"):
-        return "is a DTensor, of which each rank has a part: give accel.setup the model before fully_shard or parallelize_module"
+        return "is a DTensor. Call accel.setup instead of fully_shard or parallelize_module."
     if hasattr(parameter, "ds_id"):
-        return "was divided by deepspeed.zero.Init: build the model outside of it, or inside accel.deferred_init()"
+        return "was divided by deepspeed.zero.Init. Build the model outside of it."
+    # DeepSpeed-MoE marks experts, and puts the same ones on every rank if ep_size is 1.
     if getattr(parameter, "allreduce", True) is False and getattr(parameter, "group_name", "") != "ep_size_1":
-        return "is an expert's, and other ranks have other experts: accel needs all of them on every rank (ep_size=1)"
+        return "is an expert's, and other ranks have different experts. Use ep_size=1."
     return None
 
 
 @final
 class _Engines(UserDict[str, type[Engine]]):
-    """The engines by name. A file of this package is imported when its engine is first asked for."""
+    """Engines by name. Reading an item imports its file."""
 
     def __getitem__(self, name: str) -> type[Engine]:
-        if (engine := super().__getitem__(name)) is Engine:  # not yet
+        engine = super().__getitem__(name)
+        if engine is Engine:
             module = importlib.import_module(f"{__name__}.{name}")
-            own = (v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__)
-            engine = self[name] = next(v for v in own if issubclass(v, Engine) and "name" in vars(v))
+            classes = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
+            engine = self[name] = next(c for c in classes if issubclass(c, Engine) and "name" in vars(c))
         return engine
 
 
-_names = (info.name for info in pkgutil.iter_modules(__path__))
-_none: dict[str, Any] = {name: Engine for name in _names if name != "base" and not name.startswith("_")}
-ENGINES: Final = _Engines(_none)
+_files = [info.name for info in pkgutil.iter_modules(__path__)]
+#: ``Engine`` itself stands for a file that wasn't imported yet.
+_unread: dict[str, Any] = {name: Engine for name in _files if name != "base" and not name.startswith("_")}
+ENGINES: Final = _Engines(_unread)
 
-#: The backend that the others are compared with: one model on all ranks, and nothing divided.
-BASELINE: Final = "ddp"
+# -- option classes -----------------------------------------------------------------------------------------------------
 
 
 def option_class(name: str) -> type[Options] | None:
-    """A backend's option class by its name, which is the backend's in capitals as people write it; None without one."""
-    engine = _likely(name)
-    return engine.options_type if engine is not None and engine.options_type.__name__ == name else None
-
-
-def _likely(name: str) -> type[Engine] | None:
-    """The engine that has options of this name, if one has."""
-    return ENGINES.get(next((own for own in ENGINES if own.replace("_", "") == name.lower()), ""))
+    """Return an option class by its name, such as "DeepSpeed", or None."""
+    for engine_name in ENGINES:
+        if engine_name.replace("_", "") == name.lower():
+            kind = ENGINES[engine_name].options_type
+            return kind if kind.__name__ == name else None
+    return None
 
 
 def option_names() -> list[str]:
-    """The names of all option classes; imports every engine."""
+    """Return the names of all option classes. Imports all engines."""
     return sorted(engine.options_type.__name__ for engine in ENGINES.values())
 
 
 def engine_of(options: Options) -> type[Engine]:
-    """The engine that has such options."""
-    likely = _likely(type(options).__name__)
-    if likely is not None and likely.options_type is type(options):
-        return likely
-    return next(engine for engine in ENGINES.values() if engine.options_type is type(options))
+    """Return the engine of an options object."""
+    kind = type(options)
+    # Importing one engine is enough if its options have the usual name.
+    likely = [name for name in ENGINES if name.replace("_", "") == kind.__name__.lower()]
+    return next(ENGINES[name] for name in [*likely, *ENGINES] if ENGINES[name].options_type is kind)
+
+
+# -- backend=... --------------------------------------------------------------------------------------------------------
 
 
 def resolve(backend: object) -> tuple[type[Engine], Any]:
-    """The engine class and options that a ``backend=`` value asks for: options, or a text such as ``"fsdp:replicas=2"``.
+    """Return the engine and options for an options object, or for a text such as "fsdp:replicas=2".
 
-    BackendError where there is no such backend (it lists the known ones) or option, or a package is missing (what to install).
+    Raises:
+        BackendError: the backend or option doesn't exist, or a package isn't installed.
     """
     if isinstance(backend, Options):
         engine, options = engine_of(backend), backend
     elif isinstance(backend, str) and (name := backend.partition(":")[0]) in ENGINES:
-        engine, options = ENGINES[name], _options(ENGINES[name].options_type, backend)
+        engine, options = ENGINES[name], _parse(ENGINES[name].options_type, backend)
     else:
         raise _unknown(backend)
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
             raise BackendError(
-                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}' (docs/installation.md)"
+                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}'"
             )
     return engine, options
 
 
-def _options(kind: type[Options], text: str) -> Options:
-    """Those of ``"name:option=value,option=value"``; a value without a name is for the ``leading`` option."""
-    kinds = {option.name: str(option.type) for option in dataclasses.fields(kind)}
+def _parse(kind: type[Options], text: str) -> Options:
+    """Return the options of "name:option=value,option=value"."""
+    types = {option.name: str(option.type) for option in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
-    for item in filter(None, _items(text.partition(":")[2])):
-        name, named, value = item.partition("=")
-        if not named and not kind.leading:
-            raise BackendError(f"backend {text!r}: {item!r} names no option; expected name=value")
-        name, value = (name.strip(), value) if named else (kind.leading, item)
-        if name in values:
-            raise BackendError(f"backend {text!r}: {name} is there twice")
-        values[name] = _plain(value.strip(), "dtype" in kinds.get(name, ""))
+    for item in _split(text.partition(":")[2]):
+        name, separator, value = item.partition("=")
+        if not separator:  # deepspeed:3
+            name, value = kind.leading, item
+        if not name or name in values:
+            raise BackendError(f"backend={text!r} can't be read at {item!r}. Write name:option=value,option=value.")
+        values[name] = _value(value, is_dtype="dtype" in types.get(name, ""))
     return kind(**values)
 
 
-def _items(text: str) -> list[str]:
-    """What stands between commas that are in no brackets."""
+def _split(text: str) -> list[str]:
+    """Split at commas that are not in brackets."""
     items, depth = [""], 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth <= 0:
+        if char == "," and depth == 0:
             items.append("")
         else:
             items[-1] += char
-    return [item.strip() for item in items]
+    return [item.strip() for item in items if item.strip()]
 
 
-def _plain(text: str, is_dtype: bool) -> Any:
-    """The value that a text means, or the text itself."""
+def _value(text: str, is_dtype: bool) -> Any:
+    """Return the Python value of a text, or the text itself, such as "bf16"."""
     if is_dtype and (dtype := dtype_of(text)) is not None:
         return dtype
     with contextlib.suppress(ValueError, SyntaxError):
@@ -150,23 +156,22 @@ def _plain(text: str, is_dtype: bool) -> Any:
 
 
 def _unknown(backend: object) -> BackendError:
-    if isinstance(backend, type) and issubclass(backend, Options):
-        return BackendError(f"backend={backend.__name__} is the class of its options: accel.{backend.__name__}()")
     if str(backend) in ("gloo", "mpi", "nccl", "ucc"):
         return BackendError(
-            f"{backend!r} is no backend of accel but a process group: accel.init(process_group={backend!r})"
+            f"{backend!r} is a backend of torch.distributed. Use accel.init(process_group={backend!r})."
         )
-    if isinstance(backend, str) and backend.partition("(")[0] in ENGINES:
-        return BackendError(f"backend {backend!r}: options in a text follow a colon, as name:option=value,option=value")
-    meant = difflib.get_close_matches(str(backend).partition(":")[0].lower(), ENGINES, 1)
-    return BackendError(
-        f"unknown backend {backend!r}{f' (did you mean {meant[0]!r}?)' if meant else ''}; expected 'auto', one of "
-        f"{', '.join(map(repr, ENGINES))}, or options: {', '.join(f'accel.{name}(...)' for name in option_names())}"
-    )
+    if isinstance(backend, type) and issubclass(backend, Options):
+        return BackendError(f"backend={backend.__name__} is a class. Use accel.{backend.__name__}().")
+    if isinstance(backend, str) and "(" in backend:
+        return BackendError(f"backend={backend!r} can't be read. Write name:option=value,option=value.")
+    matches = difflib.get_close_matches(str(backend).partition(":")[0].lower(), ENGINES, 1)
+    hint = f" (did you mean {matches[0]!r}?)" if matches else ""
+    names = ", ".join(map(repr, ENGINES))
+    return BackendError(f"unknown backend {backend!r}{hint}. Use 'auto', an options object or one of {names}.")
 
 
 def default(process: Process) -> str:
-    """The backend of ``backend="auto"``."""
+    """Return the backend for ``backend="auto"``."""
     if process.device.type in ("tpu", "xla"):
         return "xla"
     if process.place.world_size > 1:

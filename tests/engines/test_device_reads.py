@@ -40,7 +40,7 @@ def count(backend: Any, precision: str, clip: bool, micro_batches: int) -> tuple
     return {place: number // _COUNTED for place, number in reads.places.items()}, (current().rounds - rounds) / _COUNTED
 
 
-#: What a usual step reads, and how many messages its ranks exchange; for each micro-batch with "pipeline".
+#: What a usual step reads, and how many messages its ranks exchange; for each backward with "pipeline".
 USUAL = [
     ("ddp", 0, 0),
     ("sharded", 0, 1),
@@ -48,8 +48,8 @@ USUAL = [
     (accel.DeepSpeed(stage=1), 0, 1),
     (accel.DeepSpeed(stage=2), 0, 1),
     (accel.DeepSpeed(stage=3), 0, 1),
-    # The sums of what all stages must have alike; what travels is told by messages.
-    ("pipeline", 2, 4),
+    # The first forwards and backwards read sums of the batch and of the output's gradient.
+    ("pipeline", 0, 3),
 ]
 #: What clipping adds: reads and messages.
 CLIPPING = {"sharded": (0, 1)}

@@ -92,16 +92,12 @@ _FSDP2: Final[Names] = (
     ("torch.distributed.tensor:DTensor.", "_local_tensor _spec", "p.data = ... of a shard"),
     ("torch.optim._muon:", "_zeropower_via_newtonschulz", "torch.optim.Muon on shards"),
 )
-_HOOKS: Final = "_forward_hooks _forward_pre_hooks _backward_hooks _backward_pre_hooks"
+_HOOKS: Final = "_forward_hooks _forward_pre_hooks _backward_hooks"
 _OF: dict[str, Names] = {
     "ddp": _REDUCER,
     "ddp2": _REDUCER,
     "fsdp": _FSDP2,
     "sharded": (("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),),
-    "pipeline": (
-        ("torch._C:", "_autograd._get_current_graph_task_keep_graph", "retain_graph=True in a stage of another rank"),
-        ("torch.nn:Module.", _HOOKS, "hooks that a stage would not call"),
-    ),
     "deepspeed": (
         ("torch._C:", "_is_torch_function_enabled", "parameters whose values are on other ranks"),
         ("torch.nn:Module.", _HOOKS, "modules as they were"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from accel.engines.pipeline.passes import Channel
 from accel.process import current
 from tests.device_reads import DeviceReads
 from tests.distributed import live_tensors, run
@@ -102,9 +104,76 @@ def messages_of_a_step() -> tuple[Counter[str], Counter[str]]:
 
 def test_only_contents_travel_between_devices() -> None:
     first, second = run(2, messages_of_a_step)
-    each = {"sent between devices": 4, "sent between hosts": 4, "exchanges": 4}
+    each = {"sent between devices": 4, "sent between hosts": 4, "exchanges": 3}
     assert first == {**each, "broadcast between devices": 1}
     assert second == {**each, "broadcast between devices": 1}
+
+
+class Detached(nn.Module):
+    """Gives its input no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.detach())
+
+
+#: A pipeline's stages, and those that are frozen.
+STAGES = {"all trainable": (), "first frozen": (0,), "last frozen": (-1,), "detached": ()}
+
+
+def messages_in_backward(stages: str, checkpoint: str) -> list[tuple[str, tuple[int, int]]]:
+    """Train on the sum of two losses. Return what this rank sends and receives in backward, in order."""
+    torch.manual_seed(0)
+    raw = nn.Sequential(*(nn.Linear(6, 6) for _ in range(accel.world_size())))
+    if stages == "detached":
+        raw[1] = Detached()
+    for frozen in STAGES[stages]:
+        raw[frozen].requires_grad_(False)
+    plain = copy.deepcopy(raw)
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=3, checkpoint=checkpoint))
+    seen: list[tuple[str, tuple[int, int]]] = []
+
+    def send(channel: Any, to: int, message: Any) -> None:
+        seen.append(("send", message.place))
+        original[0](channel, to, message)
+
+    def receive(channel: Any, source: int, place: tuple[int, int]) -> Any:
+        seen.append(("receive", place))
+        return original[1](channel, source, place)
+
+    original = Channel.send, Channel.receive
+    reference = sgd(plain)
+    first, second = (m(batch(0)[0]) for m in (model, plain))
+    losses = [first.square().mean() + model(batch(1)[0]).abs().mean()]
+    losses += [second.square().mean() + plain(batch(1)[0]).abs().mean()]
+    Channel.send, Channel.receive = send, receive  # type: ignore[method-assign]
+    try:
+        losses[0].backward()
+    finally:
+        Channel.send, Channel.receive = original  # type: ignore[method-assign]
+    losses[1].backward()
+    optimizer.step()
+    reference.step()
+    accel.teardown(model)
+    assert apart(raw, plain) < 1e-5
+    return seen
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stages", STAGES)
+def test_messages_of_neighbors_have_one_order(stages: str, world: int) -> None:
+    """A deadlock needs two ranks that send in different orders."""
+    places = [(forward, number) for forward in (2, 1) for number in (2, 1, 0)]
+    for checkpoint in ("never", "always"):
+        for rank, seen in enumerate(run(world, messages_in_backward, stages, checkpoint)):
+            expected = []
+            for place in places:
+                expected += [("receive", place)] if rank < world - 1 else []
+                expected += [("send", place)] if rank > 0 else []
+            assert seen == expected
 
 
 class Changing(nn.Module):

@@ -51,7 +51,7 @@ def where_things_lie() -> int:
     assert 0 < len(own_optimizer.state) < len(list(raw.parameters()))
     assert [tuple(p.shape) for p in raw.parameters()] == [tuple(p.shape) for p in plain.parameters()]
     refused_parts(raw)
-    with pytest.raises(accel.BackendError, match="lies on rank"):
+    with pytest.raises(accel.BackendError, match="which is on rank"):
         raw(batch(0)[0])
     full, state = accel.full_state_dict(model), accel.full_state_dict(optimizer)
     assert list(full) == list(plain.state_dict())
