@@ -12,7 +12,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -24,7 +24,7 @@ from ..precision import dtype_of
 from ..process.control import locked
 from . import folder, record
 from .background import background
-from .match import children_of, objects_in
+from .match import children_of
 from .reader import Reader
 from .record import FILE_NAME, Record, Stored
 from .safetensors import (
@@ -39,7 +39,7 @@ from .safetensors import (
     no_duplicates,
 )
 from .shards import Written, batched, checksum
-from .state import State, below, component
+from .state import State, component, join, leaves
 from .steps import beside_others, log_end, on_running_ranks, parsing
 from .storage import File, Write, read_whole, storage_of
 from .values import TAG, Decoder, Json, place
@@ -66,7 +66,6 @@ class Checkpoint:
     directory: str
     record: Record
     digits: str  # equal where two ranks see the same
-    objects: Container[int]  # the ids of the nodes of the record's values that are, or hold, objects of a state
     headers: Sequence[Header] | None = None  # of the files, where another library wrote them, without checksums
 
     @property
@@ -79,9 +78,7 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
     """A checkpoint, or weights for the one model of ``state``; raises where there is neither, or it is damaged."""
     if not is_weights_alone(directory):
         whole, digits = record.read(directory)
-        path = os.path.join(directory, record.NAME)
-        with parsing(f"{path} does not keep to the format of accel's checkpoints"):
-            return Checkpoint(directory, whole, digits, objects_in(whole.values))
+        return Checkpoint(directory, whole, digits)
     models = [] if state is None else _models(state)
     if state is not None and len(models) != 1:
         found = ", ".join(path for _, path in models) or "none"
@@ -99,7 +96,7 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
     values = _values(state, models[0][1]) if models else {}
     written = [file for file, *_ in files]
     whole = Record(id="", time=0.0, world_size=1, files=written, tensors=tensors, values=values)
-    return Checkpoint(directory, whole, digits, objects_in(values), headers)
+    return Checkpoint(directory, whole, digits, headers)
 
 
 def present(directory: str) -> list[str]:
@@ -125,7 +122,7 @@ def is_weights_alone(directory: str) -> bool:
 
 def _models(state: Any) -> list[tuple[str, str]]:
     """Name and path of each module in nested dicts."""
-    modules = [(name, path) for value, name, path in State(state).objects() if isinstance(value, nn.Module)]
+    modules = [(one.name, one.path) for one in leaves(State(state).tree) if isinstance(one.value, nn.Module)]
     return [(name, path) for name, path in modules if not any(part.startswith("[") for part in name.split("/"))]
 
 
@@ -312,7 +309,7 @@ def models_in(node: Json, decoder: Decoder, name: str = "") -> Iterator[tuple[st
         yield name, node
         return
     for key, child in (children_of(node, decoder) or {}).items():
-        yield from models_in(child, decoder, below(name, component(key)))
+        yield from models_in(child, decoder, join(name, component(key)))
 
 
 def choose(directory: str, found: Record, name: str | None) -> tuple[str, dict[str, Json]]:

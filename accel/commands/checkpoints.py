@@ -13,7 +13,7 @@ from .. import checkpoint
 from ..checkpoint import folder
 from ..checkpoint.record import Record, read
 from ..checkpoint.safetensors import ITEM_BYTES
-from ..checkpoint.values import TAG, items_in
+from ..checkpoint.values import TAG
 from ..checkpoint.weights import STEMS
 from ..errors import CheckpointError
 from . import Command
@@ -64,7 +64,7 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
 def _items(node: Any) -> Any:
     """Return a saved dict as a dict. Keys that are not strings become their JSON."""
     if isinstance(node, dict) and node.get(TAG) == "dict":
-        return {key if isinstance(key, str) else json.dumps(key): value for key, value in items_in(node)}
+        return {key if isinstance(key, str) else json.dumps(key): value for key, value in node["items"]}
     return node
 
 
