@@ -58,7 +58,7 @@ def join(name: str, part: str) -> str:
 # -- Flatten -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """An object with its name in the checkpoint and its path in the state."""
 
@@ -67,7 +67,7 @@ class Leaf:
     path: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Branch:
     """A dict, list or tuple that contains objects. Items that are not in ``children`` are plain values."""
 
