@@ -258,8 +258,8 @@ class Loading:
 
     def decode(self) -> None:
         """Check all headers and decode all values, before anything is changed."""
-        for one in self._wanted:
-            self.reader.check_headers(one)
+        for slot in self._wanted:
+            self.reader.check_headers(slot)
         nodes = [*self._match.plain, *(node for _, node in self._match.objects)]
         names = {name for node in nodes for name in stored_tensors(node) if name.startswith(OF_VALUES)}
         self._value_tensors = self.reader.read(sorted(names & self.found.tensors.keys()))

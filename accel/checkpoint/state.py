@@ -132,9 +132,10 @@ class State:
         #: A raw optimizer's parameters have the names that they have in one of these.
         self._raw_modules: list[nn.Module] = []
         for leaf in leaves(self.tree):
-            if isinstance(leaf.value, nn.Module):
-                is_handle = type(leaf.value) is ModelHandle
-                self._raw_modules.append(raw(leaf.value) if is_handle else resolve_module(leaf.value)[0])
+            if type(leaf.value) is ModelHandle:
+                self._raw_modules.append(raw(leaf.value))  # also if its engine was torn down
+            elif isinstance(leaf.value, nn.Module):
+                self._raw_modules.append(resolve_module(leaf.value)[0])
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
         """Return the state as JSON and its objects, whose nodes in the JSON are filled in later."""

@@ -99,7 +99,7 @@ def _is_json(value: Any) -> bool:
     """True if JSON stores the value as it is."""
     kind = type(value)
     if kind is int:
-        return -(2**63) <= value < 2**64
+        return bool(-(2**63) <= value < 2**64)
     if kind is float:
         return math.isfinite(value)
     return kind is str or kind is bool or value is None
@@ -244,9 +244,9 @@ class Decoder:
             ) from error
 
     def _decode(self, data: Json) -> Any:
-        if type(data) is not dict and type(data) is not list:
+        if not isinstance(data, dict | list):
             return data
-        if type(data) is list:
+        if isinstance(data, list):
             return [v if _is_json(v) else self._decode(v) for v in data]
         if TAG not in data:
             return {k: v if _is_json(v) else self._decode(v) for k, v in data.items()}

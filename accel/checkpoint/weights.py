@@ -219,7 +219,8 @@ def _models(node: Json, decoder: Decoder, name: str = "") -> Iterator[tuple[str,
 
 def choose(directory: str, found: Record, name: str | None) -> tuple[str, Mapping[str, Json]]:
     """Return the name and the node of a saved model. ``name`` may be None if there is only one."""
-    models = dict(_models(found.values, Decoder(directory, {}.__getitem__)))
+    tensors: dict[str, torch.Tensor] = {}
+    models = dict(_models(found.values, Decoder(directory, tensors.__getitem__)))
     names = ", ".join(map(repr, models))
     if not models:
         raise CheckpointError(f"{directory} has no model.")
@@ -335,7 +336,7 @@ def _write_file(planned: Export, entries: Sequence[Entry], write: Write) -> byte
 
 
 def _write_index(planned: Export, names: Sequence[str], write: Write) -> bytes:
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for name, entries in zip(names, planned.files, strict=True):
         weight_map |= {entry.name: name for entry in entries}
     count = sum(entry.count for entries in planned.files for entry in entries)

@@ -53,7 +53,7 @@ def env(args: argparse.Namespace) -> int:
 
 def _machine() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({sys.executable})"
-    yield "system", f"{platform.platform()}, {os.cpu_count()} cores"
+    yield "system", f"{platform.platform()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}"
     yield "accel", sys.modules[__name__.partition(".")[0]].__version__
     kind, count = available()
@@ -94,7 +94,7 @@ def _memory_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="module:factory", help="a function without arguments that returns the model")
     text = "numbers of ranks, separated by commas (%(default)s)"
     parser.add_argument("--ranks", type=_positives, default="1,2,4,8,64", help=text)
-    parser.add_argument("--optimizer", default="AdamW", help="for example 'SGD(momentum=0.9)', or none (%(default)s)")
+    parser.add_argument("--optimizer", default="adamw", help="for example 'SGD(momentum=0.9)', or none (%(default)s)")
     parser.add_argument("--plot", default="memory.png", metavar="PATH", help="file of the bar chart (%(default)s)")
     parser.add_argument("--no-plot", action="store_true", help="print the table only")
 
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         resolve(args.backend)
         os.environ["ACCEL_BACKEND"] = args.backend
     # torchrun would give each process one thread.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // args.processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.processes)))
     # The store of torchrun keeps addresses of processes that have ended, and restarted ones would use them.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     hosts = args.hosts.split(",") if args.hosts else []

@@ -46,7 +46,7 @@ def test_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     out = accel_command("run", "--processes", "2", "train.py", "--lr", "0.1", "-n", "x", cwd=tmp_path)
     assert out.returncode == 0, out.stderr
-    threads = max(1, (os.cpu_count() or 1) // 2)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert ranks(tmp_path) == [[rank, 2, ["--lr", "0.1", "-n", "x"], threads, True] for rank in (0, 1)]
 
 
