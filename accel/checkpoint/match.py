@@ -1,4 +1,4 @@
-"""Match a user's state with the saved values: what a load fills, what it replaces, and what doesn't fit. Local."""
+"""Match a user's state with the saved values: objects to fill, values to replace, differences."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Match:
         self._decoded += [self._decode(node) for node in self.plain]
 
     def _decode(self, node: Json, path: str = "state") -> Any:
-        """Return a value without its objects: dicts leave them out, lists and tuples have None in their places."""
+        """Return a value without its objects. Dicts leave them out, lists have None instead."""
         if id(node) not in self._holders:
             return self._decoder.decode(node)
         values: dict[Any, Any] = {}
@@ -208,7 +208,7 @@ def report(
     rank: int,
     way_out: str = " (strict=False loads what fits)",
 ) -> None:
-    """Raise or warn if the state of any rank doesn't fit. ``unneeded`` are tensors that no rank reads."""
+    """Raise or warn if the state of any rank doesn't fit. No rank reads ``unneeded`` tensors."""
     missing = dict.fromkeys(path for one in differences for path in one.missing)
     untouched = set.intersection(*(one.untouched for one in differences)).union(unneeded)
     unfit = dict.fromkeys(text for one in differences for text in one.unfit)

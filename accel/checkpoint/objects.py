@@ -1,8 +1,9 @@
-"""The objects that a checkpoint fills in place: modules, optimizers, tensors, and anything with a state dict."""
+"""Objects that a load fills in place: modules, optimizers, tensors, anything with a state dict."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias, TypeVar, final
@@ -31,7 +32,8 @@ class LocalRange:
     """A shard on this rank, under its name in the checkpoint."""
 
     shard: Shard
-    #: True if an engine keeps the values equal on all ranks that have the shard. Otherwise the values are compared.
+    #: True if an engine keeps the values equal on all ranks that have the shard.
+    #: Otherwise the values are compared.
     equal: bool
 
 
@@ -71,7 +73,7 @@ class StateObject:
         return ""
 
     def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        """Return the shards to fill on this rank, each with the name of its saved tensor without ``name``. Local."""
+        """Return the shards to fill on this rank, each with the name of its saved tensor. Local."""
         return []
 
     def snapshot(self) -> Callable[[], None]:
@@ -99,18 +101,18 @@ def call(path: str, method: Callable[..., T], *args: Any) -> T:
 
 
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
-    """Return the engine of each model by path. Ranks compare them: two models of one class look the same otherwise."""
+    """Return the engine of each model by path. Two models of one class look the same otherwise."""
     return {one.path: one.engine.label for one in objects if one.engine is not None}
 
 
 def progress_of(objects: Iterable[StateObject]) -> dict[str, str]:
-    """Return the number of steps of each engine by path. Ranks compare them after an interruption."""
+    """Return the steps of each engine by path. Ranks compare them after an interruption."""
     return {one.path: one.engine.drift.progress for one in objects if one.engine is not None}
 
 
 @final
 class StatefulObject(StateObject):
-    """An object with ``state_dict`` and ``load_state_dict``, for example a scheduler, a sampler or a loader."""
+    """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler or a loader."""
 
     kind = "stateful"
 
@@ -119,7 +121,8 @@ class StatefulObject(StateObject):
         self.value_object = value
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"state": encoder.encode(call(self.path, self.value_object.state_dict), f"{self.path}.state_dict()")}
+        state = call(self.path, self.value_object.state_dict)
+        return {"state": encoder.encode(state, f"{self.path}.state_dict()")}
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
         return decoder.decode(node["state"])
@@ -150,7 +153,7 @@ class TensorObject(StateObject):
 
 @final
 class RankObject(StateObject):
-    """An object with a different state on each rank: random generators, and loaders that each rank reads alone."""
+    """An object with a state for each rank: random generators, and loaders that ranks read alone."""
 
     kind = "ranks"
 
@@ -164,7 +167,7 @@ class RankObject(StateObject):
         return encoder.encode(call(self.path, self._object.state_dict), self.path)
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
-        """Decode this rank's entry of ``node["ranks"]``. A new rank takes the entry of a different one."""
+        """Decode this rank's entry of ``node["ranks"]``. New ranks take the entry of another rank."""
         saved, rank = node["ranks"], process.rank()
         self._is_new_rank = rank >= len(saved)
         return decoder.decode(saved[rank % len(saved)])
@@ -177,7 +180,7 @@ class RankObject(StateObject):
 
 @final
 class ModuleObject(StateObject):
-    """A module: raw, of an engine, or a part of an engine's module whose names begin with ``prefix``."""
+    """A module: raw, of an engine, or the part of an engine's module at ``prefix``."""
 
     kind = "module"
     divided = "extra"
@@ -214,13 +217,14 @@ class ModuleObject(StateObject):
             yield self.local_range(one, self._is_spread or one.name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        outer_names = {id(part): name for name, part in shard.extra_modules(self._holdings.module).items()}
+        outer_parts = shard.extra_modules(self._holdings.module)
+        outer_names = {id(part): name for name, part in outer_parts.items()}
         values = self._holdings.values(None)
         extra = {}
         for name, part in shard.extra_modules(self.module).items():
             if outer_names[id(part)] in values:
                 extra[name] = values[outer_names[id(part)]]
-        # The plan of the shards needs tensors that all ranks know, so a single rank's tensors become JSON.
+        # All ranks must know the tensors in shards, so those of a single rank become JSON.
         encoder = Encoder(None) if self.merged else encoder
         node = {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
         return node if self.engine is None else {**node, "backend": self.engine.name}
@@ -229,8 +233,9 @@ class ModuleObject(StateObject):
         return [(one.name, one) for one in self._shards()]
 
     def tied(self) -> dict[str, list[str]]:
-        """Return the additional names of tied tensors by their first name, which checkpoints use."""
-        return {names[0]: names[1:] for names in shard.tensor_names(self.module).values() if len(names) > 1}
+        """Return the other names of tied tensors by their first name, which checkpoints use."""
+        all_names = shard.tensor_names(self.module).values()
+        return {names[0]: names[1:] for names in all_names if len(names) > 1}
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
         return decoder.decode(node["extra"])
@@ -249,7 +254,7 @@ class OptimizerObject(StateObject):
     """An optimizer: raw, or of an engine. Parameters outside its groups are left alone.
 
     Args:
-        names: the names of the model's parameters by ``id``. None: unknown, so parameters are matched by position.
+        names: the names of the model's parameters by ``id``. None: match them by position.
     """
 
     kind = "optimizer"
@@ -270,8 +275,8 @@ class OptimizerObject(StateObject):
         for parameter in held:
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"{path}: this {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that is "
-                    "not of its model. Make it part of the model."
+                    f"{path}: this {type(optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not of its model. Make it part of the model."
                 )
         self._parameters = {names[id(p)]: p for p in held}
         self._holdings = shard.Raw(None, names) if engine is None else engine.holdings
@@ -285,25 +290,32 @@ class OptimizerObject(StateObject):
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine
-        groups, state = enumerate(values["groups"]), values["state"].items()
+        groups = []
+        for i, group in enumerate(values["groups"]):
+            groups.append(encoder.encode(group, place(f"{self.path}.param_groups", i)))
+        state = {}
+        for name, own in values["state"].items():
+            state[name] = encoder.encode(own, place(f"{self.path}.state", name))
+        scaled = engine is not None and engine.precision.scaled
         return {
             "class": type(self.optimizer).__name__,
             "named": self._has_names,
-            "groups": [encoder.encode(group, place(f"{self.path}.param_groups", i)) for i, group in groups],
-            "state": {name: encoder.encode(own, place(f"{self.path}.state", name)) for name, own in state},
+            "groups": groups,
+            "state": state,
             "frozen": sorted(name for name, p in self._parameters.items() if not p.requires_grad),
-            "scale": [*engine.loss_scale.state()] if engine is not None and engine.precision.scaled else None,
+            "scale": [*engine.loss_scale.state()] if engine is not None and scaled else None,
         }
 
     def _group_names(self) -> list[list[str]]:
         return [group["params"] for group in self._holdings.values(self.optimizer)["groups"]]
 
     def _names_here(self, node: Node) -> dict[str, str]:
-        """Return the names here by the saved names, which differ if parameters are matched by position."""
+        """Return the names here by the saved names. They differ without the names of a model."""
         saved = [name for group in node["groups"] for name in group["params"]]
         if node["named"] and self._has_names:
             return {name: name for name in saved}
-        return dict(zip(saved, [name for group in self._group_names() for name in group], strict=True))
+        here = itertools.chain.from_iterable(self._group_names())
+        return dict(zip(saved, here, strict=True))
 
     def problem(self, node: Node) -> str:
         kind = type(self.optimizer).__name__
@@ -312,10 +324,10 @@ class OptimizerObject(StateObject):
         here, saved = self._group_names(), [group["params"] for group in node["groups"]]
         sizes, saved_sizes = [len(group) for group in here], [len(group) for group in saved]
         if sizes != saved_sizes:
-            return f"the checkpoint has groups of {saved_sizes} parameters, and this optimizer has groups of {sizes}"
+            return f"the checkpoint has groups of {saved_sizes} parameters, and this optimizer of {sizes}"
         if node["named"] and self._has_names and here != saved:
-            pairs = [pair for groups in zip(here, saved, strict=True) for pair in zip(*groups, strict=True)]
-            name, saved_name = next(pair for pair in pairs if pair[0] != pair[1])
+            names_here = self._names_here({**node, "named": False})
+            saved_name, name = next(pair for pair in names_here.items() if pair[0] != pair[1])
             return f"a parameter is {saved_name} in the checkpoint and {name} here"
         return ""
 
@@ -346,13 +358,15 @@ class OptimizerObject(StateObject):
 
     def fill(self, values: Any) -> None:
         names = values["names"]
-        groups = [{**group, "params": [names[n] for n in group["params"]]} for group in values["groups"]]
+        groups = []
+        for group in values["groups"]:
+            groups.append({**group, "params": [names[name] for name in group["params"]]})
         state = {names[name]: own for name, own in values["state"].items()}
         self._holdings.fill(self.optimizer, {"groups": groups, "state": state})
         if self.engine is None or not self.engine.holdings.partial(self.optimizer):
             self._drop_other_state(state.keys())
         self._end_load()
-        if self.engine is not None and self.engine.precision.scaled and values.get("scale") is not None:
+        if values.get("scale") and self.engine is not None and self.engine.precision.scaled:
             self.engine.loss_scale.restore(*values["scale"])
         frozen = set(values["frozen"])
         for saved_name, name in names.items():
@@ -361,15 +375,17 @@ class OptimizerObject(StateObject):
                 parameter.requires_grad_(trainable)
 
     def _drop_other_state(self, filled: Iterable[str]) -> None:
-        """Remove tensors that the checkpoint doesn't have, as ``Optimizer.load_state_dict`` does."""
+        """Remove tensors that were not saved, as ``Optimizer.load_state_dict`` does."""
         for entry in self._holdings.entries(self.optimizer):
+            if entry.name not in filled:
+                continue
             for key, value in list(entry.state.items()):
-                is_shard = shard.is_shard(key, value, entry.parameter)
-                if is_shard and entry.name in filled and f"{entry.name}/{key}" not in self._saved_tensors:
+                is_saved = f"{entry.name}/{key}" in self._saved_tensors
+                if not is_saved and shard.is_shard(key, value, entry.parameter):
                     del self.optimizer.state[entry.parameter][key]
 
     def _end_load(self) -> None:
-        """Do what ``Optimizer.load_state_dict`` does last: options that the class has added, and hooks."""
+        """Do what ``Optimizer.load_state_dict`` does last: add new options, and call hooks."""
         optimizer, engine = self.optimizer, self.engine
         with contextlib.nullcontext() if engine is None else engine.holdings.guard.opened():
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})

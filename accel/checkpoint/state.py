@@ -1,4 +1,4 @@
-"""A user's state as a tree: containers, the objects in them that a checkpoint fills in place, and plain values. Local."""
+"""A user's state as a tree of containers, objects that a load fills in place, and plain values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """A dict, list or tuple that contains objects. Items that are not in ``children`` are plain values."""
+    """A dict, list or tuple that contains objects. Its other items are plain values."""
 
     container: Any
     children: dict[Any, Tree]
@@ -84,7 +84,8 @@ def is_object(value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor | nn.Module | Optimizer | StateObject):
         return True
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    methods = ("state_dict", "load_state_dict")
+    return all(callable(getattr(value, method, None)) for method in methods)
 
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:
@@ -169,7 +170,8 @@ class State:
             value.name, value.path = name, path
             return value
         try:
-            if isinstance(value, RngState) or (isinstance(value, LoaderHandle) and value._accel.part):
+            is_own = isinstance(value, LoaderHandle) and value._accel.part
+            if is_own or isinstance(value, RngState):
                 return RankObject(name, path, value)
             if isinstance(value, nn.Module):
                 return _module_object(value, name, path)
@@ -188,10 +190,10 @@ class State:
         handle = Registry.optimizer_handle(optimizer)
         engine = None if handle is None else engine_behind(handle)
         if handle is optimizer and engine is None:
-            raise CheckpointError(f"{path}: this handle's engine was torn down. Save the raw optimizer instead.")
+            raise CheckpointError(f"{path}: this handle's engine was torn down. Save the raw optimizer.")
         inner = optimizer if handle is None else raw(handle)
         if type(inner).state_dict is not Optimizer.state_dict:
-            # For example, a class around another optimizer. Only its load_state_dict takes these entries.
+            # A class around another optimizer, for example. Only its load_state_dict takes them.
             entries = call(path, inner.state_dict).keys() - {"state", "param_groups"}
             if entries and engine is not None and engine.holdings.partial(inner):
                 raise CheckpointError(
@@ -220,7 +222,7 @@ def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
         for prefix, part in engine.module.named_modules():
             if part is module:
                 return ModuleObject(name, path, module, engine, f"{prefix}.")
-        shared = [name for name, parameter in module.named_parameters() if id(parameter) in engine.known]
+        shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
         if shared or any(type(part) is ModelHandle for part in module.modules()):
             raise CheckpointError(
                 f"{path}: this {type(module).__name__} holds parameters of a model that is set up "
@@ -240,7 +242,7 @@ def _check_unique(paths: dict[str, str], name: str, path: str) -> None:
 
 
 def local_ranges(objects: Sequence[StateObject], filter: Callable[[str], bool] | None) -> list[LocalRange]:
-    """Return the shards on this rank. ``filter`` chooses tensors by name, except those of optimizers."""
+    """Return the shards on this rank. ``filter`` chooses tensors by name, but keeps optimizers."""
     found = []
     paths: dict[str, str] = {}
     for one in objects:

@@ -62,12 +62,16 @@ def _attributes(value: Any) -> list[tuple[Any, Any]]:
     return list(vars(value).items())
 
 
-_DTYPES: Final = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES: Final = {_dtype_name(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _KINDS: Final = (
     # Only numbers that JSON doesn't have. Its readers in other languages know 64-bit integers.
     Kind("int", int, "value", hex, lambda text: int(text, 16)),
     Kind("float", float, "value", repr, float),
-    Kind("dtype", torch.dtype, "value", lambda v: str(v).removeprefix("torch."), _DTYPES.__getitem__),
+    Kind("dtype", torch.dtype, "value", _dtype_name, _DTYPES.__getitem__),
     Kind("device", torch.device, "value", str, torch.device),
     Kind("path", type(Path()), "value", str, Path),
     Kind("bytes", bytes, "data", bytes, bytes),
@@ -112,7 +116,7 @@ class Encoder:
     """Turns values into JSON.
 
     Args:
-        store: takes tensors of more than ``INLINE_BYTES``. None: all tensors become part of the JSON.
+        store: takes tensors of more than ``INLINE_BYTES``. None: all tensors become JSON.
     """
 
     def __init__(self, store: Store | None) -> None:
@@ -123,9 +127,7 @@ class Encoder:
         if _is_json(value):
             return value
         if depth > DEPTH:
-            raise CheckpointError(
-                f"{path} is nested more than {DEPTH} levels deep. Check if a container contains itself."
-            )
+            raise CheckpointError(f"{path} is nested more than {DEPTH} levels deep. Does a container contain itself?")
         if type(value) is list:
             return self._encode_items(enumerate(value), path, depth)
         if type(value) is dict and all(type(key) is str for key in value) and TAG not in value:
@@ -146,7 +148,7 @@ class Encoder:
     def encode_key(self, key: Any, path: str, depth: int = 0) -> Json:
         """Return the JSON of a key of the dict at ``path``."""
         if key != key:
-            raise CheckpointError(f"{path} has the key NaN, which can't be found again. Use a string.")
+            raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
         return key if _is_json(key) else self.encode(key, f"the key {key!r} of {path}", depth + 1)
 
     def _encode_kind(self, kind: Kind, value: Any, path: str, depth: int) -> Json:
@@ -186,12 +188,13 @@ class Encoder:
         if self._store is not None and value.nbytes > INLINE_BYTES:
             return {**tagged, "name": self._store(value, path)}
         data = to_bytes(value.cpu().contiguous())
-        return {**tagged, "dtype": NAMES[value.dtype], "shape": [*value.shape], "data": _base64(data)}
+        tagged |= {"dtype": NAMES[value.dtype], "shape": [*value.shape]}
+        return {**tagged, "data": _base64(data)}
 
     def _encode_numpy(self, value: Any, path: str) -> Json:
         if value.dtype.kind not in _NUMPY_KINDS:
             raise CheckpointError(
-                f"{path} is a numpy array of dtype {value.dtype}, which can't be stored without pickle. "
+                f"{path} is a numpy array of dtype {value.dtype}, which needs pickle. "
                 "Use an array of numbers or strings."
             )
         tagged: dict[str, Json] = {TAG: "numpy", "dtype": value.dtype.str}

@@ -1,4 +1,4 @@
-"""Directories of transformers and diffusers: safetensors files, read like a checkpoint and exported from one."""
+"""Safetensors files of transformers and diffusers: read them like a checkpoint, export them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -31,7 +31,7 @@ from .steps import beside_others, log_end, on_running_ranks, parsing
 from .storage import Write, read_whole, storage_of
 from .values import TAG, Decoder, Json
 
-#: The file is ``<stem>.safetensors``, or ``<stem>-00001-of-00002.safetensors`` and so on with an index.
+#: The file is ``<stem>.safetensors``, or ``<stem>-00001-of-00002.safetensors`` with an index.
 STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _MAX_INDEX: Final = 1 << 28
 _PIECE: Final = 32 << 20  # bytes that an export reads at a time
@@ -58,7 +58,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: str, state: Any) -> Checkpoint:
-    """Return a checkpoint, or a directory of weights as a checkpoint of the only model in ``state``."""
+    """Return a checkpoint, or weights as a checkpoint of the only model in ``state``."""
     if not is_weights_alone(directory):
         return Checkpoint(directory, *record.read(directory))
     name, values = "model", {}
@@ -89,7 +89,7 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
 
 
 def is_weights_alone(path: str) -> bool:
-    """True for a directory with weights of another library and no checkpoint, and for a file of weights or an index."""
+    """True for a directory with weights and no checkpoint, a file of weights, or an index."""
     return not record.exists(path) and (_is_file(path) or bool(_present(path)))
 
 
@@ -124,7 +124,8 @@ def _files(path: str) -> Iterator[tuple[str, set[str] | None]]:
         raise CheckpointError(
             f"{directory} has both {names[0]} and {names[1]}. Pass one of these files, or remove the other."
         )
-    real = storage_of(directory).real  # links are common: the cache of the Hugging Face hub has them
+    # The cache of the Hugging Face hub consists of links.
+    real = storage_of(directory).real
     if names[0].endswith(".safetensors"):
         yield real(os.path.join(directory, names[0])), None
         return
@@ -250,20 +251,21 @@ def export(
 ) -> None:
     """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``, for transformers and vLLM.
 
-    A large model becomes several files and ``model.safetensors.index.json``. Tied weights are written once, under their first
-    name. Add the library's ``config.json`` yourself. You can call this in one process. On several ranks, rank 0 writes.
+    A large model becomes several files and ``model.safetensors.index.json``. Tied weights are
+    written once, under their first name. Add the library's ``config.json`` yourself. You can call
+    this in one process. On several ranks, rank 0 writes.
 
     Args:
         dir: a checkpoint.
         out: a directory, which is created if it doesn't exist.
-        name: the model in the saved state, such as ``"model"`` or ``"gan/generator"``, if there are several.
-        max_shard_size: the size of a file in bytes, or text such as ``"5GB"``. Tensors are not split.
+        name: the model, such as ``"model"`` or ``"gan/generator"``, if there are several.
+        max_shard_size: bytes of a file, or text such as ``"5GB"``. Tensors are not split.
         dtype: convert floating-point tensors to this dtype, such as ``"bfloat16"``.
         overwrite: replace weights in ``out``.
         library: ``"diffusers"`` writes ``diffusion_pytorch_model.safetensors``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no such model, or ``out`` has weights or can't be written.
+        CheckpointError: the checkpoint is damaged or has no such model, or ``out`` has weights.
     """
 
     def look() -> dict[str, object]:
@@ -290,12 +292,7 @@ def _write(planned: Export, out: str, library: str, overwrite: bool) -> None:
     if (old := _old_files(out)) and not overwrite:
         raise CheckpointError(f"{out} has weights already ({old[0]}). overwrite=True replaces them{beside_others()}.")
     storage.make(out)
-    stem, count = STEMS[library], len(planned.files)
-    ends = [f"-{i + 1:05d}-of-{count:05d}" for i in range(count)] if count > 1 else [""]
-    names = [f"{stem}{end}.safetensors" for end in ends]
-    contents = {n: functools.partial(_write_file, planned, file) for n, file in zip(names, planned.files, strict=True)}
-    if count > 1:
-        contents[f"{stem}.safetensors.index.json"] = functools.partial(_write_index, planned, names)
+    contents = _contents(planned, STEMS[library])
     temporary = {name: os.path.join(out, f".{name}.tmp") for name in contents}
     try:
         for name, content in contents.items():
@@ -307,13 +304,27 @@ def _write(planned: Export, out: str, library: str, overwrite: bool) -> None:
                 storage.remove(path)
         raise
     storage.sync(out)
-    # A library never sees old files next to new ones: the name that it looks for goes first, and comes last.
+    # A library never sees old files next to new ones: the name that it opens is removed first
+    # and added last.
     for name in old:
         storage.remove(os.path.join(out, name))
     for name, path in temporary.items():
         storage.rename(path, os.path.join(out, name))
     storage.sync(out)
     log_end(out, "exported", planned.nbytes, begin)
+
+
+def _contents(planned: Export, stem: str) -> dict[str, Callable[[Write], bytes]]:
+    """Return the functions that write each file, the index last."""
+    count = len(planned.files)
+    ends = [f"-{i + 1:05d}-of-{count:05d}" for i in range(count)] if count > 1 else [""]
+    names = [f"{stem}{end}.safetensors" for end in ends]
+    contents: dict[str, Callable[[Write], bytes]] = {}
+    for name, entries in zip(names, planned.files, strict=True):
+        contents[name] = functools.partial(_write_file, planned, entries)
+    if count > 1:
+        contents[f"{stem}.safetensors.index.json"] = functools.partial(_write_index, planned, names)
+    return contents
 
 
 def _old_files(out: str) -> list[str]:
