@@ -27,7 +27,7 @@ from .record import Record, Stored
 from .safetensors import BY_NAME, ITEM_BYTES, NAMES, Entry, Header, build_header, memory, parse_table
 from .shards import Written, batched, checksum
 from .state import Branch, Leaf, State, Tree, component, join, leaves
-from .steps import beside_others, log_end, on_running_ranks, parsing
+from .steps import log_end, on_running_ranks, parsing
 from .storage import Write, read_whole, storage_of
 from .values import TAG, Decoder, Json
 
@@ -290,7 +290,7 @@ def _write(planned: Export, out: str, library: str, overwrite: bool) -> None:
     if record.exists(out):
         raise CheckpointError(f"{out} is a checkpoint itself. Export into a different directory.")
     if (old := _old_files(out)) and not overwrite:
-        raise CheckpointError(f"{out} has weights already ({old[0]}). overwrite=True replaces them{beside_others()}.")
+        raise CheckpointError(f"{out} has weights already ({old[0]}). overwrite=True replaces them.")
     storage.make(out)
     contents = _contents(planned, STEMS[library])
     temporary = {name: os.path.join(out, f".{name}.tmp") for name in contents}

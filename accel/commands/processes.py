@@ -130,9 +130,10 @@ def _optimizer(text: str, model: nn.Module) -> torch.optim.Optimizer | None:
     if name.lower() == "none":
         return None
     try:
-        call = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
-        keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}  # type: ignore[attr-defined]
-        optimizer: torch.optim.Optimizer = kinds[name.lower()](model.parameters(), **keywords)
+        call: Any = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        optimizer: torch.optim.Optimizer = kinds[name.lower()](model.parameters(), *arguments, **keywords)
     except Exception as error:
         raise AccelError(
             f"--optimizer {text} raised {type(error).__name__}: {error}. Write a class of torch.optim, "
