@@ -1,4 +1,4 @@
-"""The command line, ``python -m accel``: finds the commands, and runs the one that is asked for."""
+"""The command line, ``python -m accel``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from .errors import AccelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or print help without one.
+    """Run a command, or print help if there is none.
 
-    Returns its exit status: 0; 1 after an error of accel's, which is printed; 130 after Ctrl-C; 141 after a closed pipe.
+    Returns:
+        The exit status: 0, 1 after an error of accel, 130 after Ctrl-C, 141 after a closed pipe.
     """
-    name = os.path.basename(sys.argv[0])
-    program = name if name == "accel" else "python -m accel"
-    parser = argparse.ArgumentParser(prog=program, description="Tools beside the library.")
+    program = "accel" if os.path.basename(sys.argv[0]) == "accel" else "python -m accel"
+    parser = argparse.ArgumentParser(prog=program, description="Inspect checkpoints, start scripts, predict memory.")
     version = sys.modules[str(__package__)].__version__
     parser.add_argument("--version", action="version", version=f"accel {version}")
-    parsers = parser.add_subparsers(dest="command")
     known: dict[str, commands.Command] = {}
     for info in pkgutil.iter_modules(commands.__path__):
         known |= importlib.import_module(f"{commands.__name__}.{info.name}").COMMANDS
-    each = {}
+    subparsers = parser.add_subparsers(dest="command")
     for name, command in sorted(known.items()):
         text = inspect.getdoc(command.run) or ""
-        each[name] = parsers.add_parser(name, help=text.partition("\n")[0], description=text)
-        command.add_arguments(each[name])
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        each.get(args.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+        subparser = subparsers.add_parser(
+            name,
+            help=text.partition("\n")[0],
+            description=text,
+            epilog=f"example: {program} {name} {command.example}".rstrip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+    args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 0
@@ -48,10 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"accel {args.command}: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"accel {args.command}: ended by Ctrl-C", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # Whoever reads the output (`| head`) has enough; what is left in the buffer must not raise again at exit.
+        # `| head` has enough. The rest of the buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -306,15 +305,8 @@ def test_a_file_or_an_index_by_its_name(tmp_path: Path, stem: str) -> None:
     with pytest.raises(CheckpointError, match=r"float16 in the checkpoint, torch.float32 here \(convert=True"):
         accel.load(tmp_path / f"{stem}.fp16.safetensors", {"model": nn.Linear(3, 2)})
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="config.json is no index of weights"):
+    with pytest.raises(CheckpointError, match="config.json is not an index of weights"):
         accel.load(tmp_path / "config.json", {"model": nn.Linear(3, 2)})
-
-
-def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file(dict(nn.Linear(3, 2).state_dict()), tmp_path / "model.safetensors")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(CheckpointError, match="pip install -U safetensors"):
-        accel.load(tmp_path, {"model": nn.Linear(3, 2)})
 
 
 def test_every_layout_is_filled(tmp_path: Path) -> None:
@@ -349,7 +341,7 @@ def test_one_model_of_several(tmp_path: Path) -> None:
         accel.setup(raw)
         assert torch.equal(raw.weight, model.weight)
     refused = {
-        None: r"has 3 models .*: say which one with name='net'",
+        None: r"has 3 models .*Choose with name='net'",
         "other": "has no model 'other'",
         "[3]": "or under a key that is no string",
     }
@@ -398,6 +390,6 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
         net = nn.Linear(2, 2)
     with pytest.raises(
         CheckpointError,
-        match="weight: torch.int8 in the checkpoint, torch.float32 here, a weight: these are of a quantised",
+        match="weight: torch.int8 in the checkpoint, torch.float32 here. Quantized weights need",
     ):
         accel.setup(net)

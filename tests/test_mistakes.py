@@ -357,13 +357,13 @@ COMMANDS = {
     "export one weights": "overwrite=True replaces them",
     "export one new --dtype x": "expected a floating-point dtype such as 'bfloat16'",
     "inspect xx://bucket/run": "Protocol not known: xx",
-    "memory torch.nn:Linear": "needs in_features, out_features",
-    "memory torch.nn:ReLU": "say --optimizer none",
-    "memory builds:model --optimizer sgd(rate=1)": "no argument 'rate'; it has lr, momentum",
+    "memory torch.nn:Linear": "missing 2 required positional arguments",
+    "memory torch.nn:ReLU": "got an empty parameter list. Write a class of torch.optim",
+    "memory builds:model --optimizer sgd(rate=1)": "unexpected keyword argument 'rate'",
     "run nowhere.py": "there is no file nowhere.py in ",
 }
 USAGES = {
-    "run -n x train.py": "expected a whole number, found 'x'",
+    "run -n x train.py": "expected a number above 0, found 'x'",
     "run": "the following arguments are required: script",
 }
 

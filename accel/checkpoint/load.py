@@ -8,7 +8,8 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 from urllib.parse import unquote
 
@@ -19,30 +20,20 @@ from .. import shard
 from ..data import LoaderHandle
 from ..deferred import weights_of
 from ..errors import CheckpointError
-from ..process import current
+from ..process import current, rank
 from ..process.control import locked
 from ..shard import Manifest, Shard
 from . import folder, record
 from .background import background
 from .layout import digest
-from .match import (
-    Apply,
-    Differences,
-    Match,
-    check_engines,
-    check_objects,
-    left_out,
-    report,
-    unfit,
-    value_tensors,
-)
+from .match import Differences, Match, check_engines, check_objects, report, unfit
 from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
 from .reader import Reader
 from .record import Stored
 from .safetensors import BY_NAME
 from .state import OF_VALUES, State
 from .steps import check_arguments, exchange, explain, log_end, on_every_rank
-from .values import Decoder, Json
+from .values import Decoder, Json, stored_tensors
 from .weights import Checkpoint, choose, is_weights_alone, open_checkpoint
 
 logger = logging.getLogger("accel")
@@ -90,24 +81,25 @@ _PARTLY: Final = "the state may be partly filled: load a whole checkpoint before
 
 
 def _load(state: Any, strict: bool, convert: bool, checkpoint: Checkpoint) -> dict[Any, Any]:
-    rank, begin = current().place.rank, time.monotonic()
+    begin = time.monotonic()
     with contextlib.ExitStack() as undo:
 
-        def prepare() -> tuple[Loading, tuple[Differences, str, dict[str, str], int]]:
-            loading = Loading(checkpoint, state, undo, rank, convert=convert)
-            return loading, (loading.differences, *loading.objects(), sum(1 << at for at in loading.unneeded))
+        def prepare() -> tuple[Loading, Summary]:
+            loading = Loading(checkpoint, state, undo, convert=convert)
+            return loading, loading.summary()
 
         loading, told = exchange("accel.load", prepare)
-        nowhere = functools.reduce(operator.and_, [places for *_, places in told])
+        nowhere = functools.reduce(operator.and_, [one.unneeded for one in told])
         unneeded = [name for at, name in loading.unneeded.items() if nowhere >> at & 1]
-        report(checkpoint.directory, [differences for differences, *_ in told], unneeded, strict, rank)
-        check_objects([objects for _, objects, *_ in told])
-        check_engines("accel.load", [engines for _, _, engines, _ in told])
+        report(checkpoint.directory, [one.differences for one in told], unneeded, strict, rank())
+        check_objects([one.objects for one in told])
+        check_engines("accel.load", [one.engines for one in told])
+        loading.leave_alone({name for one in told for name in one.unfit_optimizers})
         on_every_rank("accel.load (the values)", loading.decode)
         undo.pop_all()
         result: dict[Any, Any] = on_every_rank("accel.load", loading.apply)
     loading.filled()
-    log_end(checkpoint.directory, "loaded", sum(one.tensor.nbytes for one in loading.needs()), begin)
+    log_end(checkpoint.directory, "loaded", loading.nbytes, begin)
     return result if state is None else state
 
 
@@ -119,7 +111,7 @@ def _open(dir: str | os.PathLike[str], state: Any, strict: bool, convert: bool) 
         checkpoint = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
         reads = state is not None or any(name.startswith(OF_VALUES) for name in checkpoint.record.tensors)
-        if reads and checkpoint.headers is None and current().place.rank == 0:
+        if reads and checkpoint.headers is None and rank() == 0:
             folder.check_sizes(checkpoint.directory, checkpoint.record)
         return checkpoint, ({"strict": strict, "convert": convert}, checkpoint.digits)
 
@@ -133,12 +125,29 @@ def _open(dir: str | os.PathLike[str], state: Any, strict: bool, convert: bool) 
     return checkpoint
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The result of matching a state on one rank, which the ranks exchange."""
+
+    differences: Differences
+    #: A digest of the names and kinds of the objects.
+    objects: str
+    #: The engine of each model by path.
+    engines: dict[str, str]
+    #: The numbers of ``Loading.unneeded`` as bits: there may be very many ranks.
+    unneeded: int
+    unfit_optimizers: set[str]
+
+
 @final
 class Loading:
-    """One rank's part of a load: what is to be filled, and from where; ``state`` is None where only plain values are asked for.
+    """One rank's part of a load.
 
-    ``undo`` takes what brings back how optimizers were, once they have state to be filled. ``convert``: tensors of another dtype
-    are none of the differences; ``planned``: nothing will be filled yet.
+    Args:
+        state: None if only plain values are loaded.
+        undo: takes functions that remove the optimizer state created here.
+        convert: convert dtypes instead of reporting them as differences.
+        planned: nothing will be filled, so tensors may be on the meta device.
     """
 
     def __init__(
@@ -146,161 +155,159 @@ class Loading:
         checkpoint: Checkpoint,
         state: Any,
         undo: contextlib.ExitStack,
-        rank: int,
         *,
         convert: bool,
         planned: bool = False,
     ) -> None:
         self.found = checkpoint.record
-        self.rank = rank
         self.path = checkpoint.path
         self.reader = Reader(checkpoint.directory, self.found, headers=checkpoint.headers)
-        self._of_values: dict[str, torch.Tensor] = {}
-        self._decoder = Decoder(self.path, self._fetch, checkpoint.objects)
-        self._wanted: list[Shard] = []
-        #: What the checkpoint has of the objects here, and this rank needs nothing of, by its place among all tensors: so that
-        #: very many ranks, each with a part of a model, tell each other a bit for each, and no names.
+        self._options = {"convert": convert, "planned": planned}
+        self._value_tensors: dict[str, torch.Tensor] = {}
+        self._decoder = Decoder(self.path, lambda name: self._value_tensors[name].clone())
+        #: The shards to read, each with its object.
+        self._slots: list[tuple[StateObject, Shard]] = []
+        #: Functions that remove the state that was created for an optimizer.
+        self._restore: dict[str, Callable[[], None]] = {}
+        self._unfit_optimizers: set[str] = set()
+        #: Tensors of the objects that this rank does not read, by their number in the checkpoint.
         self.unneeded: dict[int, str] = {}
-        self._places = {name: at for at, name in enumerate(self.found.tensors)}
-        self._match = Match(State({} if state is None else state), self._decoder)
+        self._numbers = {name: number for number, name in enumerate(self.found.tensors)}
+        matched = State({} if state is None else state)
+        self._match = Match(matched, self.found.values, self._decoder)
         self.differences = self._match.differences
-        self._apply: Apply | None = None
         if state is None:
-            self._match.plain.append(self.found.values)
+            self._apply = self._match.take(self.found.values)
         else:
-            self._apply = self._match.visit(state, self.found.values)
+            self._apply = self._match.visit(matched.tree, state, self.found.values)
         for one, node in self._match.objects:
-            self._find_slots(one, node, undo, convert, planned)
-        self._wanted = _without_repeats(self._wanted)
+            self._find_slots(one, node, undo)
+        #: What each object takes in ``fill``.
+        self._decoded: list[Any] = []
 
-    def _fetch(self, name: str) -> torch.Tensor:
-        if name not in self._of_values:
-            self._of_values |= self.reader.read([name])
-        return self._of_values[name].clone()
-
-    def _find_slots(
-        self, one: StateObject, node: Json, undo: contextlib.ExitStack, convert: bool, planned: bool
-    ) -> None:
+    def _find_slots(self, one: StateObject, node: Json, undo: contextlib.ExitStack) -> None:
         if isinstance(one, TensorObject):  # a state can have very many of them
-            own = one.name
-            tensors = {"": self.found.tensors[own]} if own in self.found.tensors else {}
+            prefix = one.name
+            tensors = {"": self.found.tensors[prefix]} if prefix in self.found.tensors else {}
         else:
-            own = f"{one.name}/"
-            tensors = {name[len(own) :]: t for name, t in self.found.tensors.items() if name.startswith(own)}
+            prefix = f"{one.name}/"
+            tensors = {name[len(prefix) :]: t for name, t in self.found.tensors.items() if name.startswith(prefix)}
         stored_as = {}
         if isinstance(one, ModuleObject):
             stored_as = _untie(one, tensors)
             self._compare_extra(one, node["extra"])
         manifest: Manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
-        undo.callback(one.undo())
-        touched = set()
-        wanted: list[tuple[str, Shard]] = []
-        left: set[str] = set()
+        if isinstance(one, OptimizerObject):
+            self._restore[one.name] = one.snapshot()
+            undo.callback(self._restore[one.name])
+        needed = set()
         for name, slot in one.slots(manifest, node):
-            stored = tensors.get(name)
-            touched.add(name)
+            needed.add(name)
             here = f"{one.path}{f', {name}' if name else ''}"
-            if stored is None:
+            if name not in tensors:
                 self.differences.missing.append(here)
-            elif problem := unfit(stored, slot, convert, planned):
+            elif problem := unfit(tensors[name], slot, **self._options):
                 self.differences.unfit.append(f"{here}: {problem}")
-                left.add(name.rpartition("/")[0])
+                if isinstance(one, OptimizerObject):
+                    self._unfit_optimizers.add(one.name)
             else:
-                saved_as = f"{own}{stored_as.get(name, name)}"
-                wanted.append((name, Shard(saved_as, slot.shape, slot.start, slot.tensor, slot.box)))
-        if isinstance(one, OptimizerObject):  # state of a parameter is of use as a whole
-            one.left = left
-            wanted = [(name, part) for name, part in wanted if name.rpartition("/")[0] not in left]
-        self._wanted += [part for _, part in wanted]
+                slot = replace(slot, name=f"{prefix}{stored_as.get(name, name)}")
+                self._slots.append((one, slot))
         if not isinstance(one, TensorObject):
-            for name in tensors.keys() - touched:
-                self.unneeded[self._places[f"{own}{stored_as.get(name, name)}"]] = f"{one.path}, {name}"
+            for name in tensors.keys() - needed:
+                number = self._numbers[f"{prefix}{stored_as.get(name, name)}"]
+                self.unneeded[number] = f"{one.path}, {name}"
 
     def _compare_extra(self, one: ModuleObject, saved: Iterable[str]) -> None:
-        """What is no tensor in a module is to be there on both sides, too."""
-        mine = shard.extra_modules(one.module).keys()
-        self.differences.missing.extend(f"{one.path}, {name}" for name in sorted(mine - set(saved)))
-        self.differences.untouched.update(f"{one.path}, {name}" for name in set(saved) - mine)
+        here = shard.extra_modules(one.module).keys()
+        self.differences.missing.extend(f"{one.path}, {name}" for name in sorted(here - set(saved)))
+        self.differences.untouched.update(f"{one.path}, {name}" for name in set(saved) - here)
 
-    def objects(self) -> tuple[str, dict[str, str]]:
-        """What is filled: a digest of names and kinds, and by path the models with an engine."""
+    def summary(self) -> Summary:
+        """Return what the other ranks need to know."""
         objects = [one for one, _ in self._match.objects]
-        return digest([(one.name, one.kind) for one in objects]), engines_of(objects)
+        return Summary(
+            differences=self.differences,
+            objects=digest([(one.name, one.kind) for one in objects]),
+            engines=engines_of(objects),
+            unneeded=sum(1 << number for number in self.unneeded),
+            unfit_optimizers=self._unfit_optimizers,
+        )
 
-    def needs(self) -> list[Shard]:
-        """What this rank reads."""
-        return self._wanted + self._whole(self._in_values)
-
-    def _whole(self, names: Iterable[str]) -> list[Shard]:
-        """All of these tensors, without memory."""
-        found = [(name, self.found.tensors[name]) for name in names]
-        return [Shard(n, t.shape, 0, torch.empty(t.numel, dtype=torch.uint8, device="meta")) for n, t in found]
+    def leave_alone(self, names: set[str]) -> None:
+        """Leave these optimizers as they are: part of the state of an optimizer is of no use."""
+        self._match.objects = [pair for pair in self._match.objects if pair[0].name not in names]
+        self._slots = [pair for pair in self._slots if pair[0].name not in names]
+        for name in names:
+            self._restore[name]()
 
     @functools.cached_property
-    def _in_values(self) -> list[str]:
-        """The tensors that values consist of."""
-        nodes = [*self._match.plain, *(node for _, node in self._match.objects)]
-        names = (name for node in nodes for name in value_tensors(node))
-        return [name for name in names if name.startswith(OF_VALUES) and name in self.found.tensors]
+    def _wanted(self) -> list[Shard]:
+        """The shards to read. A weight that two models share is read once."""
+        found: dict[tuple[Any, ...], Shard] = {}
+        for _, one in self._slots:
+            tensor = one.tensor
+            address = id(tensor) if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
+            found.setdefault((address, tensor.dtype, tensor.shape, tensor.stride(), one.start, one.box), one)
+        return list(found.values())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the shards."""
+        return sum(one.tensor.nbytes for one in self._wanted)
 
     def decode(self) -> None:
-        """Make sure that all values can be decoded and all headers fit, before anything is changed."""
-        for need in self._wanted:
-            self.reader.check_headers(need)
-        self._of_values |= self.reader.read(self._in_values)
-        values = self._match.decode()
-        if self._apply is None:
-            self._apply = values.pop
-            self._say_what_is_left_out()
+        """Check all headers and decode all values, before anything is changed."""
+        for slot in self._wanted:
+            self.reader.check_headers(slot)
+        nodes = [*self._match.plain, *(node for _, node in self._match.objects)]
+        names = {name for node in nodes for name in stored_tensors(node) if name.startswith(OF_VALUES)}
+        self._value_tensors = self.reader.read(sorted(names & self.found.tensors.keys()))
+        self._match.decode()
+        self._warn_of_left_out()
         for one, node in self._match.objects:
-            for value in one.encoded(node):
-                self._decoder.decode(value)
             if isinstance(one, RankObject):
-                for own in self._own(node):
-                    self._decoder.decode(own)
+                node = {**node, "ranks": [own[node["name"]] for own in self.found.ranks]}
+            self._decoded.append(one.decode(node, self._decoder))
 
-    def _say_what_is_left_out(self) -> None:
-        """An optimizer of torch's takes a state dict without its tensors, and begins anew."""
-        found = list(left_out(self.found.values, self._decoder)) if self.rank == 0 else []
-        if found:
+    def _warn_of_left_out(self) -> None:
+        # Optimizers of torch accept a state dict without its tensors, and begin anew.
+        left_out = self._match.left_out
+        if left_out and rank() == 0:
             logger.warning(
-                "%s: what accel.load gives without a state has no tensors: %d are left out of the containers in it, such as %s; "
-                'give it what they belong to, as in accel.load(dir, {"optimizer": optimizer})',
+                "%s: accel.load without a state returns no tensors: %d are left out of the containers in it, such as %s; "
+                'give it their objects, as in accel.load(dir, {"optimizer": optimizer})',
                 self.path,
-                len(found),
-                found[0],
+                len(left_out),
+                left_out[0],
             )
 
     def apply(self) -> Any:
-        """Change the state; an error says that it came half-way."""
+        """Change the state. If this raises, the state is partly filled, and the error says so."""
+        objects = [one for one, _ in self._match.objects]
+        pairs = sorted(zip(objects, self._decoded, strict=True), key=lambda pair: _order(pair[0]))
         try:
             self._restart_guards()
-            objects = sorted(self._match.objects, key=lambda pair: _order(pair[0]))
-            for one, node in objects:
+            for one, values in pairs:
                 if isinstance(one, StatefulObject):
-                    one.fill(node, self._decoder)
+                    one.fill(values)
             with torch.no_grad():
                 self.reader.fill(self._wanted)
-                # Autograd must see that what it may have saved for a backward has changed.
+                # Autograd must see that tensors it saved for a backward have changed.
                 torch.autograd.graph.increment_version([one.tensor for one in self._wanted])
-                for one, node in objects:
+                for one, values in pairs:
                     if not isinstance(one, StatefulObject | RankObject):
-                        one.fill(node, self._decoder)
-            assert self._apply is not None
+                        one.fill(values)
             result = self._apply()
-            for one, node in objects:
+            for one, values in pairs:
                 if isinstance(one, RankObject):
-                    one.fill_own(self._own(node), self._decoder, self.rank)
+                    one.fill(values)
         except Exception as error:
             raise CheckpointError(f"{explain(error)}; {_PARTLY}") from error
         return result
 
-    def _own(self, node: Json) -> list[Json]:
-        """What each rank that saved has of its own."""
-        return [own[node["name"]] for own in self.found.ranks]
-
     def _restart_guards(self) -> None:
-        """What is filled with all its optimizers is one model again, wherever the ranks were interrupted before."""
+        """Forget interrupted steps of models that are loaded with all their optimizers."""
         raws = {id(vars(one).get(one.kind)) for one, _ in self._match.objects}
         for engine in {one.engine for one, _ in self._match.objects if one.engine is not None}:
             if raws.issuperset(map(id, [engine.module, *engine.optimizers])):
@@ -308,7 +315,7 @@ class Loading:
                 engine.process.order.forget()
 
     def lacking_parameters(self, module: nn.Module) -> list[str]:
-        """Of what the checkpoint lacks, the parameters of a module of the state."""
+        """Return the parameters of a module in the state that the checkpoint doesn't have."""
         paths = [one.path for one, _ in self._match.objects if isinstance(one, ModuleObject)]
         names = {f"{path}, {name}" for path in paths for name, _ in module.named_parameters(remove_duplicate=False)}
         return [name for name in self.differences.missing if name in names]
@@ -319,16 +326,6 @@ class Loading:
         for engine in sorted(engines.values(), key=lambda e: e.serial):
             engine.holdings.filled()
             engine.refresh()
-
-
-def _without_repeats(wanted: Sequence[Shard]) -> list[Shard]:
-    """Keep the first of several names of one tensor, such as a weight that two models share."""
-    found: dict[tuple[Any, ...], Shard] = {}
-    for one in wanted:
-        tensor = one.tensor
-        address = id(tensor) if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
-        found.setdefault((address, tensor.dtype, tensor.shape, tensor.stride(), one.start, one.box), one)
-    return list(found.values())
 
 
 def _untie(one: ModuleObject, tensors: dict[str, Stored]) -> dict[str, str]:
@@ -345,7 +342,7 @@ def _untie(one: ModuleObject, tensors: dict[str, Stored]) -> dict[str, str]:
 
 
 def _order(one: StateObject) -> bool:
-    """Loaders come first: they refuse a state that is not theirs, and nothing is changed by then."""
+    """Return the sort key of an object. Loaders are first: they check their state before anything is changed."""
     return not (isinstance(one, StatefulObject) and isinstance(one.value_object, LoaderHandle))
 
 
@@ -368,7 +365,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     state = _state_for(directory, source.name, module)
     with contextlib.ExitStack() as undo:
         whole = open_checkpoint(directory, state)
-        loading = Loading(whole, state, undo, 0, convert=True, planned=True)
+        loading = Loading(whole, state, undo, convert=True, planned=True)
         if source.strict:
             report(directory, [loading.differences], loading.unneeded.values(), True, 0, _WAY_OUT)
         else:

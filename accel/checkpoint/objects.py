@@ -1,93 +1,99 @@
-"""What a state holds beside plain values: the objects that a checkpoint fills in place."""
+"""Objects that a load fills in place: modules, optimizers, tensors, anything with a state dict."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, TypeAlias, TypeVar, final
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from .. import shard
+from .. import process, shard
 from ..data import LoaderHandle
 from ..engines import Engine
 from ..engines.base.step import take_added_groups
 from ..errors import CheckpointError, text_of_error
 from ..process.rng import RngState
 from ..shard import Manifest, Shard
-from .values import TAG, Decoder, Encoder, Json, items_in, place
+from .values import TAG, Decoder, Encoder, Json, place
 
 T = TypeVar("T")
+#: The JSON of an object in the record.
+Node: TypeAlias = Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRange:
-    """A range that lies on this rank."""
+    """A shard on this rank, under its name in the checkpoint."""
 
-    shard: Shard  # under its name in the checkpoint
-    equal: bool  # the ranks that have it have the same values; else this is compared, and the lowest rank's are saved
+    shard: Shard
+    #: True if an engine keeps the values equal on all ranks that have the shard.
+    #: Otherwise the values are compared.
+    equal: bool
 
 
 class StateObject:
-    """One object of a state: the names of its tensors begin with ``name``, and ``path`` is where it is in the state."""
+    """An object of a state. The names of its tensors in the checkpoint begin with ``name``."""
 
     kind: ClassVar[str]
-    #: Its node is made of all ranks' ``value``, which have parts of what is under ``divided``; else rank 0's is taken.
+    #: True if the node is made of the ``value`` of all ranks. Otherwise it is rank 0's.
     merged = False
+    #: The key in ``value`` under which each rank has only the entries of its shards.
     divided: ClassVar[str] = ""
-    #: The engine that must hear that its slots were filled.
     engine: Engine | None = None
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
         self.path = path
-        #: Its place in the record's values, filled in when the ranks have told theirs.
+        #: The JSON in the record. ``value`` is added once the ranks have exchanged theirs.
         self.node: dict[str, Json] = {TAG: self.kind}
 
     def ranges(self) -> Iterator[LocalRange]:
-        """The ranges that lie on this rank. Local."""
+        """Yield the shards on this rank. Local."""
         return iter(())
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        """The rest of its node, as this rank knows it. Local."""
+        """Return everything that is not a shard. Local."""
         return {"name": self.name}
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        """The rest of its node, of all ranks' ``value``, where ``merged``."""
-        parts = [value[self.divided] for value in reversed(values)]
-        return {**values[0], self.divided: {name: item for part in parts for name, item in part.items()}}
+        """Return the ``value`` of all ranks together."""
+        entries: dict[str, Json] = {}
+        for value in reversed(values):
+            entries |= value[self.divided]
+        return {**values[0], self.divided: entries}
 
-    def problem(self, node: Mapping[str, Json]) -> str:
-        """Why this object cannot take a saved node; empty if it can. Local, changes nothing."""
+    def problem(self, node: Node) -> str:
+        """Return why this object can't take a saved node, or an empty string. Local."""
         return ""
 
-    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        """The ranges that this rank needs, each with the name of the saved tensor (without ``name``)."""
+    def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
+        """Return the shards to fill on this rank, each with the name of its saved tensor. Local."""
         return []
 
-    @classmethod
-    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
-        """The values in a saved node that ``fill`` decodes."""
-        return []
-
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        """Take over what is no tensor; the slots are filled."""
-
-    def undo(self) -> Callable[[], None]:
-        """What brings back how it is now, after ``slots`` have created state."""
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that removes the state created by ``slots``."""
         return lambda: None
 
+    def decode(self, node: Node, decoder: Decoder) -> Any:
+        """Return what ``fill`` takes. Called before any object is changed."""
+        return None
+
+    def fill(self, values: Any) -> None:
+        """Load everything that is not a shard. The shards are filled already."""
+
     def local_range(self, own: Shard, equal: bool) -> LocalRange:
-        """Of one of its shards, which gets the name that it has in the checkpoint."""
-        return LocalRange(Shard(f"{self.name}/{own.name}", own.shape, own.start, own.tensor, own.box), equal)
+        """Return a shard of this object under its name in the checkpoint."""
+        return LocalRange(replace(own, name=f"{self.name}/{own.name}"), equal)
 
 
-def called(path: str, method: Callable[..., T], *args: Any) -> T:
-    """What a method of a user's object gives; a CheckpointError says whose it is that failed."""
+def call(path: str, method: Callable[..., T], *args: Any) -> T:
+    """Call a method of the object at ``path``. CheckpointError names the object if it raises."""
     try:
         return method(*args)
     except Exception as error:
@@ -95,18 +101,18 @@ def called(path: str, method: Callable[..., T], *args: Any) -> T:
 
 
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
-    """By path the models with an engine: two of one class have equal names and shapes, which hides them from other checks."""
+    """Return the engine of each model by path. Two models of one class look the same otherwise."""
     return {one.path: one.engine.label for one in objects if one.engine is not None}
 
 
 def progress_of(objects: Iterable[StateObject]) -> dict[str, str]:
-    """By path how far the engines have come: ranks that were interrupted in different steps have parts of different models."""
+    """Return the steps of each engine by path. Ranks compare them after an interruption."""
     return {one.path: one.engine.drift.progress for one in objects if one.engine is not None}
 
 
 @final
 class StatefulObject(StateObject):
-    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, scalers, samplers, loader handles."""
+    """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler or a loader."""
 
     kind = "stateful"
 
@@ -115,19 +121,19 @@ class StatefulObject(StateObject):
         self.value_object = value
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"state": encoder.encode(called(self.path, self.value_object.state_dict), f"{self.path}.state_dict()")}
+        state = call(self.path, self.value_object.state_dict)
+        return {"state": encoder.encode(state, f"{self.path}.state_dict()")}
 
-    @classmethod
-    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
-        return [node["state"]]
+    def decode(self, node: Node, decoder: Decoder) -> Any:
+        return decoder.decode(node["state"])
 
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        called(self.path, self.value_object.load_state_dict, decoder.decode(node["state"]))
+    def fill(self, values: Any) -> None:
+        call(self.path, self.value_object.load_state_dict, values)
 
 
 @final
 class TensorObject(StateObject):
-    """A tensor in the state, which is filled in place."""
+    """A tensor in the state."""
 
     kind = "tensor"
 
@@ -138,40 +144,43 @@ class TensorObject(StateObject):
     def ranges(self) -> Iterator[LocalRange]:
         yield LocalRange(shard.whole(self.name, self._tensor), equal=False)
 
-    def problem(self, node: Mapping[str, Json]) -> str:
+    def problem(self, node: Node) -> str:
         return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
 
-    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+    def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
         return [("", shard.whole(self.name, self._tensor))]
 
 
 @final
 class RankObject(StateObject):
-    """What each rank has its own state of: the random generators, and loaders that each rank reads by itself."""
+    """An object with a state for each rank: random generators, and loaders that ranks read alone."""
 
     kind = "ranks"
 
     def __init__(self, name: str, path: str, value: RngState | LoaderHandle) -> None:
         super().__init__(name, path)
         self._object = value
+        self._is_new_rank = False
 
     def own(self, encoder: Encoder) -> Json:
-        return encoder.encode(called(self.path, self._object.state_dict), self.path)
+        """Return this rank's state."""
+        return encoder.encode(call(self.path, self._object.state_dict), self.path)
 
-    def fill_own(self, values: Sequence[Json], decoder: Decoder, rank: int) -> None:
-        """Take over this rank's value; a rank that the saving job did not have draws numbers of its own."""
-        state = decoder.decode(values[rank % len(values)])
-        called(self.path, self._object.load_state_dict, state)
-        if rank >= len(values) and isinstance(self._object, RngState):
-            self._object.diverge(rank)
+    def decode(self, node: Node, decoder: Decoder) -> Any:
+        """Decode this rank's entry of ``node["ranks"]``. New ranks take the entry of another rank."""
+        saved, rank = node["ranks"], process.rank()
+        self._is_new_rank = rank >= len(saved)
+        return decoder.decode(saved[rank % len(saved)])
 
-
-# -- Modules and optimizers: raw ones, those of an engine, and parts of an engine's module -----------------------------
+    def fill(self, values: Any) -> None:
+        call(self.path, self._object.load_state_dict, values)
+        if self._is_new_rank and isinstance(self._object, RngState):
+            self._object.diverge(process.rank())
 
 
 @final
 class ModuleObject(StateObject):
-    """A module: raw, of an engine, or a part of an engine's module."""
+    """A module: raw, of an engine, or the part of an engine's module at ``prefix``."""
 
     kind = "module"
     divided = "extra"
@@ -181,71 +190,71 @@ class ModuleObject(StateObject):
         self.module = module
         self.engine = engine
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
-        self._prefix = prefix
-        # One model on all ranks together: what is no tensor lies on one of them, too.
+        #: True if all ranks together have one model, for example in a pipeline.
         self.merged = engine is not None and engine.distributed and engine.gradients.spread
-        self._spread = self.merged or (engine is not None and engine.synchronizes and not engine.distributed)
-        #: The names that the engine gives to what is in this part of its module, and the part's own.
-        self._own_names: dict[str, str] = {}
+        self._is_spread = self.merged or (engine is not None and engine.synchronizes and not engine.distributed)
+        #: The names in this module by the engine's names. None: they are equal.
+        self._names: dict[str, str] | None = None
         if engine is not None and prefix:
-            whole = shard.tensor_names(engine.module)
-            self._own_names = {whole[key][0]: names[0] for key, names in shard.tensor_names(module).items()}
-
-    def _own(self, name: str) -> str | None:
-        """What is called ``name`` in the engine's module, by its name in this one; None if it is not in it."""
-        return self._own_names.get(name) if self._prefix else name
+            outer = shard.tensor_names(engine.module)
+            self._names = {outer[key][0]: names[0] for key, names in shard.tensor_names(module).items()}
 
     def _shards(self) -> list[Shard]:
         shards = self._holdings.shards(None)
-        if not self._prefix:
+        names = self._names
+        if names is None:
             return shards
-        return [replace(s, name=own) for s in shards if (own := self._own(s.name)) is not None]
+        return [replace(one, name=names[one.name]) for one in shards if one.name in names]
 
     def ranges(self) -> Iterator[LocalRange]:
-        engine, shards = self.engine, self._shards()
+        shards = self._shards()
         equal = set()
-        if engine is not None and engine.synchronizes:
-            equal = {own for name in engine.named if (own := self._own(name)) is not None}
-        if self._spread:
-            equal.update(s.name for s in shards)  # each buffer lies on one rank
-        for s in shards:
-            yield self.local_range(s, s.name in equal)
+        if self.engine is not None and self.engine.synchronizes:
+            names = self._names
+            equal = {name if names is None else names.get(name) for name in self.engine.named}
+        for one in shards:
+            # If the module is spread over the ranks, each buffer is on one of them.
+            yield self.local_range(one, self._is_spread or one.name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        names = {id(part): name for name, part in shard.extra_modules(self._holdings.module).items()}
-        found = self._holdings.values(None)
-        parts = shard.extra_modules(self.module).items()
-        extra = {own: found[names[id(part)]] for own, part in parts if names[id(part)] in found}
-        # What only one rank has cannot be in the shards, whose plan is made of tensors that all ranks know of.
+        outer_parts = shard.extra_modules(self._holdings.module)
+        outer_names = {id(part): name for name, part in outer_parts.items()}
+        values = self._holdings.values(None)
+        extra = {}
+        for name, part in shard.extra_modules(self.module).items():
+            if outer_names[id(part)] in values:
+                extra[name] = values[outer_names[id(part)]]
+        # All ranks must know the tensors in shards, so those of a single rank become JSON.
         encoder = Encoder(None) if self.merged else encoder
-        by = {} if self.engine is None else {"backend": self.engine.name}
-        return {"extra": encoder.encode(extra, f"{self.path}.state_dict()"), **by}
+        node = {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
+        return node if self.engine is None else {**node, "backend": self.engine.name}
 
-    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        return [(s.name, s) for s in self._shards()]
-
-    @classmethod
-    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
-        return [node["extra"]]
+    def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
+        return [(one.name, one) for one in self._shards()]
 
     def tied(self) -> dict[str, list[str]]:
-        """The further names of parameters and buffers that have several, by the first, which a checkpoint has."""
-        return {names[0]: names[1:] for names in shard.tensor_names(self.module).values() if len(names) > 1}
+        """Return the other names of tied tensors by their first name, which checkpoints use."""
+        all_names = shard.tensor_names(self.module).values()
+        return {names[0]: names[1:] for names in all_names if len(names) > 1}
 
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        shard.fill_module_values(self.module, decoder.decode(node["extra"]))
-        if self.engine is None or not self.engine.holdings.partial(None):  # a hook would see parts
-            for part in reversed(list(self.module.modules())):
-                for hook in getattr(part, "_load_state_dict_post_hooks", {}).values():
-                    hook(part, _IncompatibleKeys([], []))
+    def decode(self, node: Node, decoder: Decoder) -> Any:
+        return decoder.decode(node["extra"])
+
+    def fill(self, values: Any) -> None:
+        shard.fill_module_values(self.module, values)
+        if self.engine is not None and self.engine.holdings.partial(None):
+            return  # hooks expect full tensors
+        for part in reversed(list(self.module.modules())):
+            for hook in part._load_state_dict_post_hooks.values():
+                hook(part, _IncompatibleKeys([], []))
 
 
 @final
 class OptimizerObject(StateObject):
-    """An optimizer, raw or of an engine.
+    """An optimizer: raw, or of an engine. Parameters outside its groups are left alone.
 
-    It speaks of the parameters in its own groups alone: what a model has beside them, frozen or not, is left as it is.
-    ``names`` are those of the model's parameters, by ``id``; None where they are unknown, and parameters are met by position.
+    Args:
+        names: the names of the model's parameters by ``id``. None: match them by position.
     """
 
     kind = "optimizer"
@@ -258,140 +267,127 @@ class OptimizerObject(StateObject):
         super().__init__(name, path)
         self.optimizer = optimizer
         self.engine = engine
-        self._named = names is not None
+        self._has_names = names is not None
         if engine is not None:
             take_added_groups(engine, optimizer)
         held = shard.parameters_of(optimizer)
-        self._names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
-        strangers = [tuple(p.shape) for p in held if id(p) not in self._names]
-        if strangers:
-            raise CheckpointError(
-                f"{path}: this {type(optimizer).__name__} holds parameters that are not of its model (of shape "
-                f"{', '.join(map(str, strangers[:5]))}), so that they have no name in a checkpoint: make them part of the model"
-            )
-        self._parameters = {self._names[id(p)]: p for p in held}
-        self._holdings = shard.Raw(None, self._names) if engine is None else engine.holdings
-        #: The saved names of parameters whose state does not fit, and is left as it is.
-        self.left: set[str] = set()
-        #: The tensors that a checkpoint has of the state, and which keys there were here before.
-        self._given: set[str] = set()
-        self._had: dict[str, set[Any]] = {}
+        names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
+        for parameter in held:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"{path}: this {type(optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not of its model. Make it part of the model."
+                )
+        self._parameters = {names[id(p)]: p for p in held}
+        self._holdings = shard.Raw(None, names) if engine is None else engine.holdings
+        #: The tensors of the state in the checkpoint, under the names here.
+        self._saved_tensors: set[str] = set()
 
     def ranges(self) -> Iterator[LocalRange]:
         equal = self.engine is not None and self.engine.synchronizes
-        for s in self._holdings.shards(self.optimizer):
-            yield self.local_range(s, equal)
-
-    def _frozen(self) -> set[str]:
-        return {n for n, p in self._parameters.items() if not p.requires_grad}
+        for one in self._holdings.shards(self.optimizer):
+            yield self.local_range(one, equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine
-        state = {n: encoder.encode(s, place(f"{self.path}.state", n)) for n, s in values["state"].items()}
+        groups = []
+        for i, group in enumerate(values["groups"]):
+            groups.append(encoder.encode(group, place(f"{self.path}.param_groups", i)))
+        state = {}
+        for name, own in values["state"].items():
+            state[name] = encoder.encode(own, place(f"{self.path}.state", name))
+        scaled = engine is not None and engine.precision.scaled
         return {
             "class": type(self.optimizer).__name__,
-            "named": self._named,
-            "groups": [
-                encoder.encode(g, place(f"{self.path}.param_groups", i)) for i, g in enumerate(values["groups"])
-            ],
+            "named": self._has_names,
+            "groups": groups,
             "state": state,
-            "frozen": sorted(self._frozen()),
-            "scale": [*engine.loss_scale.state()] if engine is not None and engine.precision.scaled else None,
+            "frozen": sorted(name for name, p in self._parameters.items() if not p.requires_grad),
+            "scale": [*engine.loss_scale.state()] if engine is not None and scaled else None,
         }
 
-    def _renamed(self, node: Mapping[str, Json]) -> dict[str, str]:
-        """Saved names to those of this optimizer: by name where both have some, else by position."""
-        saved = [name for group in node["groups"] for name in _options(group)["params"]]
-        mine = [name for group in self._holdings.values(self.optimizer)["groups"] for name in group["params"]]
-        return {name: name for name in saved} if node["named"] and self._named else dict(zip(saved, mine, strict=True))
+    def _group_names(self) -> list[list[str]]:
+        return [group["params"] for group in self._holdings.values(self.optimizer)["groups"]]
 
-    def problem(self, node: Mapping[str, Json]) -> str:
-        mine = [group["params"] for group in self._holdings.values(self.optimizer)["groups"]]
-        saved = [_options(group)["params"] for group in node["groups"]]
+    def _names_here(self, node: Node) -> dict[str, str]:
+        """Return the names here by the saved names. They differ without the names of a model."""
+        saved = [name for group in node["groups"] for name in group["params"]]
+        if node["named"] and self._has_names:
+            return {name: name for name in saved}
+        here = itertools.chain.from_iterable(self._group_names())
+        return dict(zip(saved, here, strict=True))
+
+    def problem(self, node: Node) -> str:
         kind = type(self.optimizer).__name__
         if node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
-        if [len(g) for g in mine] != [len(g) for g in saved]:
-            return (
-                f"the checkpoint has parameter groups of {[len(g) for g in saved]} parameters, and this optimizer has "
-                f"{[len(g) for g in mine]}"
-            )
-        if node["named"] and self._named:
-            for i, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
-                if ours != theirs:
-                    first = next(k for k, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
-                    return f"parameter {first} of group {i} is {theirs[first]} in the checkpoint and {ours[first]} here"
+        here, saved = self._group_names(), [group["params"] for group in node["groups"]]
+        sizes, saved_sizes = [len(group) for group in here], [len(group) for group in saved]
+        if sizes != saved_sizes:
+            return f"the checkpoint has groups of {saved_sizes} parameters, and this optimizer of {sizes}"
+        if node["named"] and self._has_names and here != saved:
+            names_here = self._names_here({**node, "named": False})
+            saved_name, name = next(pair for pair in names_here.items() if pair[0] != pair[1])
+            return f"a parameter is {saved_name} in the checkpoint and {name} here"
         return ""
 
-    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        renamed = self._renamed(node)
-        saved_names = {}
-        mine = {}
-        for name, value in manifest.items():
-            parameter, _, key = name.rpartition("/")
-            if parameter in renamed:
-                mine[f"{renamed[parameter]}/{key}"] = value
-                saved_names[f"{renamed[parameter]}/{key}"] = name
-        self._given = set(mine)
-        return [(saved_names[s.name], s) for s in self._holdings.slots(self.optimizer, mine)]
+    def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
+        """Return the shards of the state to fill, and create those that don't exist yet."""
+        names_here, saved_names, tensors = self._names_here(node), {}, {}
+        for saved_name, form in manifest.items():
+            parameter, _, key = saved_name.rpartition("/")
+            if parameter in names_here:
+                name = f"{names_here[parameter]}/{key}"
+                saved_names[name], tensors[name] = saved_name, form
+        self._saved_tensors = set(tensors)
+        return [(saved_names[slot.name], slot) for slot in self._holdings.slots(self.optimizer, tensors)]
 
-    @classmethod
-    def encoded(cls, node: Mapping[str, Json]) -> list[Json]:
-        return [*node["groups"], *node["state"].values()]
+    def snapshot(self) -> Callable[[], None]:
+        state = self.optimizer.state
+        before = {parameter: dict(own) for parameter, own in state.items()}
 
-    def fill(self, node: Mapping[str, Json], decoder: Decoder) -> None:
-        renamed = self._renamed(node)
-        groups = [decoder.decode(group) for group in node["groups"]]
-        saved = {renamed[name]: decoder.decode(own) for name, own in node["state"].items()}
-        left = {renamed[name] for name in self.left}
-        before = self._holdings.values(self.optimizer)["state"] if left else {}
-        saved = {name: own for name, own in saved.items() if name not in left}
-        kept = {name: before[name] for name in left if self._had.get(name)}
-        values = {
-            "groups": [{**group, "params": [renamed[name] for name in group["params"]]} for group in groups],
-            "state": saved | kept,
-        }
-        self._holdings.fill(self.optimizer, values)
-        self._finish(saved)
-        if self.engine is not None and self.engine.precision.scaled and node.get("scale") is not None:
-            self.engine.loss_scale.restore(*node["scale"])
-        frozen = set(node["frozen"])
-        for theirs, name in renamed.items():
-            parameter = self._parameters[name]
-            if parameter.requires_grad == (theirs in frozen):
-                parameter.requires_grad_(theirs not in frozen)
+        def restore() -> None:
+            state.clear()
+            state.update(before)
 
-    def _finish(self, filled: Container[str]) -> None:
-        """What torch does at the end of ``load_state_dict``: no more state than was saved, as a class has it now; the hooks."""
+        return restore
+
+    def decode(self, node: Node, decoder: Decoder) -> Any:
+        decoded = {"groups": decoder.decode(node["groups"]), "state": decoder.decode(node["state"])}
+        return {**node, **decoded, "names": self._names_here(node)}
+
+    def fill(self, values: Any) -> None:
+        names = values["names"]
+        groups = []
+        for group in values["groups"]:
+            groups.append({**group, "params": [names[name] for name in group["params"]]})
+        state = {names[name]: own for name, own in values["state"].items()}
+        self._holdings.fill(self.optimizer, {"groups": groups, "state": state})
+        if self.engine is None or not self.engine.holdings.partial(self.optimizer):
+            self._drop_other_state(state.keys())
+        self._end_load()
+        if values.get("scale") and self.engine is not None and self.engine.precision.scaled:
+            self.engine.loss_scale.restore(*values["scale"])
+        frozen = set(values["frozen"])
+        for saved_name, name in names.items():
+            parameter, trainable = self._parameters[name], saved_name not in frozen
+            if parameter.requires_grad != trainable:
+                parameter.requires_grad_(trainable)
+
+    def _drop_other_state(self, filled: Iterable[str]) -> None:
+        """Remove tensors that were not saved, as ``Optimizer.load_state_dict`` does."""
+        for entry in self._holdings.entries(self.optimizer):
+            if entry.name not in filled:
+                continue
+            for key, value in list(entry.state.items()):
+                is_saved = f"{entry.name}/{key}" in self._saved_tensors
+                if not is_saved and shard.is_shard(key, value, entry.parameter):
+                    del self.optimizer.state[entry.parameter][key]
+
+    def _end_load(self) -> None:
+        """Do what ``Optimizer.load_state_dict`` does last: add new options, and call hooks."""
         optimizer, engine = self.optimizer, self.engine
-        if engine is None or not engine.holdings.partial(optimizer):
-            for entry in self._holdings.entries(optimizer):
-                tensors = [k for k, v in entry.state.items() if shard.is_shard(k, v, entry.parameter)]
-                for key in tensors if entry.name in filled else ():
-                    if f"{entry.name}/{key}" not in self._given:
-                        del optimizer.state[entry.parameter][key]
         with contextlib.nullcontext() if engine is None else engine.holdings.guard.opened():
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
             for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
                 hook(optimizer)
-
-    def undo(self) -> Callable[[], None]:
-        before = self._holdings.values(self.optimizer)
-        self._had = had = {entry.name: set(entry.state) for entry in self._holdings.entries(self.optimizer)}
-
-        def act() -> None:
-            self._holdings.fill(self.optimizer, before)
-            for entry in self._holdings.entries(self.optimizer):
-                for key in set(entry.state) - had.get(entry.name, set()):
-                    del self.optimizer.state[entry.parameter][key]
-
-        return act
-
-
-def _options(group: Json) -> dict[str, Json]:
-    """A saved parameter group by its keys that are strings, also where it has others."""
-    if isinstance(group, dict) and TAG not in group:
-        return group
-    if isinstance(group, dict) and group[TAG] == "dict":
-        return {key: value for key, value in items_in(group) if type(key) is str}
-    raise ValueError("a parameter group is not as accel writes it")

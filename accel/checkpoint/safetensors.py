@@ -183,20 +183,26 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def parse_header(content: bytes, file_size: int) -> Header:
-    """Read the first bytes of a file of accel's, whose entries follow one another and fill it; MALFORMED where it is not so."""
+def parse_table(content: bytes, file_size: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the entries and the metadata of a header. MALFORMED if the entries don't fill the file one after the other."""
     table = json.loads(content[8:], object_pairs_hook=no_duplicates)
     metadata = table.pop(METADATA, {})
-    size, at = len(content), 0
+    end = len(content)
     for key, described in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = described["data_offsets"]
-        if type(begin) is not int or type(end) is not int or begin != at or end < begin:
+        begin, stop = described["data_offsets"]
+        if type(begin) is not int or type(stop) is not int or begin != end - len(content) or stop < begin:
             raise ValueError(f"the data of {key!r} overlaps another's, or leaves a hole")
-        at = end
-    if size + at != file_size:
-        raise ValueError(f"its entries end at byte {size + at}, the file at {file_size}")
+        end = len(content) + stop
+    if end != file_size:
+        raise ValueError(f"its entries end at byte {end}, the file at {file_size}")
+    return table, metadata
+
+
+def parse_header(content: bytes, file_size: int) -> Header:
+    """Read the header of a file that accel wrote. MALFORMED if it is damaged."""
+    table, metadata = parse_table(content, file_size)
     digits = metadata["xxh3"]
     checksums = [digits[i : i + DIGITS] for i in range(0, len(digits), DIGITS)]
-    if metadata["accel"] != "1" or len(checksums) != chunks_of(at):
+    if metadata["accel"] != "1" or len(checksums) != chunks_of(file_size - len(content)):
         raise ValueError("its number of checksums does not fit its size")
-    return Header(size, table, checksums)
+    return Header(len(content), table, checksums)

@@ -1,9 +1,10 @@
-"""A user's state: its objects, which a checkpoint fills in place, with their names in it, and its plain values. Local."""
+"""A user's state as a tree of containers, objects that a load fills in place, and plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import nn
@@ -11,7 +12,6 @@ from torch.optim import Optimizer
 
 from .. import shard
 from ..data import LoaderHandle
-from ..engines import Engine
 from ..errors import AccelError, CheckpointError
 from ..handles import ModelHandle, engine_behind, raw
 from ..process.rng import RngState
@@ -24,119 +24,154 @@ from .objects import (
     StatefulObject,
     StateObject,
     TensorObject,
-    called,
+    call,
 )
-from .safetensors import METADATA, check_tensor
+from .safetensors import check_tensor
 from .values import DEPTH, TAG, Encoder, Json, place
 
-#: Names of tensors that values hold begin with it.
+#: The first character in the names of tensors that are part of plain values.
 OF_VALUES: Final = "~"
+#: Types that are not, and don't contain, objects.
+PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+# -- Names of tensors --------------------------------------------------------------------------------------------------
 
 
 def component(key: object) -> str:
-    """A key as a part of a tensor's name: other keys have other parts, and no part has a slash."""
+    """Return a key as a part of a tensor's name. Parts are joined by slashes."""
     if not isinstance(key, str):
-        return f"[{_escaped(_written(key))}]"
-    text = _escaped(key)
+        value = key.item() if type(key).__module__ == "numpy" else key  # type: ignore[attr-defined]
+        return f"[{_escape(repr(value))}]"
+    text = _escape(key)
     return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", OF_VALUES) else text
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("%", "%25").replace("/", "%2F")
 
 
-def below(name: str, part: str) -> str:
-    """The name of what a component leads to in a container."""
+def join(name: str, part: str) -> str:
+    """Return the name of a container's item."""
     return f"{name}/{part}" if name else part
 
 
-def _written(key: Any) -> str:
-    """The ``repr`` of a key, which is the same in every process and with every version of what the key is of."""
-    if type(key) is tuple:
-        return f"({', '.join(map(_written, key))}{',' if len(key) == 1 else ''})"
-    if isinstance(key, frozenset):
-        return f"frozenset({{{', '.join(sorted(map(_written, key)))}}})"
-    return repr(key.item() if type(key).__module__ == "numpy" else key)
+# -- Flatten -----------------------------------------------------------------------------------------------------------
 
 
-_OBJECTS: Final = (torch.Tensor, nn.Module, Optimizer, StateObject)
-#: Types of values that are no objects, and hold none.
-PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """An object with its name in the checkpoint and its path in the state."""
+
+    value: Any
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """A dict, list or tuple that contains objects. Its other items are plain values."""
+
+    container: Any
+    children: dict[Any, Tree]
+
+
+Tree: TypeAlias = Branch | Leaf
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is filled in place by a checkpoint, and not replaced."""
+    """True if a checkpoint fills the value in place instead of replacing it."""
     if type(value) in PLAIN or isinstance(value, type):
         return False
-    if isinstance(value, _OBJECTS):
+    if isinstance(value, torch.Tensor | nn.Module | Optimizer | StateObject):
         return True
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    methods = ("state_dict", "load_state_dict")
+    return all(callable(getattr(value, method, None)) for method in methods)
 
 
 def items_of(container: Any) -> list[tuple[Any, Any]]:
-    """The keys and items of a container that is walked."""
+    """Return the keys and items of a dict, list or tuple."""
     return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
 
 
-def _holders(root: Any) -> set[int]:
-    """The ids of the containers that hold an object, at any depth."""
-    found: set[int] = set()
-    seen: set[int] = set()
+def flatten(value: Any, name: str = "", path: str = "state", depth: int = 0) -> Tree | None:
+    """Return the objects in a value as a tree, or None if the value contains no object."""
+    if is_object(value):
+        return Leaf(value, name, path)
+    # Encoder refuses containers that are nested more deeply.
+    if not isinstance(value, dict | list | tuple) or depth > DEPTH:
+        return None
+    children = {}
+    for key, item in items_of(value):
+        if type(item) not in PLAIN:
+            child = flatten(item, join(name, component(key)), place(path, key), depth + 1)
+            if child is not None:
+                children[key] = child
+    return Branch(value, children) if children else None
 
-    def visit(container: Any, depth: int) -> bool:
-        if id(container) not in seen and depth <= DEPTH:  # what is nested more deeply cannot be stored
-            seen.add(id(container))
-            for item in container.values() if isinstance(container, dict) else container:
-                if type(item) in PLAIN:
-                    continue
-                walked = isinstance(item, dict | list | tuple) and type(item) is not torch.Size
-                if is_object(item) or (walked and visit(item, depth + 1)):
-                    found.add(id(container))
-        return id(container) in found
 
-    visit(root, 0)
-    return found
+def leaves(tree: Tree | None) -> Iterator[Leaf]:
+    """Yield the objects of a tree in order."""
+    if isinstance(tree, Leaf):
+        yield tree
+    elif tree is not None:
+        for child in tree.children.values():
+            yield from leaves(child)
 
 
 @final
 class State:
-    """A user's state, a nested dict, taken apart."""
+    """A user's state, a nested dict."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, dict):
             raise CheckpointError(
-                f"expected the state as a dict, found a {type(state).__name__}: a dict names what is in it, as in "
-                'accel.save({"model": model, "optimizer": optimizer}, dir)'
+                f"Expected the state as a dict, found a {type(state).__name__}. "
+                'Write accel.save({"model": model, "optimizer": optimizer}, dir).'
             )
         self.state = state
-        self._holders = _holders(state)
-        # For the names of raw optimizers' parameters.
-        modules = [value for value, *_ in self.objects() if isinstance(value, nn.Module)]
-        self._raw_modules = [raw(m) if type(m) is ModelHandle else resolve_module(m)[0] for m in modules]
+        self.tree = flatten(state)
+        #: A raw optimizer's parameters have the names that they have in one of these.
+        self._raw_modules: list[nn.Module] = []
+        for leaf in leaves(self.tree):
+            if type(leaf.value) is ModelHandle:
+                self._raw_modules.append(raw(leaf.value))  # also if its engine was torn down
+            elif isinstance(leaf.value, nn.Module):
+                self._raw_modules.append(resolve_module(leaf.value)[0])
 
-    def holds_object(self, container: Any) -> bool:
-        """Whether one of its containers holds an object, at any depth."""
-        return id(container) in self._holders
+    def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
+        """Return the state as JSON and its objects, whose nodes in the JSON are filled in later."""
+        objects: list[StateObject] = []
+        paths: dict[str, str] = {}
 
-    def objects(self) -> Iterator[tuple[Any, str, str]]:
-        """All objects in order, each with its name and path."""
+        def visit(tree: Tree | None, value: Any, path: str) -> Json:
+            if tree is None:
+                return encoder.encode(value, path)
+            if isinstance(tree, Leaf):
+                _check_unique(paths, tree.name, path)
+                objects.append(self.object_of(tree))
+                return objects[-1].node
+            items = items_of(value)
+            nodes = [visit(tree.children.get(key), item, place(path, key)) for key, item in items]
+            if isinstance(value, list):
+                return nodes
+            if isinstance(value, tuple):
+                return {TAG: "tuple", "items": nodes}
+            if all(type(key) is str for key in value) and TAG not in value:
+                return dict(zip(value, nodes, strict=True))
+            keys = [encoder.encode_key(key, path) for key in value]
+            return {TAG: "dict", "items": [list(pair) for pair in zip(keys, nodes, strict=True)]}
 
-        def visit(value: Any, name: str, path: str, depth: int) -> Iterator[tuple[Any, str, str]]:
-            if is_object(value):
-                yield value, name, path
-            elif depth <= DEPTH and self.holds_object(value):
-                for key, item in items_of(value):
-                    yield from visit(item, below(name, component(key)), place(path, key), depth + 1)
+        return visit(self.tree, self.state, "state"), objects
 
-        return visit(self.state, "", "state", 0)
-
-    def object_of(self, value: Any, name: str, path: str) -> StateObject:
-        """What a checkpoint does with an object."""
+    def object_of(self, leaf: Leaf) -> StateObject:
+        """Return the object that saves and fills a leaf."""
+        value, name, path = leaf.value, leaf.name, leaf.path
         if isinstance(value, StateObject):
             value.name, value.path = name, path
             return value
         try:
-            if isinstance(value, RngState) or (isinstance(value, LoaderHandle) and value._accel.part):
+            is_own = isinstance(value, LoaderHandle) and value._accel.part
+            if is_own or isinstance(value, RngState):
                 return RankObject(name, path, value)
             if isinstance(value, nn.Module):
                 return _module_object(value, name, path)
@@ -153,71 +188,29 @@ class State:
 
     def _optimizer_object(self, optimizer: Optimizer, name: str, path: str) -> StateObject:
         handle = Registry.optimizer_handle(optimizer)
-        engine: Engine | None = None if handle is None else engine_behind(handle)
-        if engine is None and handle is optimizer:
-            raise CheckpointError(f"{path}: this handle's engine was torn down; give the raw optimizer")
-        given = optimizer if handle is None else raw(handle)
-        if own := _own_entries(given, path):
-            if engine is not None and engine.holdings.partial(given):
+        engine = None if handle is None else engine_behind(handle)
+        if handle is optimizer and engine is None:
+            raise CheckpointError(f"{path}: this handle's engine was torn down. Save the raw optimizer.")
+        inner = optimizer if handle is None else raw(handle)
+        if type(inner).state_dict is not Optimizer.state_dict:
+            # A class around another optimizer, for example. Only its load_state_dict takes them.
+            entries = call(path, inner.state_dict).keys() - {"state", "param_groups"}
+            if entries and engine is not None and engine.holdings.partial(inner):
                 raise CheckpointError(
-                    f"{path}: the state_dict() of this {type(given).__name__} has entries of its own ({', '.join(own[:5])}), "
-                    f"which backend {engine.name!r} cannot divide: use one where each process has whole optimizers"
+                    f"{path}: the state_dict() of this {type(inner).__name__} has its own entries "
+                    f"{sorted(map(str, entries))[:5]}, which backend {engine.name!r} can't shard. "
+                    'Use backend="ddp".'
                 )
-            return StatefulObject(name, path, optimizer)
-        if handle is not None and engine is not None:
-            return OptimizerObject(name, path, raw(handle), engine, engine.holdings.parameter_names)
-        held = set(map(id, shard.parameters_of(optimizer)))
-        candidates = [*self._raw_modules, *(e.module for e in registry.in_order())]
-        for module in candidates:
-            named = {id(p): n for n, p in module.named_parameters()}
-            if held <= named.keys():
-                return OptimizerObject(name, path, optimizer, None, named)
+            if entries:
+                return StatefulObject(name, path, optimizer)
+        if engine is not None:
+            return OptimizerObject(name, path, inner, engine, engine.holdings.parameter_names)
+        held = {id(parameter) for parameter in shard.parameters_of(optimizer)}
+        for module in [*self._raw_modules, *(engine.module for engine in registry.in_order())]:
+            names = {id(parameter): name for name, parameter in module.named_parameters()}
+            if held <= names.keys():
+                return OptimizerObject(name, path, optimizer, None, names)
         return OptimizerObject(name, path, optimizer, None, None)
-
-    def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
-        """The state as JSON, in which each object's node is to be filled, and the objects; refuses what cannot be stored."""
-        objects: list[StateObject] = []
-        paths: dict[str, str] = {}
-
-        def visit(value: Any, name: str, path: str, depth: int) -> Json:
-            if depth > DEPTH:
-                raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
-            if is_object(value):
-                one = self.object_of(value, name, path)
-                objects.append(one)
-                _take_name(paths, name, path)
-                return one.node
-            if not self.holds_object(value):
-                return encoder.encode(value, path)
-            parts = {
-                key: visit(item, below(name, component(key)), place(path, key), depth + 1)
-                for key, item in items_of(value)
-            }
-            if isinstance(value, dict):
-                return _as_dict(parts, encoder, path)
-            return list(parts.values()) if isinstance(value, list) else {TAG: "tuple", "items": list(parts.values())}
-
-        return visit(self.state, "", "state", 0), objects
-
-
-def _own_entries(optimizer: Optimizer, path: str) -> list[str]:
-    """What the class of an optimizer around another one, say, adds to ``state_dict``, and only its ``load_state_dict`` takes."""
-    if type(optimizer).state_dict is Optimizer.state_dict:
-        return []
-    return [str(key) for key in called(path, optimizer.state_dict) if key not in ("state", "param_groups")]
-
-
-def _take_name(paths: dict[str, str], name: str, path: str) -> None:
-    """Keys of different types may look alike; what has one name would be saved once."""
-    if paths.setdefault(name, path) != path:
-        raise CheckpointError(f"{paths[name]} and {path} have the same name in a checkpoint, {name!r}: use other keys")
-
-
-def _as_dict(parts: dict[Any, Json], encoder: Encoder, path: str) -> Json:
-    keys = encoder.keys(parts, path)
-    if all(type(key) is str for key in parts) and TAG not in parts:
-        return parts
-    return {TAG: "dict", "items": [list(pair) for pair in zip(keys, parts.values(), strict=True)]}
 
 
 def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
@@ -229,39 +222,39 @@ def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
         for prefix, part in engine.module.named_modules():
             if part is module:
                 return ModuleObject(name, path, module, engine, f"{prefix}.")
-        shared = [n for n, p in module.named_parameters() if id(p) in engine.known]
+        shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
         if shared or any(type(part) is ModelHandle for part in module.modules()):
             raise CheckpointError(
-                f"{path}: this {type(module).__name__} holds parameters of a model that is set up ({', '.join(shared[:5])}): "
-                "save that model's handle, or a part of that model"
+                f"{path}: this {type(module).__name__} holds parameters of a model that is set up "
+                f"({', '.join(shared[:3])}). Save the model that accel.setup returned."
             )
     return ModuleObject(name, path, module, None, "")
 
 
+def _check_unique(paths: dict[str, str], name: str, path: str) -> None:
+    if paths.setdefault(name, path) != path:
+        raise CheckpointError(
+            f"{paths[name]} and {path} have the same name {name!r} in a checkpoint. Use different keys."
+        )
+
+
+# -- The tensors on this rank ------------------------------------------------------------------------------------------
+
+
 def local_ranges(objects: Sequence[StateObject], filter: Callable[[str], bool] | None) -> list[LocalRange]:
-    """What lies on this rank of all objects, without what ``filter`` refuses (never an optimizer's), if it can be stored."""
+    """Return the shards on this rank. ``filter`` chooses tensors by name, but keeps optimizers."""
     found = []
     paths: dict[str, str] = {}
     for one in objects:
-        for held in one.ranges():
-            name, tensor = held.shard.name, held.shard.tensor
-            _take_name(paths, name, one.path)
-            if name == METADATA:
-                raise CheckpointError(
-                    f"{one.path}: in the files of a checkpoint {METADATA!r} is no name of a tensor; rename the key"
-                )
-            if filter is not None and not isinstance(one, OptimizerObject) and not filter(name):
-                continue
-            check_tensor(tensor, f"{one.path}, {name}")
-            if isinstance(one, ModuleObject) and shard.overlaps_itself(tensor):
-                raise CheckpointError(
-                    f"{one.path}, {name}: its elements share memory (an expanded or overlapping view), so that no "
-                    "load could fill it: register its clone()"
-                )
-            found.append(held)
+        for local in one.ranges():
+            name = local.shard.name
+            _check_unique(paths, name, one.path)
+            if filter is None or isinstance(one, OptimizerObject) or filter(name):
+                check_tensor(local.shard.tensor, f"{one.path}, {name}")
+                found.append(local)
     return found
 
 
 def value_range(number: int, path: str, tensor: torch.Tensor) -> LocalRange:
-    """A tensor that is part of a value."""
+    """Return the shard of a tensor that is part of a plain value."""
     return LocalRange(shard.whole(f"{OF_VALUES}{number}/{component(path)}", tensor), equal=False)

@@ -13,7 +13,7 @@ from pickle import PickleError
 from typing import Final, TypeVar
 
 from ..errors import AccelError, CheckpointError
-from ..process import rank, running, world_size
+from ..process import rank, running
 from ..process.control import agree, raise_together
 
 logger = logging.getLogger("accel")
@@ -63,14 +63,6 @@ def on_running_ranks(what: str, look: Callable[[], Mapping[str, object]], act: C
         return act(0, 1)
     except OSError as error:
         raise CheckpointError(f"{what}: {explain(error)}") from error
-
-
-def beside_others() -> str:
-    """What an error of something that is there already says where other processes of the job may be at the same work."""
-    if running() is not None or world_size() == 1:
-        return ""
-    alone = "accel does not run yet, so that each process that comes here does this alone"
-    return f" ({alone}: accel.init() above it lets them do it together)"
 
 
 def check_arguments(what: str, told: Sequence[Mapping[str, object]]) -> None:

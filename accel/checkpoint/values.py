@@ -1,377 +1,306 @@
-"""Python values as JSON that keeps their types, and back. Nothing here imports or calls what a file names."""
+"""Plain Python values as JSON that keeps their types.
+
+Decoding builds only the types in ``_KINDS``, tensors and numpy arrays. It never imports or calls
+anything that a file names.
+"""
 
 from __future__ import annotations
 
-import argparse
 import base64
-import collections
 import json
 import math
-import operator
-import re
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
-from .safetensors import BY_NAME, ITEM_BYTES, NAMES, check_tensor, from_bytes, to_bytes
+from .safetensors import BY_NAME, NAMES, check_tensor, to_bytes
 from .steps import MALFORMED
 
-#: A JSON object with this key is not a dict, but the value of the type that it names.
+#: A JSON object with this key is a value of the type that it names. Other JSON objects are dicts.
 TAG: Final = "!"
-#: How deeply values may be nested.
+#: The deepest nesting of values.
 DEPTH: Final = 100
-#: Tensors and arrays of more bytes are stored in the shards.
+#: Larger tensors and arrays are stored in the shards.
 INLINE_BYTES: Final = 1024
 
 Json = Any
-#: Stores a tensor under a name of its own, and returns that name.
+#: Takes a tensor and its path, stores the tensor, and returns the name it is stored under.
 Store = Callable[[torch.Tensor, str], str]
-_NUMPY: Final = re.compile(r"[<>|][biufcSUMm][0-9]{1,9}(\[[0-9]*[A-Za-z\u03bc]{1,9}\])?")
-_FACTORIES: Final[dict[str, Callable[[], Any]]] = {t.__name__: t for t in (list, dict, set, int, float, str, bool)}
 
 
 def place(path: str, key: object) -> str:
-    """The path of what ``key`` leads to in a container."""
+    """Return the path of a container's item."""
     return f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]"
 
 
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
+# -- The table of types ------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """How the values of a type are stored: ``{"!": tag, key: content}``."""
+
+    tag: str
+    type: type
+    #: "value" holds text, "data" bytes in base64, "items" a list of values.
+    key: str
+    take_apart: Callable[[Any], Any]
+    rebuild: Callable[[Any], Any]
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items())
+
+
+def _attributes(value: Any) -> list[tuple[Any, Any]]:
+    return list(vars(value).items())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES: Final = {_dtype_name(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_KINDS: Final = (
+    # Only numbers that JSON doesn't have. Its readers in other languages know 64-bit integers.
+    Kind("int", int, "value", hex, lambda text: int(text, 16)),
+    Kind("float", float, "value", repr, float),
+    Kind("dtype", torch.dtype, "value", _dtype_name, _DTYPES.__getitem__),
+    Kind("device", torch.device, "value", str, torch.device),
+    Kind("path", type(Path()), "value", str, Path),
+    Kind("bytes", bytes, "data", bytes, bytes),
+    Kind("bytearray", bytearray, "data", bytes, bytearray),
+    Kind("complex", complex, "items", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    Kind("range", range, "items", lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    Kind("deque", deque, "items", lambda v: [list(v), v.maxlen], lambda v: deque(*v)),
+    Kind("tuple", tuple, "items", list, tuple),
+    Kind("size", torch.Size, "items", list, torch.Size),
+    Kind("set", set, "items", list, set),
+    Kind("frozenset", frozenset, "items", list, frozenset),
+    Kind("dict", dict, "items", _pairs, dict),
+    Kind("OrderedDict", OrderedDict, "items", _pairs, OrderedDict),
+    Kind("Counter", Counter, "items", _pairs, lambda v: Counter(dict(v))),
+    Kind("defaultdict", defaultdict, "items", _pairs, dict),
+    Kind("namespace", SimpleNamespace, "items", _attributes, lambda v: SimpleNamespace(**dict(v))),
+    Kind("arguments", Namespace, "items", _attributes, lambda v: Namespace(**dict(v))),
+)
+_BY_TYPE: Final = {kind.type: kind for kind in _KINDS}
+_BY_TAG: Final = {kind.tag: kind for kind in _KINDS}
+#: Types with code of their own.
+_ARRAYS: Final = ("tensor", "ndarray", "numpy")
+#: Numbers, strings and dates: arrays of objects are pointers, and need pickle.
+_NUMPY_KINDS: Final = "biufcSUMm"
+_FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool)}
+
+
+def _is_json(value: Any) -> bool:
+    """True if JSON stores the value as it is."""
+    kind = type(value)
+    if kind is int:
+        return bool(-(2**63) <= value < 2**64)
+    if kind is float:
+        return math.isfinite(value)
+    return kind is str or kind is bool or value is None
+
+
+# -- Values to JSON ----------------------------------------------------------------------------------------------------
 
 
 class Encoder:
-    """Turns values into JSON; ``store`` takes tensors of more than ``INLINE_BYTES``, or none where it is None."""
+    """Turns values into JSON.
+
+    Args:
+        store: takes tensors of more than ``INLINE_BYTES``. None: all tensors become JSON.
+    """
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
 
     def encode(self, value: Any, path: str, depth: int = 0) -> Json:
-        """The JSON of a value; refuses what cannot be stored, by its path."""
+        """Return the JSON of a value, or raise with the path of a part that can't be stored."""
+        if _is_json(value):
+            return value
         if depth > DEPTH:
-            raise CheckpointError(f"{path}: nested more than {DEPTH} levels deep, or a container that holds itself")
-        kind = type(value)
-        if value is None or kind is bool:
-            return value
-        if kind is str:
-            return value
-        if kind in _SCALARS:
-            return _SCALARS[kind](value)
-        if kind in _CONTAINERS:
-            return self._container(value, path, depth)
+            raise CheckpointError(f"{path} is nested more than {DEPTH} levels deep. Does a container contain itself?")
+        if type(value) is list:
+            return self._encode_items(enumerate(value), path, depth)
+        if type(value) is dict and all(type(key) is str for key in value) and TAG not in value:
+            return dict(zip(value, self._encode_items(value.items(), path, depth), strict=True))
+        if (kind := _BY_TYPE.get(type(value))) is not None:
+            return self._encode_kind(kind, value, path, depth)
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
-        return self._rare(value, path)
-
-    def _rare(self, value: Any, path: str) -> Json:
-        if type(value) in (Path, type(Path())):
-            return {TAG: "path", "value": str(value)}
+            return self._encode_tensor(value, path)
         numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-            return self._numpy(value, path, isinstance(value, numpy.generic))
-        if isinstance(value, torch.utils.data.DataLoader):
-            raise CheckpointError(
-                f"{path} is a raw DataLoader, which knows no position: give the one that accel.setup returned"
-            )
-        raise CheckpointError(
-            f"{path} is a {_kind(value)}, which cannot be stored without pickle; store what it consists of (numbers, strings, "
-            "bytes, dicts, lists, tuples, sets, tensors, numpy arrays), or give it state_dict() and load_state_dict()"
-        )
+        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
+            return self._encode_numpy(value, path)
+        raise CheckpointError(f"{path} is a {_not_storable(value)}")
 
-    def _container(self, value: Any, path: str, depth: int) -> Json:
-        kind = type(value)
-        if kind in _NAMESPACES:
-            return {TAG: _NAMESPACES[kind], "items": self._items(vars(value), path, depth)}
-        if kind is collections.deque:
-            return {TAG: "deque", "items": [self.encode(list(value), path, depth + 1), value.maxlen]}
-        if kind in (set, frozenset):
-            # In an order that is the same on every rank.
-            items = self.keys(value, path, depth)
-            return {
-                TAG: kind.__name__,
-                "items": sorted(items, key=None if {*map(type, items)} == {int} else json.dumps),
-            }
-        if kind in _SEQUENCES:
-            items = self._each(enumerate(value), path, depth)
-            return items if kind is list else {TAG: _SEQUENCES[kind], "items": items}
-        return self._mapping(value, path, depth)
+    def _encode_items(self, items: Iterable[tuple[Any, Any]], path: str, depth: int) -> list[Json]:
+        # Most values need no path, and histories are long.
+        return [v if _is_json(v) else self.encode(v, place(path, k), depth + 1) for k, v in items]
 
-    def _mapping(self, value: Any, path: str, depth: int) -> Json:
-        kind = type(value)
-        if kind is dict and {*map(type, value)} <= {str} and TAG not in value:
-            names = list(value)
-            return dict(zip(names, self._each(value.items(), path, depth), strict=True))
-        tagged = {TAG: kind.__name__, "items": self._items(value, path, depth)}
-        if kind is collections.defaultdict:
+    def encode_key(self, key: Any, path: str, depth: int = 0) -> Json:
+        """Return the JSON of a key of the dict at ``path``."""
+        if key != key:
+            raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
+        return key if _is_json(key) else self.encode(key, f"the key {key!r} of {path}", depth + 1)
+
+    def _encode_kind(self, kind: Kind, value: Any, path: str, depth: int) -> Json:
+        content = kind.take_apart(value)
+        tagged = {TAG: kind.tag, kind.key: content}
+        if kind.key == "data":
+            tagged["data"] = _base64(content)
+        elif kind.take_apart in (_pairs, _attributes):
+            keys = [self.encode_key(key, path, depth) for key, _ in content]
+            items = self._encode_items(content, path, depth)
+            tagged["items"] = [list(pair) for pair in zip(keys, items, strict=True)]
+        elif kind.key == "items":
+            tagged["items"] = self._encode_items(enumerate(content), path, depth)
+        if kind.type in (set, frozenset):
+            # Processes have different orders, and ranks compare what they save.
+            numbers = all(type(item) is int for item in tagged["items"])
+            tagged["items"].sort(key=None if numbers else json.dumps)
+        if kind.type is defaultdict:
             factory = value.default_factory
-            if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
+            if factory is not None and factory not in _FACTORIES.values():
                 raise CheckpointError(
-                    f"{path}: a defaultdict whose factory is {factory!r} cannot be stored; use a dict"
+                    f"{path} is a defaultdict with the factory {factory!r}, which can't be stored. "
+                    "Save dict(value) instead."
                 )
             tagged["factory"] = None if factory is None else factory.__name__
         return tagged
 
-    def _each(self, items: Iterable[tuple[Any, Any]], path: str, depth: int) -> list[Json]:
-        """The JSON of each item by its key; for most of very many there is nothing to do, and no path to be made."""
-        return [item if _is_json(item) else self.encode(item, place(path, key), depth + 1) for key, item in items]
-
-    def _items(self, value: Any, path: str, depth: int) -> Json:
-        items = self._each(value.items(), path, depth)
-        return [list(pair) for pair in zip(self.keys(value, path, depth), items, strict=True)]
-
-    def keys(self, value: Any, path: str, depth: int = 0) -> list[Json]:
-        """The JSON of a dict's keys, or of a set's members; refuses those that could not be found again under it."""
-        for key in value:
-            if not _is_json(key) and not _is_known_by_value(key):
-                raise CheckpointError(
-                    f"the key {key!r} of {path} would be another one when it is loaded: NaN, NaT and tensors are equal to "
-                    "nothing else; use a number or a string"
-                )
-        return [key if _is_json(key) else self.encode(key, f"the key {key!r} of {path}", depth + 1) for key in value]
-
-    def _tensor(self, value: torch.Tensor, path: str) -> Json:
+    def _encode_tensor(self, value: torch.Tensor, path: str) -> Json:
         check_tensor(value, path)
         tagged: dict[str, Json] = {TAG: "tensor"}
         if type(value) is torch.nn.Parameter:
             tagged["class"] = "Parameter"
-        if value.is_leaf and value.requires_grad:  # else it has a graph, which is not stored
+        # The graph of a tensor that is not a leaf isn't stored.
+        if value.is_leaf and value.requires_grad:
             tagged["requires_grad"] = True
         value = value.detach()
         if self._store is not None and value.nbytes > INLINE_BYTES:
             return {**tagged, "name": self._store(value, path)}
-        value = value.cpu().contiguous()
-        return {**tagged, "dtype": NAMES[value.dtype], "shape": list(value.shape), "data": _text(to_bytes(value))}
+        data = to_bytes(value.cpu().contiguous())
+        tagged |= {"dtype": NAMES[value.dtype], "shape": [*value.shape]}
+        return {**tagged, "data": _base64(data)}
 
-    def _numpy(self, value: Any, path: str, scalar: bool) -> Json:
-        if value.dtype.kind not in "biufcSUMm":
-            raise CheckpointError(f"{path}: a numpy array of dtype {value.dtype} cannot be stored without pickle")
-        if type(value) is not (value.dtype.type if scalar else sys.modules["numpy"].ndarray):
+    def _encode_numpy(self, value: Any, path: str) -> Json:
+        if value.dtype.kind not in _NUMPY_KINDS:
             raise CheckpointError(
-                f"{path} is a {_kind(value)}, of which more than its numbers would be lost (a mask, a class): store "
-                "numpy.asarray(value), and what it has beside as values of their own"
+                f"{path} is a numpy array of dtype {value.dtype}, which needs pickle. "
+                "Use an array of numbers or strings."
             )
-        tagged: dict[str, Json] = {TAG: "numpy" if scalar else "ndarray", "dtype": value.dtype.str}
-        data = value.tobytes()[: value.nbytes]  # numpy gives an empty text one character
-        if not scalar:
-            tagged["shape"] = list(value.shape)
+        tagged: dict[str, Json] = {TAG: "numpy", "dtype": value.dtype.str}
+        if type(value).__name__ == "ndarray":
+            tagged |= {TAG: "ndarray", "shape": [*value.shape]}
+        data = value.tobytes()
         if self._store is not None and len(data) > INLINE_BYTES:
-            return {**tagged, "name": self._store(torch.frombuffer(bytearray(data), dtype=torch.uint8), path)}
-        return {**tagged, "data": _text(data)}
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return {**tagged, "name": self._store(flat, path)}
+        return {**tagged, "data": _base64(data)}
 
 
-def _kind(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
-def _is_known_by_value(key: Any) -> bool:
-    """Whether what is decoded of a key is equal to it."""
-    if isinstance(key, tuple | frozenset):
-        return all(map(_is_known_by_value, key))
-    return not isinstance(key, torch.Tensor) and bool(key == key)
+def _not_storable(value: object) -> str:
+    if isinstance(value, torch.utils.data.DataLoader):
+        return "raw DataLoader, which has no position. Save the loader that accel.setup returned."
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    return (
+        f"{kind}, which can't be stored without pickle. Save its content as numbers, strings, "
+        "containers or tensors, or give it state_dict() and load_state_dict()."
+    )
 
 
-#: Of the types that JSON has: whether a value surely is as it stands in a file.
-_AS_IT_IS: Final[dict[type, Callable[[Any], bool]]] = {
-    type(None): operator.not_,
-    bool: range(2).__contains__,
-    int: range(-(2**63), 2**64).__contains__,
-    float: math.isfinite,
-    str: str.isascii,
-}
-
-
-def _is_json(value: Any) -> bool:
-    check = _AS_IT_IS.get(type(value))
-    return check is not None and check(value)
-
-
-def _float(value: float) -> Json:
-    return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
-
-
-_SCALARS: Final[dict[type, Callable[[Any], Json]]] = {
-    # JSON readers of other languages know 64 bits, and Python's own at most 4,300 digits.
-    int: lambda v: v if -(2**63) <= v < 2**64 else {TAG: "int", "value": hex(v)},
-    float: _float,
-    complex: lambda v: {TAG: "complex", "items": [_float(v.real), _float(v.imag)]},
-    bytes: lambda v: {TAG: "bytes", "data": _text(v)},
-    bytearray: lambda v: {TAG: "bytearray", "data": _text(bytes(v))},
-    range: lambda v: {TAG: "range", "items": [v.start, v.stop, v.step]},
-    torch.dtype: lambda v: {TAG: "dtype", "value": str(v).removeprefix("torch.")},
-    torch.device: lambda v: {TAG: "device", "value": str(v)},
-}
-_NAMESPACES: Final[dict[type, str]] = {SimpleNamespace: "namespace", argparse.Namespace: "arguments"}
-_MAPPINGS: Final = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
-_SEQUENCES: Final[dict[type, str]] = {list: "list", tuple: "tuple", torch.Size: "size"}
-_CONTAINERS: Final = frozenset({set, frozenset, collections.deque, *_MAPPINGS, *_SEQUENCES, *_NAMESPACES})
+# -- JSON to values ----------------------------------------------------------------------------------------------------
 
 
 class Decoder:
-    """Turns JSON of ``Encoder`` into values; ``source`` is the file, for errors.
+    """Turns the JSON of ``Encoder`` into values.
 
-    ``fetch`` gives a stored tensor by its name. ``objects``: the ids of the nodes that are objects of the state, or hold some;
-    they are not decoded as a whole.
+    Args:
+        source: the path of the file, for errors.
+        fetch: returns a stored tensor by its name.
     """
 
-    def __init__(self, source: str, fetch: Callable[[str], torch.Tensor], objects: Container[int] = ()) -> None:
+    def __init__(self, source: str, fetch: Callable[[str], torch.Tensor]) -> None:
         self.source = source
         self._fetch = fetch
-        self._objects = objects
-
-    def holds_object(self, data: Json) -> bool:
-        """Whether a node is, or holds, what can only be filled into an object of the state."""
-        return id(data) in self._objects
 
     def decode(self, data: Json) -> Any:
-        """The value; raises where ``data`` is no such JSON."""
+        """Return the value, or raise a CheckpointError if ``Encoder`` did not write ``data``."""
         try:
-            return self._decode(data, 0)
+            return self._decode(data)
         except MALFORMED as error:
             raise CheckpointError(
-                f"{self.source}: a value that accel did not write ({type(error).__name__}: {error})"
+                f"{self.source} has a value that accel did not write ({type(error).__name__}: {error}). "
+                "Load a different checkpoint."
             ) from error
 
-    def _decode(self, data: Json, depth: int) -> Any:
-        if depth > 2 * DEPTH:
-            raise ValueError("nested too deeply")
-        if isinstance(data, list):
-            return [item if _is_json(item) else self._decode(item, depth + 1) for item in data]
-        if not isinstance(data, dict):
-            if type(data) is float and not math.isfinite(data):
-                raise ValueError("a number beyond those of 64 bits")
+    def _decode(self, data: Json) -> Any:
+        if not isinstance(data, dict | list):
             return data
+        if isinstance(data, list):
+            return [v if _is_json(v) else self._decode(v) for v in data]
         if TAG not in data:
-            return {key: item if _is_json(item) else self._decode(item, depth + 1) for key, item in data.items()}
-        return self._tagged(data, depth)
+            return {k: v if _is_json(v) else self._decode(v) for k, v in data.items()}
+        if data[TAG] in _ARRAYS:
+            return self._decode_tensor(data) if data[TAG] == "tensor" else self._decode_numpy(data)
+        kind = _BY_TAG[data[TAG]]
+        content = data[kind.key]
+        if kind.key == "data":
+            content = _bytes(content)
+        elif kind.key == "items":
+            content = self._decode(content)
+        if kind.type is defaultdict:
+            factory = data["factory"]
+            return defaultdict(None if factory is None else _FACTORIES[factory], content)
+        return kind.rebuild(content)
 
-    def _tagged(self, data: Json, depth: int) -> Any:
-        tag = data[TAG]
-        if tag == "tensor":
-            return self._tensor(data)
-        if tag in ("ndarray", "numpy"):
-            return self._array(data, scalar=tag == "numpy")
-        if tag in _DECODERS:
-            return _DECODERS[tag](data)
-        items = self._decode(items_in(data), depth)
-        if tag == "defaultdict":
-            factory = None if data["factory"] is None else _FACTORIES[data["factory"]]
-            return collections.defaultdict(factory, _pairs(items))
-        return _COLLECTIONS[tag](items)
-
-    def _tensor(self, data: Json) -> torch.Tensor:
+    def _decode_tensor(self, data: dict[str, Json]) -> torch.Tensor:
         if "name" in data:
-            tensor = self._fetch(_of(str, data, "name"))
+            tensor = self._fetch(data["name"])
         else:
-            dtype, content, shape = BY_NAME[data["dtype"]], _bytes(data), _shape(data)
-            if math.prod(shape) * ITEM_BYTES[data["dtype"]] != len(content):
-                raise ValueError("a tensor whose shape does not fit its bytes")
-            tensor = from_bytes(content, dtype, shape)
-        grad, kind = data.get("requires_grad", False), data.get("class", "")
-        if type(grad) is not bool or kind not in ("", "Parameter"):
-            raise ValueError(f"a tensor of class {kind!r} with requires_grad {grad!r}")
-        return torch.nn.Parameter(tensor, grad) if kind else tensor.requires_grad_(grad)
+            content, dtype = _bytes(data["data"]), BY_NAME[data["dtype"]]
+            empty = torch.empty(0, dtype=dtype, device="cpu")  # frombuffer takes no empty buffer
+            flat = torch.frombuffer(content, dtype=dtype) if content else empty
+            tensor = flat.reshape(data["shape"])
+        requires_grad = data.get("requires_grad", False)
+        if data.get("class") == "Parameter":
+            return torch.nn.Parameter(tensor, requires_grad)
+        return tensor.requires_grad_(requires_grad)
 
-    def _array(self, data: Json, *, scalar: bool) -> Any:
+    def _decode_numpy(self, data: dict[str, Json]) -> Any:
         import numpy
 
-        stored = self._fetch(_of(str, data, "name")) if "name" in data else None
-        if not _NUMPY.fullmatch(_of(str, data, "dtype")):  # numpy would evaluate some of what it does not know
-            raise ValueError(f"numpy dtype {data['dtype']!r}")
-        kind: Any = numpy.dtype(data["dtype"])
-        shape = () if scalar else _shape(data)
-        content = b"" if stored is not None else _bytes(data)
-        if math.prod(shape) * kind.itemsize != (len(content) if stored is None else stored.nbytes):
-            raise ValueError("an array whose shape does not fit its bytes")
-        if stored is not None:
-            content = to_bytes(stored)
-        if scalar and kind.kind in "SU":  # an array would take zeros off the end
-            order = "be" if data["dtype"][0] == ">" else "le"
-            return kind.type(content if kind.kind == "S" else content.decode(f"utf-32-{order}", "surrogatepass"))
-        array: Any = numpy.ndarray(shape, kind, buffer=bytearray(content) if content else None)
-        return array[()] if scalar else array
+        dtype = numpy.dtype(data["dtype"])
+        if dtype.kind not in _NUMPY_KINDS:
+            raise TypeError(f"a numpy array of dtype {dtype}")
+        stored = to_bytes(self._fetch(data["name"])) if "name" in data else _bytes(data["data"])
+        content = bytearray(stored) or None  # an empty array takes no buffer
+        array: Any = numpy.ndarray(data.get("shape", ()), dtype, content)
+        return array if data[TAG] == "ndarray" else array[()]
 
 
-def _of(kind: type, data: Json, key: str) -> Any:
-    found = data[key]
-    if type(found) is not kind:
-        raise ValueError(f"{key!r} is a {type(found).__name__}, and not a {kind.__name__}")
-    return found
+def _bytes(data: str) -> bytearray:
+    return bytearray(base64.b64decode(data, validate=True))
 
 
-def items_in(data: Json) -> list[Json]:
-    """What a container's JSON has of its items; a ValueError where that is no list."""
-    return list(_of(list, data, "items"))
-
-
-def _bytes(data: Json) -> bytes:
-    return base64.b64decode(_of(str, data, "data"), validate=True)
-
-
-def _shape(data: Json) -> tuple[int, ...]:
-    shape = _of(list, data, "shape")
-    if not all(type(n) is int and 0 <= n < 2**48 for n in shape):
-        raise ValueError(f"shape {shape!r}")
-    return tuple(shape)
-
-
-def _known_dtype(data: Json) -> torch.dtype:
-    dtype = vars(torch).get(data["value"])  # getattr would import some of torch's modules
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {data['value']!r}")
-    return dtype
-
-
-def _arguments(items: dict[str, Any]) -> argparse.Namespace:
-    made = argparse.Namespace()
-    vars(made).update(items)  # "self" is a name too
-    return made
-
-
-def _numbers(items: Sequence[Any], count: int, *kinds: type) -> Sequence[Any]:
-    if len(items) != count or not all(type(item) in kinds for item in items):
-        raise ValueError(f"expected {count} numbers")
-    return items
-
-
-def members(items: list[Any]) -> list[Any]:
-    """Return the keys of a dict or the members of a set. ValueError if two are equal."""
-    if len(set(items)) != len(items):
-        raise ValueError("a set or dict has the same key twice")
-    return items
-
-
-def _pairs(items: list[Any]) -> dict[Any, Any]:
-    """A dict of its items."""
-    if not all(type(item) is list and len(item) == 2 for item in items):
-        raise ValueError("the items of a dict are no pairs")
-    members([key for key, _ in items])
-    return dict(items)
-
-
-_DECODERS: Final[dict[str, Callable[[Json], Any]]] = {
-    "int": lambda d: int(_of(str, d, "value"), 16),
-    "float": lambda d: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[d["value"]],
-    "bytes": _bytes,
-    "bytearray": lambda d: bytearray(_bytes(d)),
-    "range": lambda d: range(*_numbers(d["items"], 3, int)),
-    "dtype": _known_dtype,
-    "device": lambda d: torch.device(_of(str, d, "value")),
-    "path": lambda d: Path(_of(str, d, "value")),
-}
-_COLLECTIONS: Final[dict[str, Callable[[list[Any]], Any]]] = {
-    "tuple": tuple,
-    "size": torch.Size,
-    "deque": lambda items: collections.deque(*items),
-    "set": lambda items: set(members(items)),
-    "frozenset": lambda items: frozenset(members(items)),
-    "complex": lambda items: complex(*_numbers(items, 2, float, int)),
-    "dict": _pairs,
-    "OrderedDict": lambda items: collections.OrderedDict(_pairs(items)),
-    "Counter": lambda items: collections.Counter(_pairs(items)),
-    "namespace": lambda items: SimpleNamespace(**_pairs(items)),
-    "arguments": lambda items: _arguments(_pairs(items)),
-}
+def stored_tensors(node: Json) -> Iterator[str]:
+    """Yield the names of the stored tensors in the JSON of a value."""
+    todo = [node] if type(node) is dict or type(node) is list else []
+    while todo:
+        node = todo.pop()
+        if type(node) is dict and node.get(TAG) in _ARRAYS and "name" in node:
+            yield node["name"]
+        children = node.values() if type(node) is dict else node
+        todo += [child for child in children if type(child) is dict or type(child) is list]

@@ -1,4 +1,4 @@
-"""The commands of ``python -m accel``: the tables ``COMMANDS`` of the modules here, by name."""
+"""The commands of ``python -m accel``, by name in the table ``COMMANDS`` of each module."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """One command."""
+    """A command."""
 
-    run: Callable[[argparse.Namespace], int]  # returns the exit status; its docstring is the command's help
+    #: Returns the exit status. Its docstring is the text of ``--help``.
+    run: Callable[[argparse.Namespace], int]
+    #: Arguments of the command that ``--help`` shows as an example.
+    example: str
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-
-
-def whole_number(text: str) -> int:
-    """An argument's type."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}") from None

@@ -104,9 +104,9 @@ def test_which_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(2, 2), nn.Linear(2, 3)
     accel.save({"gan": {"a/b": first}, "critic": second, "step": 1}, tmp_path / "c")
-    with pytest.raises(CheckpointError, match=r"2 models \('gan/a%2Fb', 'critic'\): say which"):
+    with pytest.raises(CheckpointError, match=r"2 models \('gan/a%2Fb', 'critic'\). Choose with name="):
         accel.export(tmp_path / "c", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="no model 'x'; it has 'gan"):
+    with pytest.raises(CheckpointError, match="no model 'x'. It has 'gan"):
         accel.export(tmp_path / "c", tmp_path / "out", name="x")
     assert not (tmp_path / "out").exists()
     accel.export(tmp_path / "c", tmp_path / "out", name="gan/a%2Fb")

@@ -150,7 +150,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"a": [torch.zeros(3).to_sparse()]}, "a tensor of layout torch.sparse_coo"),
     ({"a": torch.zeros(3, device="meta")}, "a tensor on the meta device"),
     ({"a": CYCLE}, "nested more than 100 levels"),
-    ([1], "expected the state as a dict"),
+    ([1], "Expected the state as a dict"),
     ({"": {"a": torch.ones(3)}, "a": torch.zeros(3)}, "have the same name"),
 ]
 

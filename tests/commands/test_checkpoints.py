@@ -27,7 +27,7 @@ def test_inspect_names_the_step_and_what_loads_where(tmp_path: Path, capsys: pyt
     accel.save({"m": nn.Linear(1, 1), "step": 3, "n": 4, 7: "x"}, tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "at step 3" in out
+    assert "  step = 3" in out
     assert "  m: a model" in out
     assert "  n = 4" in out
 
@@ -49,7 +49,6 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "by 2 processes" in out
     assert "x  F32   [1000] in 2 parts" in out
     assert "n = 1" in out
-    assert "bytes: x 2,000" in out
     assert main(["inspect", "--values", str(tmp_path)]) == 0
     assert '"lr": 3.0' in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "no")]) == 1
