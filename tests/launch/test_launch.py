@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.launch import stateful
+from accel.launch import collect_stateful
 from tests.distributed import GUARD, wait_for
 from tests.interpreters import executable
 from tests.programs import ROOT
@@ -466,7 +466,7 @@ def test_what_has_a_state_is_found_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    found = stateful({"fn": lambda: model[1], "args": [{"o": optimizer}, model[0], scheduler, model]})
+    found = collect_stateful({"fn": lambda: model[1], "args": [{"o": optimizer}, model[0], scheduler, model]})
     assert {id(item) for item in found} == {id(model), id(optimizer), id(scheduler)}
     assert len(found) == 3
 
