@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,10 @@ from .process.environments import resolve
 from .process.startup import RETURNED, place_now
 from .trees import map_leaves
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 
 logger = logging.getLogger("accel")
@@ -59,7 +63,9 @@ _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _STORE_PREFIXES: Final = ("", "/worker/attempt_0/")
 
 
-def launch(fn: Callable[..., T], *args: Any, num_processes: int | None = None) -> T:
+def launch(
+    fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None
+) -> T:
     """Run ``fn(*args)`` in new processes, one per rank, and return rank 0's result.
 
     You can call it from a script or a notebook cell, and ``fn`` may be defined there. Modules,
@@ -81,7 +87,8 @@ def launch(fn: Callable[..., T], *args: Any, num_processes: int | None = None) -
     count = _count_processes(num_processes)
     _check_call(fn)
     title = _name_of(fn)
-    parts = {title: fn, **{f"args[{i}]": argument for i, argument in enumerate(args)}}
+    given: tuple[Any, ...] = args
+    parts = {title: fn, **{f"args[{i}]": argument for i, argument in enumerate(given)}}
     stateful = collect_stateful(parts)
     with tempfile.TemporaryDirectory(prefix="accel-launch-") as name:
         folder = Path(name)
