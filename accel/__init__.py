@@ -24,10 +24,10 @@ from .errors import SharedParametersError as SharedParametersError
 from .errors import TimeoutError as TimeoutError
 from .gradients.totals import mean_loss as mean_loss
 from .handles import Handles as Handles
-from .launch import check_picklable as check_picklable
 from .launch import launch as launch
 from .memory import memory_report as memory_report
 from .memory import summary as summary
+from .pickling import check_picklable as check_picklable
 from .process import device as device
 from .process import init as init
 from .process import is_main as is_main

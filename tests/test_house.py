@@ -19,6 +19,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PA
 LAYERS = [
     ["__init__", "__main__"],
     ["launch"],
+    ["pickling"],
     ["batches", "commands"],
     ["verbs"],
     ["memory", "setup"],

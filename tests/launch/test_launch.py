@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.launch import stateful
+from accel.launch import collect_stateful
 from tests.distributed import GUARD, wait_for
 from tests.interpreters import executable
 from tests.programs import ROOT
@@ -238,7 +238,7 @@ def lock_and_growth(case: str, model: nn.Module) -> object:
     ("case", "message"),
     [
         ("lock", r"result\['best'\]\[0\]: _thread.lock"),
-        ("grown", r"this Linear came back with other tensors than it was sent with: more; nothing was filled"),
+        ("grown", r"changed the names or shapes of this Linear, so nothing was loaded"),
     ],
 )
 def test_what_cannot_come_back(case: str, message: str, quick: None, nothing_stays: None) -> None:
@@ -253,7 +253,7 @@ def test_what_cannot_come_back(case: str, message: str, quick: None, nothing_sta
 
 
 class OddError(Exception):
-    """Cannot be made from its arguments, and so not be unpickled."""
+    """Can't be unpickled, because its class takes other arguments."""
 
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}")
@@ -281,7 +281,7 @@ def fail(how: str, path: str, model: nn.Module) -> None:
 
 FAILURES = {
     "raise": r"rank 1 of 2 in accel.launch\(fail\) raised; its traceback:(?s:.*)in fail(?s:.*)ValueError: boom",
-    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) was ended by SIGKILL, .* out of memory, perhaps",
+    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) was ended by SIGKILL, .* out of memory",
 }
 #: These end the others as those do.
 ALONE = {
@@ -314,10 +314,7 @@ def fail_alone(how: str) -> None:
 def test_what_is_told_of_a_failure(how: str, quick: None) -> None:
     with pytest.raises(accel.LaunchError, match=ALONE[how]) as caught:
         accel.launch(fail_alone, how, num_processes=1)
-    cause = caught.value.__cause__
-    assert (type(cause), str(cause), getattr(cause, "code", None)) == (
-        (OddError, "code 3", 3) if how == "odd" else (type(None), "None", None)
-    )
+    assert caught.value.__cause__ is None
 
 
 def end_after_a_failure() -> None:
@@ -428,8 +425,8 @@ def test_what_cannot_be_sent_is_named_by_its_path() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].lock = threading.Lock()
     cases = {
-        r"args\[0\]: ModelHandle; send the raw Linear, and call accel.setup in the function": (handle,),
-        r"args\[1\]\['o'\]: OptimizerHandle; send the raw SGD": (1, {"o": optimizer_handle}),
+        r"args\[0\]: ModelHandle; pass the raw Linear, and call accel.setup in the function": (handle,),
+        r"args\[1\]\['o'\]: OptimizerHandle; pass the raw SGD": (1, {"o": optimizer_handle}),
         r"args\[0\]\[1\].0.lock: _thread.lock": ((1, model),),
         r"args\[0\].keywords\['file'\]: _io.TextIOWrapper": (functools.partial(print, file=sys.__stdout__),),
     }
@@ -466,7 +463,7 @@ def test_what_has_a_state_is_found_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    found = stateful({"fn": lambda: model[1], "args": [{"o": optimizer}, model[0], scheduler, model]})
+    found = collect_stateful({"fn": lambda: model[1], "args": [{"o": optimizer}, model[0], scheduler, model]})
     assert {id(item) for item in found} == {id(model), id(optimizer), id(scheduler)}
     assert len(found) == 3
 

@@ -66,7 +66,6 @@ class Elsewhere(Absent, nn.Parameter):
 
     plain = OF_ITSELF
     given = ("place",)
-    given = ("place",)
     place: str
 
     @classmethod

@@ -1,0 +1,182 @@
+"""Send objects to other processes, and name by its path whatever can't be pickled."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import LaunchError
+from .handles import ModelHandle, OptimizerHandle
+from .handles import raw as raw_of
+
+_MAX_NAMED = 5  # objects that an error names
+
+# A function that uses torch.ops brings it along. Its class isn't a module that pickle knows.
+copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
+
+
+def save_by_value(value: object, path: Path, name: str) -> None:
+    """Write ``value`` to a file. Functions and classes of ``__main__`` are pickled by value.
+
+    Raises:
+        LaunchError: names the path of each object that can't be pickled, beginning with ``name``.
+    """
+    import cloudpickle
+
+    try:
+        torch.save(value, path, pickle_module=cloudpickle)
+    except Exception as error:
+        find_stateful(value, name)
+        raise LaunchError(f"{name} can't be sent to another process: {error}") from error
+
+
+def check_picklable(obj: object, name: str = "obj") -> None:
+    """Check that ``obj`` can be pickled, as ``torch.save(obj)`` and spawned loader workers do.
+
+    ``accel.launch`` can send more: lambdas, and functions and classes of a notebook or a script.
+
+    Args:
+        obj: a model, a dataset, or any other object.
+        name: the name of ``obj`` in the error.
+
+    Raises:
+        LaunchError: names the path and kind of each object that can't be pickled, as in
+            ``model.head.act: lambda at train.py:12``.
+    """
+    find_stateful(obj, name, by_name=True)
+
+
+def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]:
+    """Return the objects that ``obj`` reaches and that have a state to load.
+
+    Args:
+        name: the name of ``obj`` in the error.
+        by_name: pickle functions and classes by their names only, as the ``pickle`` module does.
+
+    Raises:
+        LaunchError: names the path of each object that can't be pickled.
+    """
+    try:
+        return _try_pickle(obj, by_name)
+    except Exception as error:
+        culprits = list(dict.fromkeys(_find_culprits(obj, name, by_name, set())))
+        text = "; ".join(culprits[:_MAX_NAMED]) or f"{name}: {error}"
+        if len(culprits) > _MAX_NAMED:
+            text += f" and {len(culprits) - _MAX_NAMED} more"
+        raise LaunchError(f"These objects can't be pickled: {text}") from error
+
+
+def _try_pickle(obj: object, by_name: bool) -> list[Any]:
+    """Pickle an object to nowhere. Return the objects on the way that have a state to load."""
+    import cloudpickle
+
+    stateful: dict[int, Any] = {}
+
+    class Attempt(pickle.Pickler if by_name else cloudpickle.Pickler):  # type: ignore[misc]
+        def persistent_id(self, item: Any) -> str | None:
+            kind = type(item)
+            if kind is ModelHandle and not by_name:
+                # It would arrive as a raw module that no engine trains.
+                raise TypeError("a handle belongs to this process")
+            if isinstance(item, torch.storage.TypedStorage | torch.UntypedStorage):
+                return "storage"  # skip the bytes
+            if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
+                stateful.setdefault(id(item), item)
+            return None
+
+    with open(os.devnull, "wb") as nowhere:
+        Attempt(nowhere, protocol=4).dump(obj)
+    return list(stateful.values())
+
+
+def _error_of(obj: object, by_name: bool) -> Exception | None:
+    try:
+        _try_pickle(obj, by_name)
+    except Exception as error:
+        return error
+    return None
+
+
+def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> Iterator[str]:
+    """Yield the innermost objects that can't be pickled, with their paths."""
+    seen.add(id(obj))
+    innermost = True
+    inner = raw_of(obj) if by_name and type(obj) is ModelHandle else obj
+    for suffix, child in _children(inner):
+        if _error_of(child, by_name) is None:
+            continue
+        innermost = False
+        if id(child) not in seen:
+            yield from _find_culprits(child, path + suffix, by_name, seen)
+    if innermost:
+        yield f"{path}: {_describe(obj, _error_of(obj, by_name))}"
+
+
+def _children(obj: Any) -> Iterator[tuple[str, object]]:
+    """Yield what pickle visits inside an object, with the text that leads to it."""
+    if isinstance(obj, ModelHandle | OptimizerHandle | type | ModuleType):
+        return
+    if isinstance(obj, dict):
+        yield from ((f"[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, list | tuple | set | frozenset):
+        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    elif isinstance(obj, functools.partial):
+        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
+    elif isinstance(obj, MethodType):
+        yield ".__self__", obj.__self__
+    elif isinstance(obj, FunctionType):
+        yield from _captured_by(obj)
+    else:
+        yield from _attributes(obj)
+
+
+def _attributes(obj: Any) -> Iterator[tuple[str, object]]:
+    for name, value in getattr(obj, "__dict__", {}).items():
+        if isinstance(obj, nn.Module) and name in ("_parameters", "_buffers", "_modules"):
+            yield from ((f".{key}", child) for key, child in value.items())
+        else:
+            yield f".{name}", value
+
+
+def _captured_by(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield the variables that a function brings along when it is pickled by value."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        try:
+            yield f"()'s {name}", cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
+        yield f"()'s {name}", function.__globals__[name]
+    yield " (defaults)", function.__defaults__
+    yield " (keyword defaults)", function.__kwdefaults__
+
+
+def _global_names(code: CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _global_names(constant)
+    return names
+
+
+def _describe(obj: Any, error: Exception | None) -> str:
+    if type(obj) in (ModelHandle, OptimizerHandle):
+        kind = type(raw_of(obj)).__name__
+        advice = f"pass the raw {kind}, and call accel.setup in the function that runs there"
+        return f"{type(obj).__name__}; {advice}"
+    if isinstance(obj, FunctionType):
+        code = obj.__code__
+        place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        is_lambda = obj.__name__ == "<lambda>"
+        return f"lambda at {place}" if is_lambda else f"function {obj.__qualname__} at {place}"
+    return f"{type(obj).__module__}.{type(obj).__qualname__} ({type(error).__name__}: {error})"
