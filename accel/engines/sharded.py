@@ -101,7 +101,8 @@ class ShardedGradients(Gradients):
             self._reduce("the gradients", self.engine.parameters, {})
         else:
             parameters = parameters_of(optimizer)
-            number = list(self.engine.steppers).index(id(optimizer))
+            # The last number is for an optimizer that setup never saw.
+            number = [*self.engine.steppers, id(optimizer)].index(id(optimizer))
             details = f"(optimizer {number}, {len(parameters)} parameters)"
             what = f"a step of {type(optimizer).__name__} {details}"
             shards = self.shards.get(optimizer)

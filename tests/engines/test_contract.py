@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import accel
@@ -181,7 +182,8 @@ def assert_equal_on_ranks(read_state: Callable[[], Any], title: str) -> None:
         state, refused = read_state(), False
     except accel.AccelError:
         state, refused = None, True
-    states = accel.all_gather((copy.deepcopy(state), refused), objects=True)
+    states: list[Any] = [None] * accel.world_size()
+    dist.all_gather_object(states, (copy.deepcopy(state), refused))
     assert len({refused for _, refused in states}) == 1, f"{title}: refused on some ranks only"
     wrong = [text for other, _ in states for text in differences(other, states[0][0], title, 0.0)]
     assert not wrong, wrong
