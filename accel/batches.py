@@ -48,8 +48,7 @@ def split(items: T, pad: bool = False) -> T:
 
     Raises:
         RankMismatchError: the ranks have different items; on every rank.
-        AccelError: ``items`` can't be cut, lengths differ, or models have different data-parallel
-        places.
+        AccelError: ``items`` can't be cut, or lengths or the models' data-parallel places differ.
     """
     lengths: dict[str, int] = {}
     problems: list[str] = []
@@ -134,9 +133,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         The size that fits, and the result of ``fn``.
 
     Raises:
-        AccelError: not even 1 fits, a model is already set up, or the process group was not created
-        by accel; on every
-            rank.
+        AccelError: not even 1 fits, a model is already set up, or the process group isn't accel's.
     """
     size = whole_number(start)
     problem = _problem(fn, size, start)

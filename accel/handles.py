@@ -196,7 +196,7 @@ def _through_engine(bound: MethodType) -> Callable[..., Any]:
 
 
 class OptimizerHandle(Optimizer):
-    """The user's optimizer, driven by the engine of its model. It shares ``param_groups`` and ``state``."""
+    """The user's optimizer, driven by the engine of its model. It has the raw ``param_groups``."""
 
     _accel_engine: Any | None
     _accel_raw: Optimizer
@@ -233,7 +233,7 @@ class OptimizerHandle(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step was skipped, because a scaled loss had overflowed (``16-mixed``)."""
+        """True if the last step was skipped because a scaled loss overflowed (``16-mixed``)."""
         return bool(_engine(self).steppers[id(self._accel_raw)].skipped)
 
     @property
@@ -251,7 +251,7 @@ class OptimizerHandle(Optimizer):
         _engine(self).steppers[id(self._accel_raw)].add_param_group(param_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the raw optimizer's state. If it is sharded, this is the full state. Collective then."""
+        """Return the raw optimizer's state, or the full state if it is sharded (collective)."""
         _engine(self)
         return self._accel_raw.state_dict(*args, **kwargs)
 

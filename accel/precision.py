@@ -71,7 +71,7 @@ class Precision:
                 )
 
     def check_optimizer(self, optimizer: Optimizer, path: str) -> None:
-        """Raise PrecisionError if ``eps`` is 0 in the state's dtype, because weights would become NaN."""
+        """Raise PrecisionError if ``eps`` is 0 in the state's dtype: weights would become NaN."""
         for group in optimizer.param_groups:
             eps = group.get("eps")
             if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=self.storage, device="cpu"):
@@ -84,8 +84,7 @@ class Precision:
         """Call ``fn`` in this precision.
 
         Raises:
-            PrecisionError: it returns a generator or coroutine, whose body would run outside of
-            this precision.
+            PrecisionError: it returns a generator or coroutine, which would run outside of it.
         """
         if self.plain:
             return fn(*args, **kwargs)
@@ -148,7 +147,7 @@ class LossScale:
         retain_graph: bool | None,
         inputs: Any,
     ) -> None:
-        """Call ``backward`` of a scaled loss. ``accumulators`` and all other leaves get true gradients."""
+        """Call ``backward`` of a scaled loss. ``accumulators`` and all leaves get true gradients."""
         holders: dict[int, Accumulator] = {id(holder): holder for holder in accumulators}
         holders.update((id(leaf), leaf) for leaf in _leaves(loss))
         _multiply(holders.values(), self.value)
@@ -223,7 +222,7 @@ def all_finite(optimizer: Optimizer) -> bool:
 
 
 def norms(tensors: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the norms of nonempty tensors, stacked by device and dtype, so that one read gets all."""
+    """Return the norms of nonempty tensors, stacked by device and dtype."""
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     nonempty = [t for t in dense if t.numel()]
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -299,7 +298,7 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
-    """Move optimizer state to where its parameters are, by the rule of ``Optimizer.load_state_dict``."""
+    """Move optimizer state to its parameters' devices and dtypes, as ``load_state_dict`` does."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

@@ -137,7 +137,7 @@ class Registry:
         return sorted(self.engines, key=_SERIAL)
 
     def sweep(self) -> None:
-        """Collect garbage, so that engines that nobody references are gone. Modules are in cycles."""
+        """Collect garbage, because engines that nobody references are in reference cycles."""
         if self.engines:
             gc.collect()
 
@@ -220,8 +220,7 @@ class Registry:
         gradients on other ranks only take part too.
 
         Raises:
-            BackendError: there are no parameters, and an engine has gradients that ``p.grad`` does
-            not show.
+            BackendError: there are no parameters, and ``p.grad`` doesn't show all gradients.
         """
         if not parameters:
             self._refuse_hidden()
@@ -267,7 +266,7 @@ class Registry:
             self.loss_scale.restore()
 
     def first(self, *warning: object) -> bool:
-        """True the first time that a warning is given. A loop may set up a loader per rollout. Local."""
+        """True the first time that a warning is given, because loops repeat. Local."""
         known = warning in self._warnings
         self._warnings.add(warning)
         return not known
@@ -304,7 +303,7 @@ class Registry:
             )
 
     def _warn_of_loose(self, optimizer: Optimizer) -> None:
-        """Warn once of an optimizer of parameters in no model, which ranks train differently. Local."""
+        """Warn once of an optimizer whose parameters are in no model, and not synchronized. Local."""
         if optimizer in self._loose or not any(engine.distributed and engine.optimizers for engine in self.engines):
             return
         self._loose.add(optimizer)
@@ -337,8 +336,7 @@ def _named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
-    """Return a raw module, and the module that its forward calls (a ``torch.compile`` wrapper,
-    say).
+    """Return a raw module, and the module that a forward calls, such as a compile wrapper.
 
     Raises:
         AccelError: the object is not a module, or the handle of an engine that has ended.

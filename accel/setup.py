@@ -85,7 +85,7 @@ def setup(
             size > 1, "dp" in a notebook with several accelerators, and "single" otherwise.
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is the
             precision of the model's engine if it has one, else ``ACCEL_PRECISION``, else "32-true".
-        devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators or CPU.
+        devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators.
         loader_options: how these dataloaders are distributed. None keeps those of known loaders.
 
     Returns:
@@ -260,7 +260,7 @@ def _refuse_max_norm(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _from_environment(variable: str, argument: Any, default: Any = None) -> Iterator[Any]:
-    """Give the argument, or ``variable`` if it is "auto", or the default. Errors name the variable."""
+    """Give the argument, or the variable if it is "auto", or the default. Errors name it."""
     value = os.environ.get(variable) if argument == "auto" else None
     if value in (None, "", "auto"):
         yield default if argument == "auto" else argument
@@ -452,7 +452,7 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
 
 
 def build_engine(plan: Plan, serial: int) -> Engine:
-    """Build the engine or add the optimizers to it. If a rank fails, all ranks undo it. Collective."""
+    """Build the engine or add the optimizers to it, on all ranks or on none. Collective."""
     # In torch.inference_mode an engine would create tensors that no backward can use.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
         with _failing_together("accel.setup"):
@@ -581,7 +581,7 @@ def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
 
 
 def log_setup(plan: Plan) -> None:
-    """Log the engine and batch sizes. Warn of a scheduler that may count on a longer loader. Local."""
+    """Log the engine and batch sizes, and warn of a scheduler built before a loader. Local."""
     world, engine = plan.process.place.world_size, plan.engine
     if plan.builds and engine is not None:
         device, precision = plan.process.device.type, engine.precision.name

@@ -198,7 +198,7 @@ Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give parameters and persistent buffers as in ``state_dict``, tied ones under all their names."""
+    """Give parameters and persistent buffers as in ``state_dict``, tied ones under all names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, tensor in chain(child._parameters.items(), child._buffers.items()):
             if tensor is not None and name not in child._non_persistent_buffers_set:
@@ -214,8 +214,7 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
 
 
 def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]) -> list[Shard]:
-    """Return the shards of parameters and persistent buffers, by their first names in
-    ``state_dict``.
+    """Return the shards of parameters and persistent buffers. Tied ones have their first name.
 
     Raises:
         CheckpointError: ``state_dict`` adds entries, which could not be filled in place.
@@ -324,7 +323,7 @@ class Raw:
         return [StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {})) for p in parameters_of(optimizer)]
 
     def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate this rank's shard of a tensor of this full shape in a parameter's state. Local."""
+        """Allocate this rank's shard of optimizer state with this full shape. Local."""
         return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
 
     def has(self, name: str) -> bool:
@@ -373,7 +372,7 @@ class Raw:
         return {"groups": groups, "state": state}
 
     def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """Return the shards that a checkpoint fills here. Missing optimizer state is created. Local."""
+        """Return the shards that a checkpoint fills. Missing optimizer state is created. Local."""
         if optimizer is None:
             return self.shards(None)
         elementwise = _is_elementwise(optimizer)

@@ -171,7 +171,7 @@ def _walk(
 
 
 def _key_texts(keys: Sequence[Any]) -> list[str]:
-    """Return a different text for each key. A key whose text depends on the rank gets its number."""
+    """Return a different text for each key, or its number if the text depends on the rank."""
     texts = [f'"{key}"' if isinstance(key, str) and '"' not in key else repr(key) for key in keys]
     times = Counter(texts)
     for number, key in enumerate(keys):

@@ -57,9 +57,8 @@ def backward(
     Gradients are unscaled before this returns, so clipping and logging see true gradients.
 
     Raises:
-        PrecisionError: a "16-mixed" model already has gradients from a plain ``loss.backward()``,
-        or ``create_graph``
-            asks for a graph that would contain the scale.
+        PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or the graph
+            that ``create_graph`` asks for would contain the scale.
     """
     if not isinstance(loss, torch.Tensor):
         raise AccelError(f"accel.backward expects the loss as a tensor, got {described(loss)}.")
@@ -117,8 +116,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 
     Raises:
         LoaderError: ``loader`` isn't a handle, or ``n`` isn't a positive number.
-        RankMismatchError: while iterating, on every rank, if ranks have different numbers of
-        batches or ``n``.
+        RankMismatchError: the ranks have different numbers of batches, or a different ``n``.
     """
     handle: Any = loader  # to a type checker a handle is its loader
     if type(handle) is not LoaderHandle:
@@ -169,7 +167,7 @@ def refresh_trainable(model: nn.Module) -> None:
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Allow ranks to have different numbers of batches, as ``torch.distributed.algorithms.Join``."""
+    """Allow ranks to have different numbers of batches (``torch.distributed.algorithms.Join``)."""
     engine = registry.of_handle(model)
     if engine.sequence is not None:
         raise BackendError("accel.join() doesn't work with sequence_parallel, because attention needs all ranks.")
@@ -220,7 +218,7 @@ class DataParallelPlace(NamedTuple):
 
 
 def data_parallel_place(model: nn.Module) -> DataParallelPlace:
-    """Return this process's data-parallel place, which processes that share a batch have in common."""
+    """Return this process's data-parallel place. Processes that share a batch have the same."""
     place = place_of(registry.of_handle(model))
     return DataParallelPlace(place.rank, place.world)
 
@@ -249,9 +247,8 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
         dim: the dimension of the sequence.
 
     Raises:
-        BackendError: the sequence can't be divided, no tensor has such a dimension, or
-        ``attention_mask`` has padding. RankMismatchError: ranks of one sequence have different
-        batches.
+        BackendError: the sequence can't be divided, or ``attention_mask`` has padding.
+        RankMismatchError: ranks of one sequence have different batches.
     """
     engine = registry.of_handle(model)
     if engine.sequence is None:
@@ -294,10 +291,9 @@ def teardown(model: Any = None) -> Any:
 
     Raises:
         RankMismatchError: the ranks tear down different models, or a sharded one after different
-        numbers of steps; nothing
-            has changed.
-        OptimizerError: an optimizer was given parameters that the model doesn't have; nothing has
-        changed. AccelError: weights could not be gathered. The engines have ended all the same.
+            numbers of steps. Nothing has changed.
+        OptimizerError: an optimizer has parameters that aren't the model's. Nothing has changed.
+        AccelError: weights could not be gathered. The engines have ended all the same.
     """
     process.refuse_fork()
     if model is None:
@@ -315,7 +311,7 @@ def teardown(model: Any = None) -> Any:
 
 @locked
 def shut_down(how: str = process.TORN_DOWN) -> None:
-    """End every engine and accel's process group. Ranks that wait for this one hear ``how``. Collective."""
+    """End every engine and accel's process group. Ranks that wait for this one hear ``how``."""
     if save := sys.modules.get("accel.checkpoint.background"):
         save.background.wait()  # it uses the groups
     try:

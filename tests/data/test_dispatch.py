@@ -57,7 +57,7 @@ def _alone(directory: str) -> None:
         (lambda: accel.setup(None), "AccelError: .*nothing to set up"),
         (
             lambda: accel.setup(None, torch.optim.SGD(net.parameters(), lr=0.1), raw),
-            "OptimizerError: .*need their model",
+            "OptimizerError: .*lacks the model",
         ),
         (
             lambda: accel.setup(None, dataloaders=raw, backend="ddp"),
@@ -70,7 +70,7 @@ def _alone(directory: str) -> None:
         ),
         (
             lambda: accel.setup(None if rank else nn.Linear(2, 2), dataloaders=DataLoader(range(4))),  # type: ignore[arg-type]
-            "RankMismatchError: .*the ranks differ",
+            "RankMismatchError: .*different arguments on different ranks",
         ),
     ]
     for call, text in refused[: 5 if world == 1 else 6]:
