@@ -191,16 +191,12 @@ class PipelineGradients(Gradients):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.listener = self.channel = Channel(engine.process)
+        self.channel = Channel(engine.process)
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        # Autograd would skip Recv, and the previous rank would wait for its message.
-        if self.engine.distributed:
-            raise BackendError(
-                "A pipeline can't compute gradients for some parameters only. "
-                "Use loss.backward() instead of torch.autograd.grad or backward(inputs=...)."
-            )
-        return parameter
+    def backward_ends(self, completed: bool, outermost: bool) -> None:
+        if outermost:
+            self.channel.end()
+        super().backward_ends(completed, outermost)
 
     @property
     def in_parts(self) -> bool:

@@ -80,8 +80,6 @@ class Channel:
         self.rank, self.last = process.place.rank, process.place.world_size - 1
         #: The backward that runs. After an exception it stays until ``end``.
         self._backward = ""
-        #: A child may run a backward inside of it, by re-entrant checkpointing.
-        self._depth = 0
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._num_passes = Counter[str]()
 
@@ -100,15 +98,9 @@ class Channel:
                     raise RankMismatchError(text)
         refuse_other_values(what, {rank: sums for rank, (_, sums) in enumerate(answers)}, advice)
 
-    # Patched torch calls these two around each backward.
-
-    def begin(self, run: object) -> None:
-        self._depth += 1
-
-    def end(self, run: object) -> None:
+    def end(self) -> None:
         """End the process groups if the backward failed: other ranks wait for its messages."""
-        self._depth -= 1
-        if self._backward and self._depth == 0:
+        if self._backward:
             error = sys.exc_info()[1]
             text = f"{self._backward} failed on rank {self.rank}: {type(error).__name__}: {error}"
             self._backward = ""
