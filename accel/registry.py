@@ -6,7 +6,7 @@ import gc
 import logging
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -67,7 +67,7 @@ class Registry:
         self._hooks: list[RemovableHandle] = []
         self._watched: list[RemovableHandle] = []
         self._clipping = clip_patches(self)
-        self._backwards = backward_patches(self._listeners)
+        self._backwards = backward_patches(self._listeners, self._leaf)
         self._compiling = compile_patch(ModelHandle)
         self._needed: weakref.WeakKeyDictionary[Engine, list[Patch]] = weakref.WeakKeyDictionary()
 
@@ -306,6 +306,14 @@ class Registry:
                 f"torch.nn.utils finds no final gradients in p.grad of a {engine.kind} with backend "
                 f"{engine.name!r}, which keeps them elsewhere: use accel.clip_grad_norm_(model, max_norm)"
             )
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner = _owner(tensor, self.engines)
+        return tensor if owner is None else owner.gradients.leaf(tensor)
+
+
+def _owner(tensor: torch.Tensor, engines: Iterable[Engine]) -> Engine | None:
+    return next((e for e in engines if id(tensor) in e.known), None)
 
 
 def _concerned(engine: Engine) -> bool:

@@ -257,6 +257,9 @@ class FSDPGradients(Gradients):
         if self.engine.divided:
             self.engine.holdings.rebind(optimizer, self.engine.parts)
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self.engine.parts.leaf(parameter)
+
     def pending(self) -> bool:
         engine = self.engine
         return engine.divided and bool(engine.parts.scalar_log.entries)

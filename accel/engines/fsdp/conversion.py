@@ -140,6 +140,10 @@ class Conversion:
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         return self.known.get(id(parameter), parameter)
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What autograd knows of a parameter object."""
+        return self._gathered.get(id(self.known.get(id(parameter), parameter)), parameter)
+
     def begin(self) -> None:
         """Take over, once every parameter has its values."""
         self.backwards = Backwards(self)
