@@ -6,7 +6,7 @@ import gc
 import logging
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -68,7 +68,7 @@ class Registry:
         self._module_hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self._clipping = clip_patches(self)
-        self._backwards = backward_patches(self._listeners)
+        self._backwards = backward_patches(self._listeners, self._leaf)
         self._compiling = compile_patch(ModelHandle)
 
     def add(self, engine: Engine) -> None:
@@ -319,6 +319,14 @@ class Registry:
                 "accel.setup, unless ranks are meant to differ.",
                 *facts,
             )
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+        owner = _owner(tensor, self.engines)
+        return tensor if owner is None else owner.gradients.leaf(tensor)
+
+
+def _owner(tensor: torch.Tensor, engines: Iterable[Engine]) -> Engine | None:
+    return next((e for e in engines if id(tensor) in e.known), None)
 
 
 def _needs_preparation(engine: Engine) -> bool:

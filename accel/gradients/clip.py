@@ -31,7 +31,6 @@ class Gradients(Protocol):
 
     @property
     def in_parts(self) -> bool: ...
-    def hidden(self) -> bool: ...
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None: ...
     def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
     def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor: ...
@@ -247,7 +246,7 @@ class _Clip:
         if self._inside or (others and not parameters):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
         parts, rest = self._finalize("torch.nn.utils.get_total_norm", parameters)
-        if any(part.gradients.spread or part.gradients.hidden() for part in parts):
+        if any(part.gradients.spread for part in parts):
             raise BackendError(
                 "torch.nn.utils.get_total_norm sees the gradients of this rank only. Call "
                 'accel.clip_grad_norm_(model, float("inf")) for the norm over all ranks.'

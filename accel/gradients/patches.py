@@ -181,10 +181,16 @@ def _raise_meant(error: BaseException) -> None:
         raise BackendError(_REENTRANT) from error
 
 
-def backward_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tuple[Patch, ...]:
+_INPUTS: Final = 4  # the place of ``inputs`` among the arguments of a backward
+
+
+def backward_patches(
+    listeners: Sequence[weakref.ref[BackwardListener]], leaf: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Patch, ...]:
     """Return patches of the function that torch.autograd.backward, Tensor.backward and checkpoints call.
 
-    Two modules have it, because one imports it from the other.
+    Two modules have it, because one imports it from the other. ``leaf`` returns the tensor that autograd knows in
+    the place of a parameter among ``inputs``: VQGAN asks for the gradient of its last layer.
     """
     # Counted per process: a re-entrant checkpoint runs its backward in a thread of autograd's.
     depth = 0
@@ -195,6 +201,9 @@ def backward_patches(listeners: Sequence[weakref.ref[BackwardListener]]) -> tupl
         @functools.wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
+            if layer.active and args[_INPUTS]:
+                inputs = map_tensors(leaf, args[_INPUTS], others=True)
+                args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])
             # torch.autograd.grad leaves no gradients.
             if not layer.active or not kwargs.get("accumulate_grad", True):
                 return original(*args, **kwargs)

@@ -18,23 +18,29 @@ _NONE, _DENSE, _SPARSE = range(3)
 
 
 def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
-    """Which of them have a gradient on this rank, for ``held_by_any``."""
-    return bytes(_NONE if p.grad is None else _SPARSE if p.grad.is_sparse else _DENSE for p in parameters)
+    """Return the kind of each parameter's gradient on this rank, for ``held_by_any``."""
+    gradients = (parameter.grad for parameter in parameters)
+    return bytes(_NONE if g is None else _SPARSE if g.is_sparse else _DENSE for g in gradients)
 
 
 def held_by_any(what: str, told: Iterable[bytes], names: Sequence[str]) -> list[int]:
-    """The numbers of the parameters that have a gradient on any rank, all of which have ``told`` what ``held_here`` says there.
+    """Return the indices of the parameters that have a gradient on any rank.
 
-    BackendError, which names ``what`` is to be done with them, where a rank has a sparse one; on every rank.
+    Args:
+        what: the operation that needs the gradients, for messages.
+        told: ``held_here`` of each rank.
+        names: the parameters' names.
+
+    Raises:
+        BackendError: on every rank, if any rank has a sparse gradient.
     """
-    held = list(map(max, zip(*told, strict=True)))
-    if _SPARSE in held:
-        sparse = [name for name, code in zip(names, held, strict=True) if code == _SPARSE]
+    kinds = list(map(max, zip(*told, strict=True)))
+    if _SPARSE in kinds:
+        sparse = [name for name, kind in zip(names, kinds, strict=True) if kind == _SPARSE]
         raise BackendError(
-            f"{what} cannot take the sparse gradients of {', '.join(sparse[:5])}: use nn.Embedding(sparse=False), or "
-            "another backend"
+            f"{what} can't take the sparse gradients of {', '.join(sparse[:5])}. Use nn.Embedding(sparse=False)."
         )
-    return [i for i, code in enumerate(held) if code == _DENSE]
+    return [index for index, kind in enumerate(kinds) if kind == _DENSE]
 
 
 def average_gradients_(
@@ -44,31 +50,43 @@ def average_gradients_(
     process: Process,
     add: Callable[[torch.Tensor], object] | None = None,
 ) -> bool:
-    """Average the gradients of every parameter that has one on any rank; a rank that has none counts as zero. Collective.
+    """Average the gradient of every parameter that has one on any rank. Collective.
 
-    ``what`` is to be done with them, for messages. ``add`` sums a flat tensor over the ranks, in place; None is
-    ``dist.all_reduce``. Returns whether there were any; BackendError where a rank has a sparse one, on every rank.
+    A rank without a gradient counts as zero.
+
+    Args:
+        what: the operation that needs the gradients, for messages.
+        add: sums a flat tensor over the ranks, in place. None is ``dist.all_reduce``.
+
+    Returns:
+        True if there was a gradient on any rank.
+
+    Raises:
+        BackendError: on every rank, if any rank has a sparse gradient.
     """
+    if not parameters:
+        return False
     gradients: list[torch.Tensor] = []
-    for number in held_by_any(what, agree(what, held_here(parameters)), names) if parameters else ():
-        parameter = parameters[number]
+    for index in held_by_any(what, agree(what, held_here(parameters)), names):
+        parameter = parameters[index]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad.detach())  # of create_graph=True it has a graph
-    average_(gradients, process.place.world_size, add or (lambda flat: dist.all_reduce(flat, group=process.group)))
+        gradients.append(parameter.grad.detach())  # create_graph=True gives it a graph
+    add = add or (lambda flat: dist.all_reduce(flat, group=process.group))
+    average_(gradients, process.place.world_size, add)
     return bool(gradients)
 
 
 def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
-    """The mean of a loss over the tokens of all ranks, which may have different numbers of them. Collective.
+    """Mean loss per token over all ranks, for batches with different numbers of tokens. Collective.
 
-    Its value is that mean, the same on every rank. Its backward gives what the engine averages over the ranks to the gradient of
-    the mean. To accumulate, give each micro-batch the number of tokens of all micro-batches of the step, and divide by nothing:
-    the losses add up to the mean.
+    Use it instead of ``loss_sum / tokens``. The value is the same on every rank, and the averaged gradients are those
+    of the global mean. To accumulate gradients, give each micro-batch the number of tokens of all micro-batches of the
+    step. Their losses add up to the mean.
 
     Args:
-        loss_sum: the sum of this rank's losses, as ``F.cross_entropy(..., reduction="sum")``.
-        tokens: how many this rank has in it.
+        loss_sum: the sum of this rank's losses, as of ``F.cross_entropy(..., reduction="sum")``.
+        tokens: the number of tokens of this rank.
 
     Raises:
         AccelError: ``loss_sum`` is not one floating number, or ``tokens`` not one number.
@@ -81,9 +99,7 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
         raise AccelError(f"accel.mean_loss(tokens={tokens!r}): expected the number of tokens")
     count = torch.as_tensor(tokens, device=loss_sum.device)
     if count.dim():
-        raise AccelError(
-            f"accel.mean_loss(tokens=...) of shape {tuple(count.shape)}: expected one number, as mask.sum()"
-        )
+        raise AccelError(f"accel.mean_loss(tokens=...) of shape {tuple(count.shape)}: expected one number")
     process = current()
     if process.place.world_size > 1:
         announce(process, "accel.mean_loss")
@@ -92,11 +108,14 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
 
 
 def mean_over(total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> torch.Tensor:
-    """The mean that sums and counts of all ranks of a group make, for gradients that are averaged over the ranks. Collective."""
+    """Return the mean of the sums and counts of all ranks of a group. Collective.
+
+    Its gradients are right once they are averaged over the ranks.
+    """
     total = total.float() if total.itemsize < 4 else total
-    wide = torch.float32 if total.device.type == "mps" else torch.float64  # which that device does not have
+    wide = torch.float32 if total.device.type == "mps" else torch.float64  # mps has no float64
     both = torch.stack([total.detach().to(wide), count.to(total.device, wide)])
     if ranks > 1:
         dist.all_reduce(both, group=group)
-    mine = total * (ranks / both[1]).to(total.dtype)
-    return mine + ((both[0] / both[1]).to(total.dtype) - mine).detach()
+    local = total * (ranks / both[1]).to(total.dtype)
+    return local + ((both[0] / both[1]).to(total.dtype) - local).detach()

@@ -122,6 +122,10 @@ class Gradients:
         """Return everything with a ``grad`` that a backward of this model writes. Local."""
         return self.engine.parameters
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that autograd knows in the place of a parameter. Local."""
+        return parameter
+
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the one of ``engine.parameters`` that a module's parameter stands for. Local."""
         return parameter

@@ -221,6 +221,8 @@ class FSDPGradients(Gradients):
         if self.engine.divided:
             self.engine.holdings.rebind(optimizer, self.engine.parts)
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self.engine.parts.leaf(parameter)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         parts = self.engine.parts

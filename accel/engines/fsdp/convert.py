@@ -162,6 +162,10 @@ class Conversion:
         """Return the shard of a parameter object of before ``setup``, of a forward, or of now."""
         return self.known.get(id(parameter), parameter)
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in graphs for a parameter. VQGAN asks for its last layer's gradient."""
+        return self._gathered.get(id(self.known.get(id(parameter), parameter)), parameter)
+
     def _shards(self) -> Iterable[nn.Parameter]:
         return {id(p): p for p in self.known.values()}.values()
 
@@ -305,6 +309,7 @@ class StandIn(Absent, nn.Parameter):
     """A replaced parameter. Its ``grad`` is the shard's, and any use of its values raises."""
 
     shard: nn.Parameter
+    plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `leaf`
     given = ("shard",)
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")

@@ -193,6 +193,15 @@ class PipelineGradients(Gradients):
         super().__init__(engine)
         self.channel = Channel(engine.process)
 
+    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        # Autograd would skip Recv, and the previous rank would wait for its message.
+        if self.engine.distributed:
+            raise BackendError(
+                "A pipeline can't compute gradients for some parameters only. "
+                "Use loss.backward() instead of torch.autograd.grad or backward(inputs=...)."
+            )
+        return parameter
+
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         if outermost:
             self.channel.end()

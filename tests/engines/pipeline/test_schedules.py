@@ -237,6 +237,8 @@ def explicit_gradients() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(plain(want).square().mean(), want))
     assert all(p.grad is None for p in raw.parameters())
     loss = model(batch(0)[0]).square().mean()
+    with pytest.raises(accel.BackendError, match="gradients for some parameters only"):
+        loss.backward(inputs=own)
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()

@@ -82,7 +82,7 @@ def late_groups() -> None:
 def test_a_group_added_on_one_rank_is_noticed() -> None:
     for text in refusals(2, late_groups, error="RankMismatchError"):
         assert "10 parameters" in text
-        assert "8 parameters in no optimizer" in text
+        assert "2 parameters" in text
 
 
 def clip_the_other_optimizers_part() -> float:
