@@ -103,14 +103,20 @@ class ShardedGradients(Gradients):
         elif optimizer is None:
             self._reduce("the gradients", self.engine.parameters, {})
         else:
-            parameters = parameters_of(optimizer)
-            number = list(self.engine.steppers).index(id(optimizer))
-            details = f"(optimizer {number}, {len(parameters)} parameters)"
-            what = f"a step of {type(optimizer).__name__} {details}"
-            shards = self.shards.get(optimizer)
-            owner = {} if shards is None else shards.owner
-            self.stepped[optimizer] = self._reduce(what, parameters, owner, shards)
+            self._settle_step(optimizer)
             self.end_held_back()
+
+    def _settle_step(self, optimizer: Optimizer) -> None:
+        # setup may not have seen the optimizer, which then may hold parameters of other models.
+        parameters = [p for p in parameters_of(optimizer) if id(p) in self._names]
+        number = [*self.engine.steppers, id(optimizer)].index(id(optimizer))
+        details = f"(optimizer {number}, {len(parameters)} parameters)"
+        what = f"a step of {type(optimizer).__name__} {details}"
+        shards = self.shards.get(optimizer)
+        if shards is None:
+            self._reduce(what, parameters, {})
+        else:
+            self.stepped[optimizer] = self._reduce(what, parameters, shards.owner, shards)
 
     def end_backward(self, indices: Sequence[int]) -> None:
         what = f"a backward ({len(indices)} parameters in no optimizer)"
@@ -228,7 +234,7 @@ class ShardedGradients(Gradients):
         """Give every rank what these optimizers have stepped. Collective if there is something."""
         for optimizer in optimizers:
             stepped = self.stepped.pop(optimizer, None)
-            if stepped and optimizer in self.shards:
+            if stepped:
                 self.shards[optimizer].broadcast(stepped, self._rank)
 
 
