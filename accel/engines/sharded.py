@@ -100,14 +100,19 @@ class ShardedGradients(Gradients):
         if optimizer is None:
             self._reduce("the gradients", self.engine.parameters, {})
         else:
-            parameters = parameters_of(optimizer)
-            # The last number is for an optimizer that setup never saw.
-            number = [*self.engine.steppers, id(optimizer)].index(id(optimizer))
-            details = f"(optimizer {number}, {len(parameters)} parameters)"
-            what = f"a step of {type(optimizer).__name__} {details}"
-            shards = self.shards.get(optimizer)
-            owner = {} if shards is None else shards.owner
-            self.stepped[optimizer] = self._reduce(what, parameters, owner, shards)
+            self._settle_step(optimizer)
+
+    def _settle_step(self, optimizer: Optimizer) -> None:
+        # setup may not have seen the optimizer, which then may hold parameters of other models.
+        parameters = [p for p in parameters_of(optimizer) if id(p) in self._names]
+        number = [*self.engine.steppers, id(optimizer)].index(id(optimizer))
+        details = f"(optimizer {number}, {len(parameters)} parameters)"
+        what = f"a step of {type(optimizer).__name__} {details}"
+        shards = self.shards.get(optimizer)
+        if shards is None:
+            self._reduce(what, parameters, {})
+        else:
+            self.stepped[optimizer] = self._reduce(what, parameters, shards.owner, shards)
 
     def _reduce(
         self,
@@ -219,7 +224,7 @@ class ShardedGradients(Gradients):
         """Give every rank what these optimizers have stepped. Collective if there is something."""
         for optimizer in optimizers:
             stepped = self.stepped.pop(optimizer, None)
-            if stepped and optimizer in self.shards:
+            if stepped:
                 self.shards[optimizer].broadcast(stepped, self._rank)
 
 
