@@ -102,7 +102,7 @@ class PartsInGroups:
         if torch.compiler.is_compiling():  # a compiled step works on the parameters themselves
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        if not callable(closure):
             self.take_out()
             self.put_in(optimizer)
             return None
