@@ -47,7 +47,7 @@ class Elsewhere(Absent, nn.Parameter):
 
     # Asked for its gradient, autograd would find no way to it: with `allow_unused` there were none, without a word.
     plain = OF_ITSELF - {torch.autograd.grad}
-    given = ("place",)
+    extra = ("place",)
     place: str
 
     @classmethod
