@@ -34,7 +34,7 @@ from .library import probe, release_groups
 from .partitions import Partitions, Placement
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
-from .weights import put_zero_grad, remove_zero_grad
+from .weights import put_methods, remove_methods
 
 logger = logging.getLogger("accel")
 
@@ -324,7 +324,7 @@ class DeepSpeedEngine(Engine):
         refuse_parameters({n: p for n, p in self.named.items() if self.stage == 3 or p.requires_grad})
         if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
             raise BackendError("DeepSpeed stage 3 can't gather weights inside a torch.compile wrapper. Use stage=2.")
-        put_zero_grad(self.module, self)
+        put_methods(self.module, self)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Take rank 0's weights, and let DeepSpeed shard them and the optimizers' state. Collective."""
@@ -363,11 +363,11 @@ class DeepSpeedEngine(Engine):
         self.gradients.check(optimizer)
         super().attach(optimizer)
         if self.distributed:
-            put_zero_grad(optimizer, self)
+            put_methods(optimizer, self)
 
     def detach(self, optimizer: Optimizer) -> None:
         self.gradients.break_step()
-        remove_zero_grad(optimizer)
+        remove_methods(optimizer)
         super().detach(optimizer)
 
     def take_edits(self) -> None:
@@ -384,7 +384,7 @@ class DeepSpeedEngine(Engine):
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         self.holdings.guard.release_modules()
-        remove_zero_grad(self.module)
+        remove_methods(self.module)
         zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
         if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)

@@ -238,21 +238,36 @@ class ZeroGrad:
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGrad:
         return ZeroGrad(self._engine, copy.deepcopy(self._owner, memo))
 
-    def __reduce__(self) -> NoReturn:
-        raise AccelError(
-            f"{type(self._owner).__name__} can't be pickled while DeepSpeed works on it. "
-            "Pickle accel.full_state_dict(model), or the module that accel.teardown(model) returns."
-        )
 
-
-def put_zero_grad(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
-    """Replace the method of an optimizer, or of a module and its submodules."""
+def put_methods(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
+    """Replace ``zero_grad`` of an optimizer, or of a module and its submodules. Refuse its pickles."""
+    if isinstance(raw, nn.Module):
+        vars(raw)["__deepcopy__"] = lambda memo: _deepcopy(raw, memo)
+        vars(raw)["__getstate__"] = lambda: _refuse_pickle(raw)
     for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
         vars(owner)["zero_grad"] = ZeroGrad(weakref.ref(engine), owner)
 
 
-def remove_zero_grad(raw: nn.Module | Optimizer) -> None:
-    """Undo ``put_zero_grad``."""
+def remove_methods(raw: nn.Module | Optimizer) -> None:
+    """Undo ``put_methods``."""
+    for name in ("__deepcopy__", "__getstate__"):
+        vars(raw).pop(name, None)
     for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
         if isinstance(vars(owner).get("zero_grad"), ZeroGrad):
             del vars(owner)["zero_grad"]
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Copy a module, whose ``__getstate__`` raises for pickles only."""
+    methods = {name: vars(module).pop(name) for name in ("__deepcopy__", "__getstate__")}
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        vars(module).update(methods)
+
+
+def _refuse_pickle(module: nn.Module) -> NoReturn:
+    raise AccelError(
+        f"{type(module).__name__} can't be pickled while DeepSpeed works on it. "
+        "Pickle accel.full_state_dict(model), or the module that accel.teardown(model) returns."
+    )
