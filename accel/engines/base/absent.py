@@ -85,7 +85,7 @@ class Absent:
     #: More functions that the tensor in the values' place answers right.
     plain: ClassVar[frozenset[Any]] = frozenset()
     #: Attributes that ``take_away`` gives to a parameter.
-    given: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[tuple[str, ...]] = ()
 
     def full_shape(self) -> torch.Size:
         """Return the shape of the values."""
@@ -122,10 +122,10 @@ class Absent:
         return plainly(func)(*args, **kwargs)
 
 
-def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **given: Any) -> None:
-    """Free a parameter's values. ``kind`` says what a use of them does, and reads ``given``."""
+def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **extra: Any) -> None:
+    """Free a parameter's values. ``kind`` says what a use of them does, and reads ``extra``."""
     parameter.data = blank(parameter)
-    vars(parameter).update(given, _own_class=type(parameter))
+    vars(parameter).update(extra, _own_class=type(parameter))
     parameter.__class__ = kind  # type: ignore[assignment]
 
 
@@ -139,7 +139,7 @@ def bring_back(parameter: torch.nn.Parameter) -> None:
 
 def about(parameter: Any) -> set[str]:
     """Return the names of the attributes that ``take_away`` has set."""
-    return {"_own_class", *parameter.given} if "_own_class" in vars(parameter) else set()
+    return {"_own_class", *parameter.extra} if "_own_class" in vars(parameter) else set()
 
 
 def blank(tensor: torch.Tensor) -> torch.Tensor:

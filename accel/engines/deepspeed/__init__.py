@@ -141,7 +141,7 @@ class ZeROGradients(Gradients):
 
     def _replace_assigned(self, zero: Partitions) -> list[int]:
         """Let gradients that the program has set take the places of those from backward passes."""
-        assigned = zero.assigned()
+        assigned: list[int] = zero.assigned()
         zero.replace(assigned)
         self._used.difference_update(assigned)
         return assigned

@@ -134,6 +134,8 @@ class Stage3(Partitions):
             tidy(module)
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
+        #: Modules and the weights that they read from other modules, by DeepSpeed's numbers.
+        self._external: set[tuple[int, int]] = set()
         self._tables: list[Any] = [module._parameters for module in self.module.modules()]
         # A module that stays on DeepSpeed's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
@@ -265,8 +267,7 @@ class Stage3(Partitions):
                 if name in vars(module):
                     setattr(module, name, 0)
         self.gather()
-        if not self._coordinator.is_invalid_trace():  # ranks may have come to different modules
-            self._coordinator._invalidate_trace()
+        self._forget_trace()  # ranks may have come to different modules
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -335,6 +336,7 @@ class Stage3(Partitions):
         if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
             stream.wait_stream(accelerator().current_stream())
 
+    @plainly
     def gather_for_forward(self, weight: Any) -> bool:
         """Gather a weight that a module reads from another one, or return False if no forward runs."""
         if not self._running:
@@ -342,13 +344,21 @@ class Stage3(Partitions):
         module = self._stack[-1]
         underway = getattr(self._coordinator, f"{OF_COORDINATOR}inflight_param_registry")
         if (gathering := underway.pop(weight, None)) is not None:
-            plainly(gathering.wait)()
+            gathering.wait()
         # From now on DeepSpeed gathers it with this module, in backward too.
         library("deepspeed.runtime.zero").register_external_parameter(module, weight)
         if weight.ds_status is not weight._available:
             weight.all_gather()  # announced by its own method
         weight.ds_active_sub_modules.add(module.ds_id)
+        if (module.ds_id, weight.ds_id) not in self._external:
+            self._external.add((module.ds_id, weight.ds_id))
+            self._forget_trace()
         return True
+
+    def _forget_trace(self) -> None:
+        """Let DeepSpeed trace the model again. It raises an error if a module needs more than in its trace."""
+        if not self._coordinator.is_invalid_trace():
+            self._coordinator._invalidate_trace()
 
     # -- forwards ---------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from . import DeepSpeedEngine
     from .stage3 import Stage3
 
-_DATA: Any = torch.Tensor.data
-_SET_GRAD: Any = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_T: Any = torch.Tensor
+_DATA, _SET_GRAD = _T.data, _T.grad.__set__
 
 
 class Stage3Weight(Absent):
@@ -156,13 +156,14 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     what = f"the gathering of {name} ({stage3.label})"
     own["all_gather"] = _announced(own["all_gather"], weight, stage3.process, what)
     own["partition"] = _partitioning(own["partition"], weight)
-    weight.__class__ = class_of(type(weight))
+    kind: Any = type(weight)
+    weight.__class__ = class_of(kind)
 
 
 def unmark(weight: Any) -> None:
     """Give a weight its own class back. ``Snapshot`` takes the attributes away."""
     if isinstance(weight, Stage3Weight):
-        weight.__class__ = weight._own_kind  # type: ignore[unreachable]
+        weight.__class__ = weight._own_kind
 
 
 def _announced(gather: Callable[..., Any], weight: Any, process: Process, what: str) -> Callable[..., Any]:

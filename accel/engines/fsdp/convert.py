@@ -310,7 +310,7 @@ class StandIn(Absent, nn.Parameter):
 
     shard: nn.Parameter
     plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `leaf`
-    given = ("shard",)
+    extra = ("shard",)
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 

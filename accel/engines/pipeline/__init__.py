@@ -65,7 +65,7 @@ class Elsewhere(Absent, nn.Parameter):
     """A parameter in another rank's stage. It has a name and a shape, but no values."""
 
     plain = OF_ITSELF
-    given = ("place",)
+    extra = ("place",)
     place: str
 
     @classmethod
