@@ -148,13 +148,7 @@ class ModelHandle(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a copy of the raw module, which loads without accel."""
-        engine = _engine(self)
-        if engine.holdings.partial(None):
-            raise AccelError(
-                "A sharded model can't be pickled. Pickle copy.deepcopy(model), which every rank calls, or use "
-                "accel.full_state_dict(model)."
-            )
-        return operator.getitem, ((engine.holdings.copy({}),), 0)
+        return operator.getitem, ((_engine(self).holdings.copy_to_pickle(),), 0)
 
 
 def _with_signature(handle: ModelHandle) -> Callable[..., Any]:

@@ -196,6 +196,20 @@ class Holdings(Raw):
         fill_module_values(made, {name: value for name, value in extra.items() if not self.has(name)})
         return made
 
+    @final
+    def copy_to_pickle(self) -> nn.Module:
+        """Return a deep copy of a module that is not sharded. Local.
+
+        Raises:
+            BackendError: if the module is sharded.
+        """
+        if self.partial(None):
+            raise BackendError(
+                f"Can't pickle {self.engine.kind}, because this rank holds only shards of it. Pickle copy.deepcopy(model), "
+                "which every rank calls, or accel.full_state_dict(model)."
+            )
+        return self.copy({})
+
     # -- loading full state -----------------------------------------------------------------------------------------
 
     @final
