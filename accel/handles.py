@@ -138,15 +138,8 @@ class ModelHandle(nn.Module):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        holdings = _engine(self).holdings
-        if holdings.partial(None):
-            raise AccelError(
-                "This rank has only shards of the model, so it can't be pickled. Pickle "
-                "copy.deepcopy(model), which every rank calls, or use "
-                "accel.full_state_dict(model)."
-            )
         # Unpickled, it is a raw module, and accel need not be installed.
-        return operator.getitem, ((holdings.copy({}),), 0)
+        return operator.getitem, ((_engine(self).holdings.copy_to_pickle(),), 0)
 
 
 def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:

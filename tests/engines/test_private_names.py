@@ -40,7 +40,6 @@ _COMMON: Final[Names] = (
     ("torch._C:TensorBase.", "_version", "writes in place"),
     (_CLIP, "_get_total_norm", "a norm over all ranks in torch's clipping"),
     ("torch:", "_foreach_norm _foreach_mul_ _foreach_add_ _foreach_copy_", "many gradients at once"),
-    ("torch.nn.modules.module:", "_WrappedHook", "whose hook of a module it is"),
     ("torch._compile:", "_disable_dynamo", "what stays outside of compiled code"),
     ("torch:", "_has_compatible_shallow_copy_type", "whether a conversion keeps the parameter object"),
     ("torch.nn:Module.", _TABLES, "tensors where a module holds them"),

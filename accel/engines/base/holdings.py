@@ -7,7 +7,7 @@ the same for every backend: ``state_dict``, ``load_state_dict``, checkpoints, ``
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -109,9 +109,7 @@ class Holdings(Raw):
     # -- full state -------------------------------------------------------------------------------------------------
 
     @final
-    def full_state_dict(
-        self, optimizer: Optimizer | None, *, keep: bool = True, title: str = "accel.full_state_dict"
-    ) -> dict[str, Any]:
+    def full_state_dict(self, optimizer: Optimizer | None, *, keep: bool = True) -> dict[str, Any]:
         """Return what the raw object's ``state_dict()`` holds in one process, on ranks that ``keep`` it. Collective.
 
         It is what that method returns while full tensors replace shards, so hooks and the order of keys are the object's
@@ -119,31 +117,38 @@ class Holdings(Raw):
         """
         if not self.partial(optimizer):
             return (optimizer or self.module).state_dict()
+        return self._full_state("accel.full_state_dict", optimizer, keep=keep)
+
+    @final
+    def state_dict(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the full state for ``state_dict(*args, **kwargs)`` of a sharded raw object or its handle. Collective."""
+        kind = "model" if optimizer is None else "optimizer"
+        if kwargs.get("keep_vars") or args[2:] == (True,):
+            raise BackendError(
+                "state_dict(keep_vars=True) would return parameters that are sharded. Leave keep_vars out."
+            )
+        # If a rank calls it alone, this text is in the error of the other ranks.
+        advice = f"which every rank calls: write state = {kind}.state_dict() above an `if` of one rank"
+        return self._full_state(f"{kind}.state_dict(), {advice},", optimizer, *args, **kwargs)
+
+    def _full_state(
+        self, title: str, optimizer: Optimizer | None, *args: Any, keep: bool = True, **kwargs: Any
+    ) -> dict[str, Any]:
         with Waiting(self.engine.process, title):
             name = "the model" if optimizer is None else type(optimizer).__name__
             # After an interruption, ranks may have shards of different steps. They compare the title.
             title = f"{title} of {name} after {self.engine.drift.progress}"
-            if optimizer is None:
-                return self._full_model(title, keep)
-            return self._full_optimizer(title, optimizer, keep)
-
-    @final
-    def state_dict(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return ``full_state_dict`` for a raw object's or handle's ``state_dict(*args, **kwargs)``. Collective."""
-        kind = "model" if optimizer is None else "optimizer"
-        # If a rank calls it alone, this text is in the error of the other ranks.
-        advice = f"which every rank calls: write state = {kind}.state_dict() above an `if` of one rank"
-        state = self.full_state_dict(optimizer, title=f"{kind}.state_dict(), {advice},")
-        return _under(state, *args, **kwargs) if args or kwargs else state
-
-    def _full_model(self, title: str, keep: bool) -> dict[str, Any]:
-        full, extra = self._whole_tensors(title, keep=keep)
-        if not keep:
-            return {}
-        with self.guard.opened(), in_place_of(self.module, full):
-            state: dict[str, Any] = self.module.state_dict()
-        state.update({name: value for name, value in extra.items() if name in state})
-        return state
+            if optimizer is not None:
+                return self._full_optimizer(title, optimizer, keep)
+            full, extra = self._whole_tensors(title, keep=keep)
+            if not keep:
+                return {}
+            with self.guard.opened(), in_place_of(self.module, full):
+                state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+            prefix = kwargs.get("prefix", "")
+            names = {prefix + name: value for name, value in extra.items()}
+            state.update({name: value for name, value in names.items() if name in state})
+            return state
 
     def _whole_tensors(
         self, what: str, *, copied: bool = False, keep: bool = True
@@ -195,6 +200,20 @@ class Holdings(Raw):
             made = copy.deepcopy(self.module, memo)
         fill_module_values(made, {name: value for name, value in extra.items() if not self.has(name)})
         return made
+
+    @final
+    def copy_to_pickle(self) -> nn.Module:
+        """Return a deep copy of a module that is not sharded. Local.
+
+        Raises:
+            BackendError: if the module is sharded.
+        """
+        if self.partial(None):
+            raise BackendError(
+                f"Can't pickle {self.engine.kind}, because this rank holds only shards of it. Pickle copy.deepcopy(model), "
+                "which every rank calls, or accel.full_state_dict(model)."
+            )
+        return self.copy({})
 
     # -- loading full state -----------------------------------------------------------------------------------------
 
@@ -376,19 +395,6 @@ class Holdings(Raw):
         )
         if digests[0] is None or len(set(digests)) > 1:
             broadcast_(values, engine.process.group, source)
-
-
-def _under(state: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-    """Add a module's state to that of its parent, as ``Module.state_dict`` does."""
-    if keep_vars:
-        raise BackendError("state_dict(keep_vars=True) would return parameters that are sharded. Leave keep_vars out.")
-    target: Any = OrderedDict() if destination is None else destination
-    target.update({prefix + name: value for name, value in state.items()})
-    if not hasattr(target, "_metadata"):
-        target._metadata = OrderedDict()
-    for name, metadata in state._metadata.items():
-        target._metadata[prefix + name if name else prefix[:-1]] = metadata
-    return target  # type: ignore[no-any-return]
 
 
 def _first_names(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -203,17 +203,18 @@ class Guard:
     def _call(self, name: str, reference: weakref.ref[Any], replaced: Any, *args: Any, **kwargs: Any) -> Any:
         raw: Any = reference()
         holdings = self._holdings()
-        if holdings is None:  # an optimizer doesn't keep its model and engine
-            raise _refusal(raw)
         optimizer = raw if isinstance(raw, Optimizer) else None
-        if name == "__deepcopy__":
+        if holdings is not None and name == "__deepcopy__":
             return holdings.copy(*args)
-        if self._is_open or not holdings.partial(optimizer):
-            if name == "__getstate__" and optimizer is None:
-                return holdings.copy({}).__getstate__()
+        if holdings is not None and name == "__getstate__" and optimizer is None:
+            return holdings.copy_to_pickle().__getstate__()
+        if holdings is not None and (self._is_open or not holdings.partial(optimizer)):
             return (replaced or functools.partial(getattr(type(raw), name), raw))(*args, **kwargs)
-        if name == "__getstate__":
-            raise _refusal(raw)
+        if holdings is None or name == "__getstate__":  # an optimizer doesn't keep its model and engine
+            raise OptimizerError(
+                f"{type(raw).__name__} holds only this rank's part of its state, so it can't be copied. Call "
+                "accel.full_state_dict(optimizer) on every rank."
+            )
         if name == "state_dict":
             return holdings.state_dict(optimizer, *args, **kwargs)
         return holdings.load_state_dict(optimizer, args, kwargs)
@@ -227,19 +228,6 @@ class Guard:
         tensors = [*module.parameters(), *module.buffers()] if is_sharded else []
         with in_place_of(module, {id(tensor): NotGathered.of(tensor) for tensor in tensors}):
             return type(module).state_dict(module, *args, **kwargs)
-
-
-def _refusal(raw: nn.Module | Optimizer) -> AccelError:
-    name = type(raw).__name__
-    if isinstance(raw, nn.Module):
-        return BackendError(
-            f"Can't pickle {name}, because this rank holds only shards of it. Pickle copy.deepcopy(model), which every rank "
-            "calls, or accel.full_state_dict(model)."
-        )
-    return OptimizerError(
-        f"Can't copy or pickle {name}, because this rank holds only its own part of the state. Use "
-        "accel.full_state_dict(optimizer), which every rank calls."
-    )
 
 
 def refuse_call(error: type[AccelError], text: str, *_: object) -> NoReturn:
