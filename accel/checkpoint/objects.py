@@ -189,6 +189,7 @@ class ModuleObject(StateObject):
         super().__init__(name, path)
         self.module = module
         self.engine = engine
+        self._prefix = prefix
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         #: True if all ranks together have one model, for example in a pipeline.
         self.merged = engine is not None and engine.distributed and engine.gradients.spread
@@ -217,13 +218,11 @@ class ModuleObject(StateObject):
             yield self.local_range(one, self._is_spread or one.name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        outer_parts = shard.extra_modules(self._holdings.module)
-        outer_names = {id(part): name for name, part in outer_parts.items()}
         values = self._holdings.values(None)
         extra = {}
-        for name, part in shard.extra_modules(self.module).items():
-            if outer_names[id(part)] in values:
-                extra[name] = values[outer_names[id(part)]]
+        for name in shard.extra_modules(self.module):
+            if self._prefix + name in values:
+                extra[name] = values[self._prefix + name]
         # All ranks must know the tensors in shards, so those of a single rank become JSON.
         encoder = Encoder(None) if self.merged else encoder
         node = {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}

@@ -199,7 +199,7 @@ class State:
                 raise CheckpointError(
                     f"{path}: the state_dict() of this {type(inner).__name__} has its own entries "
                     f"{sorted(map(str, entries))[:5]}, which backend {engine.name!r} can't shard. "
-                    'Use backend="ddp".'
+                    "Use a backend that keeps full optimizers."
                 )
             if entries:
                 return StatefulObject(name, path, optimizer)

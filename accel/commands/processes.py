@@ -205,5 +205,5 @@ def run(args: argparse.Namespace) -> int:
 COMMANDS = {
     "env": Command(env, ""),
     "memory": Command(memory, "mymodels:gpt --ranks 8,64 --optimizer 'SGD(momentum=0.9)'", _memory_arguments),
-    "run": Command(run, "--processes 4 --backend fsdp train.py --lr 0.1", _run_arguments),
+    "run": Command(run, "--processes 4 train.py --lr 0.1", _run_arguments),
 }

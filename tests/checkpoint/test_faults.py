@@ -382,5 +382,5 @@ def test_ranks_interrupted_in_different_steps_save_no_mixture(
 ) -> None:
     last = "5 steps" if moment == "before" else "6 steps, the last of which was interrupted"
     for said in run(2, interrupted, backend, moment, wait, tmp_path / "c"):
-        assert f"is after 6 steps on rank 0 and after {last} on rank 1, so that" in said[0]
+        assert f"is after 6 steps on rank 0 and after {last} on rank 1. Stop all ranks" in said[0]
         assert backend == "ddp" or f"after {last}" in said[1]
