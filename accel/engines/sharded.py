@@ -30,6 +30,7 @@ from .base.engine import Engine, SequenceOptions
 from .base.gradients import Gradients, other_parameters, refuse_overlaps, refuse_scripts
 from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
+from .base.placement import Placement, Placements
 from .base.step import refuse_steps
 from .base.versions import check_version
 
@@ -63,7 +64,7 @@ class ShardedGradients(Gradients):
     anything is added to it.
     """
 
-    reduced = partial = deferred = True
+    reduced = deferred = True
     engine: ShardedEngine
 
     def __init__(self, engine: Engine) -> None:
@@ -183,10 +184,6 @@ class ShardedGradients(Gradients):
             elif rank is not None:
                 parameter.grad = None  # The optimizer skips it, and makes no state.
 
-    @property
-    def in_parts(self) -> bool:
-        return self.engine.distributed
-
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
         if len(parameters) < len(self.engine.parameters):
             names = sorted({self._names[id(p)] for p in parameters})
@@ -213,9 +210,6 @@ class ShardedGradients(Gradients):
         """Give owners to parameters without one, and drop the state of the other ranks. Local."""
         if shards.add(parameters):
             self.engine.holdings.drop_others(shards.optimizer)
-
-    def steps_part(self, optimizer: Optimizer) -> bool:
-        return optimizer in self.shards
 
     def after_step(self, optimizer: Optimizer) -> None:
         self.publish([optimizer])
@@ -271,6 +265,9 @@ class ShardedEngine(Engine):
     name = "sharded"
     options_type = Sharded
     requires = {"fairscale": "fairscale>=0.4.12"}
+    placements = Placements(
+        gradients=Placement.BY_PARAMETER, optimizer_state=Placement.BY_PARAMETER
+    )
     gradients_type = ShardedGradients
     gradients: ShardedGradients
     holdings_type = ShardedHoldings

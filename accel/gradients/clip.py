@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,9 @@ class Gradients(Protocol):
     """The gradients of an engine."""
 
     process: Process
-    spread: ClassVar[bool]
 
+    @property
+    def spread(self) -> bool: ...
     @property
     def in_parts(self) -> bool: ...
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None: ...

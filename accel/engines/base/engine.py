@@ -75,6 +75,8 @@ class Engine(ABC):
     requires: ClassVar[dict[str, str]] = {}
     #: False if the backend trains one model per rank, so that an optimizer on several ranks raises.
     synchronizes: ClassVar[bool] = True
+    #: How tensors lie on several ranks. A single rank holds everything.
+    placements: Placements = REPLICATED
     gradients_type: type[Gradients] = Gradients
     holdings_type: type[Holdings] = Holdings
 
@@ -91,6 +93,8 @@ class Engine(ABC):
         self.kind = type(module).__name__
         self.label = f"{self.kind} #{self.serial}"
         self.distributed = context.process.place.world_size > 1
+        if not self.distributed:
+            self.placements = REPLICATED
         self.ended = ""
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
@@ -113,9 +117,7 @@ class Engine(ABC):
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         self._loads = watch_loads(self) if compared else None
         context.process.dependents.add(self)
-        #: True if raw objects get methods that gather, because the backend may shard them.
-        self._guards = self.distributed and self.holdings_type.partial is not Holdings.partial
-        if self._guards:
+        if self.placements.sharded:
             self.holdings.guard.watch_modules(module)
 
     def _read_parameters(self) -> None:
@@ -127,11 +129,6 @@ class Engine(ABC):
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)
         self.gradients.follow(self.parameters)
-
-    @property
-    def placements(self) -> Placements:
-        """How weights, gradients and optimizer state lie on the ranks now. Local."""
-        return REPLICATED
 
     # -- before there is an engine ---------------------------------------------------------------
 
@@ -193,7 +190,7 @@ class Engine(ABC):
         self.optimizer_handles[id(optimizer)] = handle
         HiddenAttribute.put(optimizer, weakref.ref(handle))
         self.optimizers.append(optimizer)
-        if self._guards:
+        if self.placements.sharded:
             self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ from ...process import Process
 from ...process.control import agree, announce
 from .buffers import Buffers
 from .interruption import Interruption as Interruption
+from .placement import Placement
 from .refusals import check_parameters as check_parameters
 from .refusals import refuse_overlaps as refuse_overlaps
 from .refusals import refuse_quantized as refuse_quantized
@@ -34,10 +35,6 @@ class Gradients:
     *Local* methods run no collective. *Collective* methods are called on every rank.
     """
 
-    #: A rank has only a part of the gradients, or steps only a part of the parameters.
-    partial: ClassVar[bool] = False
-    #: A rank has all of a parameter's gradient or nothing of it, so norms add up over the ranks.
-    spread: ClassVar[bool] = False
     #: Ranks reduce gradients together, so the same parameters must be trainable on all of them.
     reduced: ClassVar[bool] = False
     #: Gradients stay this rank's own until a step, so a change of ``requires_grad`` loses none.
@@ -59,6 +56,16 @@ class Gradients:
         #: True if ``before_step`` and ``after_step`` do something.
         self.prepares_steps = kind.before_step is not Gradients.before_step
         self.finishes_steps = kind.after_step is not Gradients.after_step
+
+    @property
+    def partial(self) -> bool:
+        """True if a rank lacks some weights, gradients or optimizer state."""
+        return self.engine.placements.sharded
+
+    @property
+    def spread(self) -> bool:
+        """True if ranks have different parameters."""
+        return self.engine.placements.weights is Placement.BY_PARAMETER
 
     @property
     def watched(self) -> bool:
@@ -168,7 +175,7 @@ class Gradients:
     @property
     def in_parts(self) -> bool:
         """True if final gradients are sharded, and ``parts`` returns this rank's. Local."""
-        return False
+        return self.engine.placements.gradients.sharded
 
     def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the local gradients that this rank counts in a norm, and the copies. Local."""
@@ -223,10 +230,6 @@ class Gradients:
 
     def break_step(self) -> None:
         """Called if a step raised. Local."""
-
-    def steps_part(self, optimizer: Optimizer) -> bool:
-        """True if ranks step different parameters or shards. Local."""
-        return False
 
     @final
     def announce(self, what: str, details: Hashable = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -28,10 +28,11 @@ from ..base.gradients import (
     refuse_sparse,
 )
 from ..base.memory import MemoryUse, TensorSize
+from ..base.placement import Placement, Placements
 from .config import Configuration, check_stage, refuse_optimizer, refuse_parameters
 from .flat import Flat
 from .library import probe, release_groups
-from .partitions import Partitions, Placement
+from .partitions import Partitions, PlacedFragments
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings
 from .weights import put_zero_grad, remove_zero_grad
@@ -80,14 +81,14 @@ class ZeROGradients(Gradients):
     averages ``p.grad``.
     """
 
-    partial = reduced = True
+    reduced = True
     engine: DeepSpeedEngine
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         #: The optimizer that steps, or is about to.
         self.stepping: Optimizer | None = None
-        self.placed = Placement()
+        self.placed = PlacedFragments()
         #: Parameters with final gradients, and those whose gradients a step has used, since zero_grad.
         self._final: set[int] = set()
         self._used: set[int] = set()
@@ -223,9 +224,6 @@ class ZeROGradients(Gradients):
         if engine.distributed:
             refuse_optimizer(optimizer, engine.configuration)
 
-    def steps_part(self, optimizer: Optimizer) -> bool:
-        return self.engine.zero is not None
-
     def before_step(self, optimizer: Optimizer) -> None:
         if self.stepping is not None:  # an exception ended its step
             self.break_step()
@@ -285,6 +283,9 @@ class DeepSpeedEngine(Engine):
     name = "deepspeed"
     options_type = DeepSpeed
     requires = {"deepspeed": "deepspeed>=0.19.8"}
+    placements = Placements(
+        gradients=Placement.BY_ELEMENT, optimizer_state=Placement.BY_ELEMENT
+    )
     gradients_type = ZeROGradients
     gradients: ZeROGradients
     holdings_type = DeepSpeedHoldings
@@ -295,6 +296,8 @@ class DeepSpeedEngine(Engine):
         super().__init__(module, entry, context)
         self.configuration = Configuration(self.options)
         self.stage = self.configuration.stage
+        if self.stage == 3 and self.distributed:
+            self.placements = replace(self.placements, weights=Placement.BY_ELEMENT)
         self.zero: Partitions | None = None
 
     @classmethod

@@ -69,7 +69,7 @@ class Fragment:
 
 
 @final
-class Placement:
+class PlacedFragments:
     """This rank's fragments in the groups of the optimizer that steps."""
 
     def __init__(self) -> None:

@@ -34,6 +34,7 @@ from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.parts import LocalSteps, elementwise
+from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
@@ -209,7 +210,7 @@ class FSDPHoldings(Holdings):
 class FSDPGradients(Gradients):
     """FSDP2 reduces gradients in its hooks during every backward, inside ``no_sync`` too."""
 
-    reduced = partial = before_any_step = in_parts = True
+    reduced = before_any_step = True
     engine: FSDPEngine
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -260,6 +261,7 @@ class FSDPEngine(Engine):
 
     name = "fsdp"
     options_type: ClassVar[type[Options]] = FSDP
+    placements = Placements(Placement.BY_ELEMENT, Placement.BY_ELEMENT, Placement.BY_ELEMENT)
     gradients_type: Any = FSDPGradients
     gradients: FSDPGradients
     holdings_type: Any = FSDPHoldings

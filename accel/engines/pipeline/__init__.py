@@ -22,6 +22,7 @@ from ..base.gather import Item
 from ..base.gradients import Gradients, refuse_overlaps
 from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize
+from ..base.placement import Placement, Placements
 from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass
 from .stages import Named, Rows, Stage, check_batchnorm, check_module, flatten, predict, run_all, split, split_rows
@@ -186,7 +187,6 @@ class PipelineHoldings(Holdings):
 class PipelineGradients(Gradients):
     """Gradients that are final after backward, on the rank of their stage."""
 
-    spread = partial = True
     engine: PipelineEngine
 
     def __init__(self, engine: Engine) -> None:
@@ -207,15 +207,8 @@ class PipelineGradients(Gradients):
             self.channel.end()
         super().backward_ends(completed, outermost)
 
-    @property
-    def in_parts(self) -> bool:
-        return self.engine.distributed
-
     def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return [p.grad for p in parameters if p.grad is not None], []
-
-    def steps_part(self, optimizer: Optimizer) -> bool:
-        return self.engine.holdings.divided
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self.engine.holdings.divided and getattr(optimizer, "found_inf", None) is not None:
@@ -231,6 +224,7 @@ class PipelineEngine(Engine):
 
     name = "pipeline"
     options_type = Pipeline
+    placements = Placements(Placement.BY_PARAMETER, Placement.BY_PARAMETER, Placement.BY_PARAMETER)
     gradients_type = PipelineGradients
     gradients: PipelineGradients
     holdings_type = PipelineHoldings
