@@ -28,9 +28,7 @@ def comparable_text(value: Any) -> str:
     return type(value).__name__ if " at 0x" in text else text
 
 
-def differing_names(
-    facts_by_rank: Iterable[Mapping[Any, Any]], *, ignore_absent: bool = False
-) -> list[Any]:
+def differing_names(facts_by_rank: Iterable[Mapping[Any, Any]], *, ignore_absent: bool = False) -> list[Any]:
     """Return the names of the facts that are not equal on all ranks, in order.
 
     With ``ignore_absent`` only the ranks that have a fact are compared.

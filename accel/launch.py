@@ -63,9 +63,7 @@ _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _STORE_PREFIXES: Final = ("", "/worker/attempt_0/")
 
 
-def launch(
-    fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None
-) -> T:
+def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None) -> T:
     """Run ``fn(*args)`` in new processes, one per rank, and return rank 0's result.
 
     You can call it from a script or a notebook cell, and ``fn`` may be defined there. Modules,
@@ -97,8 +95,7 @@ def launch(
             job.run()
         if not (folder / "result.pt").exists():
             raise LaunchError(
-                f"rank 0 of {count} in accel.launch({title}) ended with exit status 0 before its "
-                "function returned."
+                f"rank 0 of {count} in accel.launch({title}) ended with exit status 0 before its function returned."
             )
         states = _load(folder / "states.pt", mmap=True)
         for item, (state, _) in zip(stateful, states, strict=True):
@@ -126,9 +123,7 @@ def _count_processes(num_processes: int | None) -> int:
 
 def _check_call(fn: object) -> None:
     if isinstance(fn, str):
-        raise LaunchError(
-            f"accel.launch expects a function. Start a script with python -m accel run {fn}"
-        )
+        raise LaunchError(f"accel.launch expects a function. Start a script with python -m accel run {fn}")
     if not callable(fn):
         raise LaunchError(
             f"accel.launch expects a function, got a {type(fn).__name__}. Pass the function and "

@@ -32,7 +32,7 @@ from .errors import (
     described,
 )
 from .gradients.clip import Owners, clip_patches
-from .gradients.log import remove_hooks
+from .gradients.hooks import remove_hooks
 from .gradients.patches import BackwardListener, Patch, backward_patches, changing, compile_patch
 from .handles import Handles, HiddenAttribute, ModelHandle, OptimizerHandle, raw
 from .precision import LossScale, all_finite

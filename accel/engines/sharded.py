@@ -265,9 +265,7 @@ class ShardedEngine(Engine):
     name = "sharded"
     options_type = Sharded
     requires = {"fairscale": "fairscale>=0.4.12"}
-    placements = Placements(
-        gradients=Placement.BY_PARAMETER, optimizer_state=Placement.BY_PARAMETER
-    )
+    placements = Placements(gradients=Placement.BY_PARAMETER, optimizer_state=Placement.BY_PARAMETER)
     gradients_type = ShardedGradients
     gradients: ShardedGradients
     holdings_type = ShardedHoldings

@@ -10,11 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.gradients.log import GradientLog, TrainableMask
+from accel.gradients.watch import TrainableMask, look
 
 from .contenders import RIVALS, installed_rivals
 from .ranks import run
@@ -48,21 +47,9 @@ def _mask(seconds: float) -> dict[str, Times]:
     return interleave([Contender("check", mask.changed)], seconds, 200)
 
 
-def _log(seconds: float) -> dict[str, Times]:
-    """Backward into 500 scalars, which is little else than the accumulation that the log notes."""
-
-    def backward(logged: bool) -> Callable[[], None]:
-        parameters = [nn.Parameter(torch.zeros(())) for _ in range(500)]
-        log = GradientLog(parameters if logged else ())
-
-        def once() -> None:
-            torch.stack(parameters).sum().backward()
-            log.fold()
-
-        return once
-
-    plain, logged = Contender("without", backward(False)), Contender("with", backward(True))
-    return interleave([plain, logged], seconds, 4, units=500)
+def _watch(seconds: float) -> dict[str, Times]:
+    parameters = list(MANY.build()[0].parameters())
+    return interleave([Contender("look", lambda: look(parameters))], seconds, 200)
 
 
 def _loaders(seconds: float) -> dict[str, Times]:
@@ -98,7 +85,7 @@ def _loaders(seconds: float) -> dict[str, Times]:
 
 
 def _costs(seconds: float) -> dict[str, dict[str, Times]]:
-    parts = {"setup": _setup_again, "mask": _mask, "log": _log, "loader": _loaders}
+    parts = {"setup": _setup_again, "mask": _mask, "watch": _watch, "loader": _loaders}
     return {name: fn(seconds) for name, fn in parts.items()}
 
 
@@ -142,12 +129,12 @@ def _rows(data: Data) -> dict[str, list[Row]]:
 
 def _tell(data: Data) -> list[str]:
     costs = _rows(data)
-    setup, mask, log, loader = (costs[name] for name in ("setup", "mask", "log", "loader"))
+    setup, mask, watch, loader = (costs[name] for name in ("setup", "mask", "watch", "loader"))
     lines: list[tuple[str, float, float]] = [
         ("repeated `accel.setup(model, optimizer, loader)` of raw objects", setup[0].wall, setup[0].cpu),
         ("the same of their handles", setup[1].wall, setup[1].cpu),
         ("trainability check of 500 tensors (`TrainableMask.changed`)", mask[0].wall, mask[0].cpu),
-        ("gradient log, for each parameter of a backward", log[1].wall_over, log[1].cpu_over),
+        ("look at 500 gradients (`look`), twice per backward on ddp", watch[0].wall, watch[0].cpu),
         *(
             (f"dataloader, {r.name}: for each batch over the raw `DataLoader`", r.wall_over, r.cpu_over)
             for r in loader[1:]
@@ -157,8 +144,7 @@ def _tell(data: Data) -> list[str]:
     imports = [[f"`import {r.name}`", f"{r.wall / 1e3:.1f}", f"{r.cpu / 1e3:.1f}"] for r in costs["import"]]
     missing = [name for name in RIVALS if name not in {r.name for r in loader}]
     return [
-        "In microseconds, from loops in one process. The gradient log is the difference of backward passes into 500 scalar "
-        f"parameters with and without it, the dataloader the difference of epochs of {NUM_BATCHES} shuffled batches that "
+        "In microseconds, from loops in one process. The dataloader is the difference of epochs of {NUM_BATCHES} shuffled batches that "
         f"cost almost nothing themselves (the raw one takes {loader[0].wall:.1f} a batch), their start included.",
         table(["", "wall", "cpu"], figures),
         f"Imports in milliseconds, in {NUM_IMPORTS} or more fresh processes each, which take turns and import torch first; all "

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
-from ...gradients.log import remove_hooks
+from ...gradients.hooks import remove_hooks
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_, writable
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
-from ...gradients.log import remove_hooks
+from ...gradients.hooks import remove_hooks
 from ...precision import gradients_of, here
 from ...process import current
 from ...process.control import Waiting, agree, raise_lost

@@ -283,9 +283,7 @@ class DeepSpeedEngine(Engine):
     name = "deepspeed"
     options_type = DeepSpeed
     requires = {"deepspeed": "deepspeed>=0.19.8"}
-    placements = Placements(
-        gradients=Placement.BY_ELEMENT, optimizer_state=Placement.BY_ELEMENT
-    )
+    placements = Placements(gradients=Placement.BY_ELEMENT, optimizer_state=Placement.BY_ELEMENT)
     gradients_type = ZeROGradients
     gradients: ZeROGradients
     holdings_type = DeepSpeedHoldings

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ...errors import BackendError
-from ...gradients.log import remove_hooks
+from ...gradients.hooks import remove_hooks
 from ...gradients.patches import Patch, around, ignored, replaced
 from ...process import running
 from ...process.startup import unseen_group

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
-from ...gradients.log import at_end_of_backward, remove_hooks
+from ...gradients.hooks import at_end_of_backward, remove_hooks
 from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce
 from ..base.absent import plainly

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import BackendError
-from ...gradients.log import remove_hooks
+from ...gradients.hooks import remove_hooks
 from ...gradients.patches import Patch, data_patch, ignored, shard_patches
 from ...process import Process
 from ...process.control import Waiting, announce

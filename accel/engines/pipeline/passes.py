@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from ...errors import AccelError, RankMismatchError
-from ...gradients.log import at_end_of_backward
+from ...gradients.hooks import at_end_of_backward
 from ...process import Process, end_groups
 from ...process.control import Waiting, agree, raise_together
 from ...process.packing import bytes_of, framed, to_bytes, to_tensor, unframed
