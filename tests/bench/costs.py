@@ -144,8 +144,9 @@ def _tell(data: Data) -> list[str]:
     imports = [[f"`import {r.name}`", f"{r.wall / 1e3:.1f}", f"{r.cpu / 1e3:.1f}"] for r in costs["import"]]
     missing = [name for name in RIVALS if name not in {r.name for r in loader}]
     return [
-        "In microseconds, from loops in one process. The dataloader is the difference of epochs of {NUM_BATCHES} shuffled batches that "
-        f"cost almost nothing themselves (the raw one takes {loader[0].wall:.1f} a batch), their start included.",
+        f"In microseconds, from loops in one process. The dataloader is the difference of epochs of {NUM_BATCHES} "
+        "shuffled batches that cost almost nothing themselves (the raw one takes "
+        f"{loader[0].wall:.1f} a batch), their start included.",
         table(["", "wall", "cpu"], figures),
         f"Imports in milliseconds, in {NUM_IMPORTS} or more fresh processes each, which take turns and import torch first; all "
         "bytecode exists already:",

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 import accel
+from accel.engines import ENGINES
 from accel.registry import registry
 from tests.backends import APPROXIMATE, BACKENDS, engine_of, need
 from tests.distributed import run
 from tests.engines.matrix import Cell, cells_of, check_cells, in_pairs
+from tests.engines.periodic import MISTAKES, Periodic, PeriodicEngine
 
 
 def chosen(cells: list[Cell], world: int) -> list[Cell]:
@@ -198,15 +200,16 @@ def check_agreement(backend: Any) -> None:
     train_apart(model, optimizer, range(3))
     for name, wrapped, original in (("model", model, raw), ("optimizer", optimizer, raw_optimizer)):
         assert_equal_on_ranks(wrapped.state_dict, f"{name}.state_dict()")
-        assert_equal_on_ranks(original.state_dict, f"the raw {name}'s state_dict()")
+        assert_equal_on_ranks(original.state_dict, f"raw {name}'s state_dict()")
         assert_equal_on_ranks(lambda: accel.full_state_dict(wrapped), f"full_state_dict({name})")  # noqa: B023
     train_apart(model, optimizer, range(3, 5))
 
-    def step_unknown() -> Any:
-        """Step an optimizer that ``setup`` never saw."""
+    def step_unknown() -> list[torch.Tensor]:
+        """Step an optimizer that ``setup`` never saw, twice, and return the weights that this rank holds whole."""
         unknown = torch.optim.SGD(raw.parameters(), lr=0.1)
-        train_apart(model, unknown, range(5, 6))
-        return accel.full_state_dict(model)
+        train_apart(model, unknown, range(5, 7))
+        weights = [p.detach() for p in raw.parameters() if p.device.type != "meta"]
+        return [w.clone() for w in weights if type(w) is torch.Tensor and w.numel()]
 
     assert_equal_on_ranks(step_unknown, "the weights after a step of an optimizer that setup never saw")
     accel.teardown(model)
@@ -220,3 +223,19 @@ def test_ranks_agree(backend: Any) -> None:
         pytest.skip("trains one model per process")
     need(backend, 2)
     run(2, check_agreement, backend)
+
+
+def check_periodic(kind: type[PeriodicEngine]) -> None:
+    """Let ``accel.setup`` find a backend that isn't in ``accel/engines``, and check it."""
+    ENGINES[kind.name] = kind
+    check_agreement(Periodic(every=2))
+
+
+def test_a_backend_of_one_file_agrees() -> None:
+    run(2, check_periodic, PeriodicEngine)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda kind: kind.__name__)
+def test_mistakes_of_a_backend_are_found(mistake: type[PeriodicEngine]) -> None:
+    with pytest.raises(AssertionError, match=MISTAKES[mistake]):
+        run(2, check_periodic, mistake)

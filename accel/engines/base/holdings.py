@@ -69,7 +69,8 @@ class Holdings(Raw):
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return the weights that are equal before each step on all ranks that have one of this name. Local."""
-        return list(self.engine.named.items())
+        sharded = self.engine.placements.weights.sharded
+        return [] if sharded else list(self.engine.named.items())
 
     @property
     def snapshot(self) -> Snapshot | None:

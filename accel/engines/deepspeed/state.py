@@ -98,9 +98,6 @@ class DeepSpeedHoldings(Holdings):
             if fragment.grad is not None:
                 yield self.engine.names[index], "grad", fragment.grad
 
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        return [] if self.engine.zero is not None and self.engine.zero.divides_weights else super().replicas()
-
     def filled(self) -> None:
         if self.engine.zero is not None:
             self.engine.gradients.publish(self.engine.zero)

@@ -192,8 +192,9 @@ class FSDPHoldings(Holdings):
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return parameters that every rank holds, and shards that other ranks hold too, with the shard in their names."""
-        mesh, shards, found = self.engine.parts.sharded.mesh, self._shards(), []
-        for name, p in super().replicas():
+        mesh, shards = self.engine.parts.sharded.mesh, self._shards()
+        found: list[tuple[str, torch.Tensor]] = []
+        for name, p in self.engine.named.items():
             copies = mesh.copies(p)
             place = [str(mesh.place[axis]) for axis in ("shard", "tensor") if axis not in copies]
             if id(p) not in shards:

@@ -127,9 +127,6 @@ class PipelineHoldings(Holdings):
     def gradients(self) -> Iterator[Item]:
         return (item for item in super().gradients() if self.has(item[0]))
 
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        return [] if self.divided else super().replicas()
-
     def divide(self, stages: Sequence[Sequence[Named]]) -> None:
         """Keep this rank's stage, and free the memory of the other stages."""
         self._stage_of = {name: number for number, stage in enumerate(stages) for name, _ in stage}
