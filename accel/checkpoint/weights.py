@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
 import math
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +26,11 @@ from .background import background
 from .match import children_of
 from .reader import Reader
 from .record import Record, Stored
-from .safetensors import BY_NAME, ITEM_BYTES, NAMES, Entry, Header, build_header, memory, parse_table
+from .safetensors import BY_NAME, ITEM_BYTES, NAMES, Entry, Header, build_header, memory
 from .shards import Written, batched, checksum
 from .state import Branch, Leaf, State, Tree, component, join, leaves
 from .steps import log_end, on_running_ranks, parsing
-from .storage import Write, read_whole, storage_of
+from .storage import File, Write, read_whole, storage_of
 from .values import TAG, Decoder, Json
 
 #: The file is ``<stem>.safetensors``, or ``<stem>-00001-of-00002.safetensors`` with an index.
@@ -140,14 +142,42 @@ def _files(path: str) -> Iterator[tuple[str, set[str] | None]]:
 
 
 def _read_header(path: str) -> tuple[Written, Header, str]:
-    with storage_of(path).open(path, None) as file:
-        content = bytes(file.read_header())
-        with parsing(f"{path} is not a whole safetensors file"):
-            table, _ = parse_table(content, file.size)
-            for key, described in table.items():
-                if described["dtype"] not in BY_NAME:
-                    raise CheckpointError(f"{path}: {key!r} has dtype {described['dtype']}, which accel can't load.")
-        return Written(path, file.size, ()), Header(len(content), table), checksum(content)
+    with storage_of(path).open(path, None) as file, _safe_open(file) as opened:
+        table: dict[str, Any] = {}
+        end = 0
+        for key in opened.offset_keys():
+            tensor = opened.get_slice(key)
+            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
+            if dtype not in BY_NAME:
+                raise CheckpointError(f"{path}: {key!r} has dtype {dtype}, which accel can't load.")
+            entry = Entry(key, dtype, shape, 0, math.prod(shape))
+            table[key] = entry.described(end)[1]
+            end += entry.nbytes
+        # The package has checked that the tensors fill the rest of the file.
+        header = Header(file.size - end, table)
+        return Written(path, file.size, ()), header, checksum(repr((file.size, table)).encode())
+
+
+@contextlib.contextmanager
+def _safe_open(file: File) -> Iterator[Any]:
+    """Open a file with the package safetensors, or a copy of its header if it isn't on this machine."""
+    try:
+        library: Any = importlib.import_module("safetensors")
+    except ImportError as error:
+        raise CheckpointError("Reading weights needs a package: pip install 'safetensors>=0.6.2'") from error
+    with contextlib.ExitStack() as stack:
+        path = file.path
+        if not os.path.exists(path):
+            copy = stack.enter_context(tempfile.NamedTemporaryFile())
+            copy.write(file.read_header())
+            copy.truncate(file.size)
+            copy.flush()
+            path = copy.name
+        try:
+            opened = stack.enter_context(library.safe_open(path, framework="pt"))
+        except library.SafetensorError as error:
+            raise CheckpointError(f"{file.path} is not a whole safetensors file ({error}).") from error
+        yield opened
 
 
 # -- Choose what to export ---------------------------------------------------------------------------------------------
