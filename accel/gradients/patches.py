@@ -211,15 +211,17 @@ def backward_patches(
             listening = list(filter(None, map(_dereference, listeners)))
             outermost = depth == 0
             depth += 1
+            completed = False
             try:
                 for listener in listening if outermost else ():
                     listener.backward_begins()
                 result = original(*args, **kwargs)
+                completed = True
                 for listener in listening:
                     listener.backward_ends(True, outermost)
                 return result
             except BaseException as error:
-                for listener in listening:
+                for listener in () if completed else listening:
                     listener.backward_ends(False, outermost)
                 _raise_meant(error)
                 raise

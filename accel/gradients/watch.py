@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 GRAD: Final = operator.attrgetter("grad")
-_requires_grad: Final = operator.attrgetter("requires_grad")
+REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
 class Look(NamedTuple):
@@ -57,12 +57,7 @@ class TrainableMask:
     def now(self) -> list[bool]:
         """Return ``requires_grad`` of every parameter."""
         with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_requires_grad, self._parameters))
-
-    def changed(self) -> bool:
-        """True if a parameter was frozen or unfrozen since ``known``."""
-        with torch._C.DisableTorchFunctionSubclass():  # `now` inline, because each forward comes here
-            return list(map(_requires_grad, self._parameters)) != self.known
+            return list(map(REQUIRES_GRAD, self._parameters))
 
 
 def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ needs_horovod = pytest.mark.skipif(MISSING, reason="horovod is not installed: do
 
 @pytest.mark.skipif(not MISSING, reason="horovod is installed")
 def test_a_missing_horovod_says_what_to_install() -> None:
-    with pytest.raises(accel.BackendError, match=r"pip install 'horovod==0\.28\.1' .*docs/installation\.md"):
+    with pytest.raises(accel.BackendError, match=r"pip install 'horovod==0\.28\.1'"):
         accel.setup(nn.Linear(1, 1), backend="horovod")
 
 

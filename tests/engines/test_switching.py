@@ -126,35 +126,3 @@ def test_ranks_compare_state_by_parameter() -> None:
     assert run(2, setup_with_state_in_another_order) == [8, 8]
     for message in refusals(2, setup_with_another_state, error="RankMismatchError"):
         assert "exp_avg of the state of 0.weight in optimizer 0 is tensor (12, 6)" in message
-
-
-class Late(nn.Module):
-    """Makes a buffer in its first forward, which every rank fills by its own batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if "seen" not in self._buffers:
-            self.register_buffer("seen", torch.zeros(2))
-        self.seen += x.detach().mean()
-        out: torch.Tensor = self.linear(x)
-        return out
-
-
-def late_buffers(backend: Any) -> list[float]:
-    raw = Late()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.full((4, 3), float(accel.rank() + 1))).sum().backward()
-        optimizer.step()
-    seen: list[float] = raw.seen.tolist()  # type: ignore[operator]
-    accel.teardown()
-    return seen
-
-
-@pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", accel.DeepSpeed(stage=2)], ids=str)
-def test_buffers_that_come_later_are_rank_0s_after_a_step(backend: Any) -> None:
-    assert run(2, late_buffers, backend) == [[2.0, 2.0], [2.0, 2.0]]

@@ -84,15 +84,11 @@ class DriftGuard:
         """Skip all checks from now on."""
         self.next, self._interval, self.inputs = _NEVER, 0, None
 
-    def step(self) -> None:
-        """Count a step, and compare the ranks if a check is due. Collective then."""
+    def count_backward(self) -> None:
+        """Count a backward as a step, for an engine without optimizers. Collective if a check is due."""
         self.steps += 1
         if self.steps >= self.next:
             self.check()
-
-    def count_backward(self) -> None:
-        """Count a backward as a step, for an engine without optimizers. Collective if a check is due."""
-        self.step()
 
     def check(self) -> None:
         """Compare the ranks. Collective.

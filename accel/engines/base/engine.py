@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError
-from ...gradients.watch import TrainableMask, explain
+from ...gradients.watch import REQUIRES_GRAD, TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, Replaced, restore_dtypes
 from ...process import Process
@@ -117,8 +117,10 @@ class Engine(ABC):
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         self._loads = watch_loads(self) if compared else None
         context.process.dependents.add(self)
-        if self.placements.sharded:
+        if self.placements.weights.sharded:
             self.holdings.guard.watch_modules(module)
+        elif self.placements.sharded:
+            self.holdings.guard.watch(module)
 
     def _read_parameters(self) -> None:
         """Read the module's parameters. Call it again after ``start`` replaced some of them."""
@@ -289,8 +291,11 @@ class Engine(ABC):
             with self.sequence.forward(function, args, kwargs):
                 return self.call(function, args, kwargs)
         watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
-        if watches_mask and self.mask.changed():
-            self.refresh()
+        if watches_mask:
+            with torch._C.DisableTorchFunctionSubclass():  # inline, because every forward comes here
+                changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask.known
+            if changed:
+                self.refresh()
         if self.drift.inputs is not None:
             self.drift.inputs.note(self, args, kwargs)
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None

@@ -7,11 +7,11 @@ record of what a library changed on a module, so that it can be undone, for good
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import torch
@@ -170,8 +170,7 @@ class Guard:
         self.watch(module)
         for child in module.modules():
             if child is not module and "state_dict" not in vars(child):
-                # copy.deepcopy of a submodule binds it to the copy.
-                vars(child)["state_dict"] = MethodType(self._state_dict_of_submodule, child)
+                vars(child)["state_dict"] = SubmoduleStateDict(self, child)
                 self._watched[id(child)] = weakref.ref(child)
 
     def release_modules(self) -> None:
@@ -185,7 +184,7 @@ class Guard:
         self._watched.pop(id(raw), None)
         for name in _METHODS:
             method: Any = vars(raw).get(name)
-            if getattr(method, "__func__", None) == self._state_dict_of_submodule:
+            if isinstance(method, SubmoduleStateDict):
                 del vars(raw)[name]
             elif getattr(method, "func", None) == self._call:
                 del vars(raw)[name]
@@ -219,7 +218,7 @@ class Guard:
             return holdings.state_dict(optimizer, *args, **kwargs)
         return holdings.load_state_dict(optimizer, args, kwargs)
 
-    def _state_dict_of_submodule(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def state_dict_of_submodule(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return ``module.state_dict()`` with stand-ins for values: peft asks a submodule for its keys."""
         holdings = self._holdings()
         is_sharded = (
@@ -228,6 +227,21 @@ class Guard:
         tensors = [*module.parameters(), *module.buffers()] if is_sharded else []
         with in_place_of(module, {id(tensor): NotGathered.of(tensor) for tensor in tensors}):
             return type(module).state_dict(module, *args, **kwargs)
+
+
+@final
+class SubmoduleStateDict:
+    """The ``state_dict`` method of a submodule. EmbeddingBag shows its attributes, so this one has a short repr."""
+
+    def __init__(self, guard: Guard, module: nn.Module) -> None:
+        self._guard = guard
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._guard.state_dict_of_submodule(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SubmoduleStateDict:
+        return SubmoduleStateDict(self._guard, copy.deepcopy(self._module, memo))
 
 
 def refuse_call(error: type[AccelError], text: str, *_: object) -> NoReturn:

@@ -139,7 +139,10 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
-        engine.drift.step()
+        drift = engine.drift  # inline, because every step comes here
+        drift.steps += 1
+        if drift.steps >= drift.next:
+            drift.check()
         num_parameters = 0  # counted here: no call in a usual step
         for group in optimizer.param_groups:
             num_parameters += len(group["params"])

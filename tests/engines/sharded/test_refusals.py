@@ -29,8 +29,6 @@ def refuse(case: str) -> None:
             copy.deepcopy(optimizer)
         if case == "pickle":
             pickle.dumps(optimizer)
-        if case == "load":
-            optimizer.load_state_dict(accel.full_state_dict(handle))
         model(x).mean().backward()
         if case == "scaler":
             scaler = torch.amp.GradScaler("cpu")
@@ -48,9 +46,8 @@ def refuse(case: str) -> None:
 
 
 REFUSALS = {
-    "copy": (accel.OptimizerError, "a copy or pickle would miss the rest"),
-    "pickle": (accel.OptimizerError, "a copy or pickle would miss the rest"),
-    "load": (accel.OptimizerError, r"load_state_dict\(full\) of the handle"),
+    "copy": (accel.OptimizerError, "so it can't be copied"),
+    "pickle": (accel.OptimizerError, "so it can't be copied"),
     "scaler": (accel.PrecisionError, "accel.backward"),
     "sparse": (accel.BackendError, "sparse gradients of 0.weight"),
     "norm": (accel.AccelError, "norm_type"),
@@ -81,8 +78,7 @@ def late_groups() -> None:
 
 def test_a_group_added_on_one_rank_is_noticed() -> None:
     for text in refusals(2, late_groups, error="RankMismatchError"):
-        assert "10 parameters" in text
-        assert "2 parameters" in text
+        assert "AdamW (2) on ranks [0]" in text
 
 
 def clip_the_other_optimizers_part() -> float:
