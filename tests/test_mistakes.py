@@ -87,7 +87,6 @@ OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ANY.setup(net(), backend="fsdp:replicas=2,replicas=1"), accel.BackendError, "at 'replicas=1'"),
     (lambda: ANY.setup(net(), backend="ddp(bucket_cap_mb=5)"), accel.BackendError, "name:option=value"),
     (lambda: ANY.setup(net(), backend="nccl"), accel.BackendError, "accel.init(process_group='nccl')"),
-    (lambda: ANY.launch(print, nprocs=2), accel.LaunchError, "did you mean num_processes?"),
     (lambda: ANY.launch("train.py"), accel.LaunchError, "python -m accel run train.py"),
     (lambda: ANY.no_sync(ANY.setup(nn.Sequential(net())).model[0]), accel.AccelError, "is a part of a Sequential"),
     (lambda: ANY.LoaderOptions(sed=1), accel.LoaderError, "did you mean seed?"),

@@ -291,11 +291,11 @@ class DeepSpeedEngine(Engine):
     options: DeepSpeed
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        super().__init__(module, entry, context)
-        self.configuration = Configuration(self.options)
+        self.configuration = Configuration(context.options)
         self.stage = self.configuration.stage
-        if self.stage == 3 and self.distributed:
+        if self.stage == 3:
             self.placements = replace(self.placements, weights=Placement.BY_ELEMENT)
+        super().__init__(module, entry, context)
         self.zero: Partitions | None = None
 
     @classmethod
