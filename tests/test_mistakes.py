@@ -99,7 +99,11 @@ OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
         accel.CheckpointError,
         "a function of a tensor's name",
     ),
-    (lambda: ANY.save({"loader": loader()}, "here"), accel.CheckpointError, "Save the loader that accel.setup returned"),
+    (
+        lambda: ANY.save({"loader": loader()}, "here"),
+        accel.CheckpointError,
+        "Save the loader that accel.setup returned",
+    ),
     (lambda: ANY.save(net(), "here"), accel.CheckpointError, "Expected the state as a dict, found a Linear"),
     (lambda: ANY.save("here", {"model": net()}), accel.CheckpointError, "accel.save(state, dir)"),
     (lambda: ANY.load({"model": net()}, "here"), accel.CheckpointError, "accel.load(dir, state)"),
