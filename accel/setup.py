@@ -99,11 +99,7 @@ def setup(
         OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: wrong arguments.
     """
     process.refuse_fork()
-    if more:
-        raise LoaderError(
-            "accel.setup() takes all DataLoaders in one argument. Pass a tuple: "
-            "accel.setup(model, optimizer, (train_loader, eval_loader))."
-        )
+    _refuse_more(more)
     if running() is None:
         use_devices(devices)
     plan = Plan(current(), optimizers, dataloaders, backend, precision, devices, loader_options)
@@ -121,6 +117,14 @@ def setup(
     if plan.process.place.rank == 0:
         log_setup(plan)
     return handles_of(plan)
+
+
+def _refuse_more(more: tuple[Any, ...]) -> None:
+    if more:
+        raise LoaderError(
+            "accel.setup() takes all DataLoaders in one argument. Pass a tuple: "
+            "accel.setup(model, optimizer, (train_loader, eval_loader))."
+        )
 
 
 # -- Plan: local, and nothing changes --------------------------------------------------------------

@@ -67,6 +67,9 @@ class DDP(SequenceOptions):
             raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank}) needs comm_hook='powersgd'.")
 
 
+DDP.approximate = (DDP(comm_hook="powersgd"),)
+
+
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 _NO_GRADIENTS: Final = {None}
