@@ -19,12 +19,9 @@ from ..precision import dtype_of
 from ..process import Process
 from .base.engine import Context as Context
 from .base.engine import Engine as Engine
-from .base.engine import Options as Options
 from .base.holdings import Holdings as Holdings
+from .base.options import Options as Options
 from .base.versions import check_torch as check_torch
-
-#: The backend that tests compare the others with. Every rank has the full model.
-BASELINE: Final = "ddp"
 
 #: Classes of other libraries that distribute the module they wrap.
 FOREIGN: Final = frozenset(

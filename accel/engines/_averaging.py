@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from ..gradients.totals import average_gradients_
-from .base.engine import Engine, LayerOptions
+from .base.engine import Engine
 from .base.gradients import Gradients
+from .base.options import LayerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

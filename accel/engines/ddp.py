@@ -22,9 +22,10 @@ from ..gradients.watch import GRAD, Look, look, written
 from ..precision import convert_batchnorms, restore_batchnorms
 from ..process import Process
 from ..process.control import agree, raise_lost
-from .base.engine import Context, Engine, SequenceOptions
+from .base.engine import Context, Engine
 from .base.gradients import Gradients, refuse_inside_backward
 from .base.memory import MemoryUse, TensorSize, add_uses
+from .base.options import SequenceOptions
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 renamed the switch. The engine broadcasts buffers by itself, once a step.

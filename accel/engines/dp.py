@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..process.environments import available
-from .base.engine import Engine, LayerOptions
+from .base.engine import Engine
+from .base.options import LayerOptions
 
 logger = logging.getLogger("accel")
 

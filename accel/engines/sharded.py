@@ -26,10 +26,11 @@ from ..process.control import agree
 from ..process.packing import average_, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry, parameters_of
-from .base.engine import Engine, SequenceOptions
+from .base.engine import Engine
 from .base.gradients import Gradients, other_parameters, refuse_overlaps, refuse_scripts
 from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
+from .base.options import SequenceOptions
 from .base.placement import Placement, Placements
 from .base.step import refuse_steps
 from .base.versions import check_version

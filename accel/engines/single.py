@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from .base.engine import Engine, LayerOptions
+from .base.engine import Engine
+from .base.options import LayerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,7 @@ from .drift import DriftGuard, watch_loads
 from .gradients import Gradients
 from .holdings import Holdings
 from .memory import MemoryUse, TensorSize, add_uses
-from .options import LayerOptions as LayerOptions
-from .options import Options as Options
-from .options import SequenceOptions as SequenceOptions
+from .options import Options
 from .placement import REPLICATED, Placements
 from .sequence import SequenceParallel, sequence_size
 from .step import Stepper, refuse_changes, take_added_groups

@@ -16,7 +16,6 @@ from ...precision import Accumulator, all_finite, here
 from ...process import Process
 from ...process.control import agree, announce
 from .buffers import Buffers
-from .interruption import Interruption as Interruption
 from .placement import Placement
 from .refusals import check_parameters as check_parameters
 from .refusals import refuse_overlaps as refuse_overlaps

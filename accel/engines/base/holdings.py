@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ...errors import BackendError, OptimizerError
 from ...gradients.hooks import remove_hooks
 from ...process.control import Waiting, agree
-from ...process.packing import broadcast_, is_dense, writable
+from ...process.packing import broadcast_, writable
 from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
 from ...trees import inner_tensors, map_tensors, to_device
 from .digest import digest, digest_values
@@ -388,7 +388,8 @@ class Holdings(Raw):
         if not engine.distributed:
             return
         weights = [] if engine.reads else [p.data for p in engine.parameters if not p.is_meta]
-        odd = [name for name, buffer in engine.module.named_buffers() if not is_dense(buffer)]
+        buffers = engine.module.named_buffers()
+        odd = [name for name, b in buffers if b.layout is not torch.strided or b.is_quantized]
         if odd:
             raise BackendError(
                 f"The buffers {', '.join(odd[:5])} of {engine.label} are sparse or quantized, so they can't be "

@@ -1,4 +1,4 @@
-"""An account of backwards that raised, for backends whose own hooks notice the begin and the end."""
+"""Remember backward passes that raised, for backends whose libraries keep state between backwards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from ...errors import BackendError
 
 @final
 class Interruption:
-    """What follows where an exception ended a backward or a reduction: what it left is cleared, its gradients are refused. Local.
+    """Remembers that an exception ended a backward or a reduction. All methods are local.
 
     Attributes:
-        running: by autograd's numbers, the backwards that have begun and not ended; the backend adds and removes them.
-        incomplete: there may be gradients of one that will not end; until the backend knows that they were dropped.
-        stale: what one left half-way, or a forward did, is still in the library; until the backend has cleared it.
-        cut: a backward or a reduction did, so that nothing can be reduced before that.
+        running: autograd's numbers of the backwards that run. The backend adds and removes them.
+        incomplete: gradients of an interrupted backward may exist. The backend sets it to False
+            when they are dropped.
+        stale: the library still has state of an interrupted forward, backward or reduction. The
+            backend sets it to False when it has cleared that state.
+        cut: the interrupted call was a backward or a reduction, so nothing can be reduced before
+            the state is cleared.
     """
 
     def __init__(self) -> None:
@@ -27,7 +30,7 @@ class Interruption:
         self.incomplete = self.stale = self.cut = False
 
     def notice(self) -> bool:
-        """Whether there is something to clear; never while a backward runs."""
+        """Look for interrupted backwards, and return ``stale``. False while a backward runs."""
         if torch._C._current_graph_task_id() != -1:
             return False
         if self.running:
@@ -37,13 +40,13 @@ class Interruption:
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
-        """Around a reduction of what backwards left: one that does not end has made some gradients final, and others not."""
+        """Mark gradients as incomplete if the reduction inside raises."""
         before, self.stale, self.cut, self.incomplete = self.stale, True, True, True
         yield
         self.stale, self.cut, self.incomplete = before, False, False
 
     def refuse(self) -> None:
-        """Refuse (BackendError) gradients that are incomplete."""
+        """Raise BackendError if gradients are incomplete."""
         if self.incomplete:
             raise BackendError(
                 "an exception ended a backward, a reduction of its gradients, or a forward after one, so that gradients are "

@@ -12,13 +12,13 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError, OptimizerError
+from ...errors import BackendError, OptimizerError
 from ...handles import HiddenAttribute
 from ...precision import Replaced
 from .absent import Absent, attributes, name_of
@@ -157,7 +157,7 @@ class Guard:
         self._is_open = False
         self._watched: dict[int, weakref.ref[Any]] = {}
 
-    def watch(self, raw: nn.Module | Optimizer, *_: object) -> None:
+    def watch(self, raw: nn.Module | Optimizer) -> None:
         """Put the methods on a raw model or optimizer. The base engine calls it for every backend that shards."""
         self.release(raw)
         self._watched[id(raw)] = weakref.ref(raw)
@@ -165,7 +165,7 @@ class Guard:
             # The program may have put a method of its own there.
             vars(raw)[name] = functools.partial(self._call, name, weakref.ref(raw), vars(raw).get(name))
 
-    def watch_modules(self, module: nn.Module, *_: object) -> None:
+    def watch_modules(self, module: nn.Module) -> None:
         """Put the methods on a model. The ``state_dict()`` of a submodule has the keys and shapes of shards."""
         self.watch(module)
         for child in module.modules():
@@ -242,11 +242,6 @@ class SubmoduleStateDict:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SubmoduleStateDict:
         return SubmoduleStateDict(self._guard, copy.deepcopy(self._module, memo))
-
-
-def refuse_call(error: type[AccelError], text: str, *_: object) -> NoReturn:
-    """Raise an error instead of making a call that would be wrong."""
-    raise error(text)
 
 
 # -- what a library changed on a module --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ...gradients.totals import average_gradients_
 from ...precision import Accumulator
 from ...process import Process
 from ...process.environments import available
-from ..base.engine import Context, Engine, SequenceOptions, lost_weights
+from ..base.engine import Context, Engine, lost_weights
 from ..base.gradients import (
     Gradients,
     refuse_inside_backward,
@@ -28,6 +28,7 @@ from ..base.gradients import (
     refuse_sparse,
 )
 from ..base.memory import MemoryUse, TensorSize
+from ..base.options import SequenceOptions
 from ..base.placement import Placement, Placements
 from .config import Configuration, check_stage, refuse_optimizer, refuse_parameters
 from .flat import Flat

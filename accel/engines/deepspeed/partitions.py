@@ -27,7 +27,7 @@ from ...gradients.hooks import at_end_of_backward, remove_hooks
 from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
-from ..base.gradients import Interruption
+from ..base.interruption import Interruption
 from ..base.raw_objects import Snapshot
 from .library import accelerator, end, initialise
 

@@ -21,7 +21,7 @@ from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry, parameters_of
 from ..base.activations import Choice
-from ..base.engine import Context, Engine, Options, SequenceOptions, lost_weights
+from ..base.engine import Context, Engine, lost_weights
 from ..base.gradients import (
     Gradients,
     refuse_inside_backward,
@@ -33,6 +33,7 @@ from ..base.gradients import (
 from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
 from ..base.memory import MemoryUse, TensorSize, add_uses
+from ..base.options import Options, SequenceOptions
 from ..base.parts import LocalSteps, elementwise
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot

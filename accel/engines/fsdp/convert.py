@@ -19,7 +19,7 @@ from ...process.control import agree, announce, raise_together
 from ...process.packing import broadcast_
 from ...shard import Box, Shard
 from ..base.absent import Absent, bring_back, name_of, refuse_second_derivatives, take_away
-from ..base.gradients import Interruption
+from ..base.interruption import Interruption
 from ..base.parts import parts_of
 from .shard import ShardedModule, unsharded
 

@@ -17,11 +17,12 @@ from ...precision import convert_module
 from ...process import Process
 from ...shard import Shard, StateEntry
 from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, take_away
-from ..base.engine import Context, Engine, Options, lost_weights
+from ..base.engine import Context, Engine, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients, refuse_overlaps
 from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize
+from ..base.options import Options
 from ..base.placement import Placement, Placements
 from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass
