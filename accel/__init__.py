@@ -72,7 +72,9 @@ __version__ = "0.1.0"
 # What a loop may never ask for loads when it does, so that `import accel` stays light.
 _CHECKPOINTS: Final = ("export", "latest", "link", "load", "save", "verify")
 #: With the names of the option classes, `__getattr__` makes the whole list of them: that imports all backends.
-_NAMES: Final = [n for n, v in globals().items() if getattr(v, "__module__", "").startswith("accel.")] + [*_CHECKPOINTS]
+_NAMES: Final = [
+    n for n, v in globals().items() if getattr(v, "__module__", "").startswith("accel.")
+] + [*_CHECKPOINTS]
 
 if not TYPE_CHECKING:  # to a type checker any name would be there
 
@@ -85,7 +87,9 @@ if not TYPE_CHECKING:  # to a type checker any name would be there
         else:  # the option classes of the backends: a new backend brings its own
             value = engines.option_class(name)
         if value is None:
-            advice = "the page docs/migrating.md tells what Accelerate's and Fabric's names are here"
+            advice = (
+                "the page docs/migrating.md tells what Accelerate's and Fabric's names are here"
+            )
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {advice}")
         globals()[name] = value
         return value

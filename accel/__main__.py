@@ -22,7 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 after an error of accel, 130 after Ctrl-C, 141 after a closed pipe.
     """
     program = "accel" if os.path.basename(sys.argv[0]) == "accel" else "python -m accel"
-    parser = argparse.ArgumentParser(prog=program, description="Inspect checkpoints, start scripts, predict memory.")
+    parser = argparse.ArgumentParser(
+        prog=program, description="Inspect checkpoints, start scripts, predict memory."
+    )
     version = sys.modules[str(__package__)].__version__
     parser.add_argument("--version", action="version", version=f"accel {version}")
     known: dict[str, commands.Command] = {}

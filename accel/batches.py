@@ -57,7 +57,9 @@ def split(items: T, pad: bool = False) -> T:
         if has_parts(leaf):
             lengths[path] = len(leaf)
         else:
-            problems.append(f"{path} is {described(leaf)}; expected a list, tuple, tensor, or dicts of them")
+            problems.append(
+                f"{path} is {described(leaf)}; expected a list, tuple, tensor, or dicts of them"
+            )
         return leaf
 
     walk(measure, items, "items", has_parts)
@@ -69,7 +71,9 @@ def split(items: T, pad: bool = False) -> T:
     registry.sweep()
     places = {(place.rank, place.world) for place in map(place_of, registry.in_order())}
     if len(places) > 1:
-        problems.append(f"the models that are set up have different data-parallel places: {sorted(places)}")
+        problems.append(
+            f"the models that are set up have different data-parallel places: {sorted(places)}"
+        )
     problem = f"accel.split: {problems[0]}" if problems else ""
     tensors: list[torch.Tensor] = []
     words = fingerprint(items, tensors) if process.world_size() > 1 else None
@@ -200,7 +204,9 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
 
 def _outcome(error: BaseException) -> int:
     memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if memory or (isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)):
+    if memory or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+    ):
         return _OUT_OF_MEMORY
     cause = error.__cause__ or error.__context__
     if isinstance(error, AccelError) and cause is not None and _outcome(cause) == _OUT_OF_MEMORY:
@@ -212,7 +218,9 @@ def _start_again(reason: str) -> None:
     """Tear everything down and start the process groups again. Collective."""
     options = process.start_options()
     process.end_groups(reason)
-    with contextlib.suppress(AccelError):  # weights that other ranks hold are lost, and nobody needs them
+    with contextlib.suppress(
+        AccelError
+    ):  # weights that other ranks hold are lost, and nobody needs them
         shut_down()
     process.restart(options)
 

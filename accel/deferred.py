@@ -60,14 +60,18 @@ def deferred_init(
     source = None
     if weights is not None:
         if not isinstance(weights, str | os.PathLike):
-            raise CheckpointError(f"deferred_init(weights=...): expected a path, found {described(weights)}.")
+            raise CheckpointError(
+                f"deferred_init(weights=...): expected a path, found {described(weights)}."
+            )
         path = os.fspath(weights)
         if not is_url(path):
             path = os.path.abspath(os.path.expanduser(refuse_url(path, CheckpointError)))
         source = Source(path, name, strict)
     elif name is not None or not strict:
         option = f"name={name!r}" if name is not None else "strict=False"
-        raise CheckpointError(f"deferred_init({option}): of which checkpoint? Pass weights=... too.")
+        raise CheckpointError(
+            f"deferred_init({option}): of which checkpoint? Pass weights=... too."
+        )
     writes = _Writes()
     hook = register_module_parameter_registration_hook(functools.partial(_defer, source, writes))
     try:
@@ -115,7 +119,9 @@ def _defer(
     deferred.__dict__.update(parameter.__dict__)
     setattr(deferred, _DEFERRED, (weakref.ref(module), source))
     writes.parameters_by_storage[deferred.untyped_storage()._cdata] = deferred
-    if module._parameters.get(name) is not None and not _is_resetting():  # it replaces an initialized parameter
+    if (
+        module._parameters.get(name) is not None and not _is_resetting()
+    ):  # it replaces an initialized parameter
         setattr(deferred, _WRITTEN, True)
     return deferred
 
@@ -181,7 +187,11 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
     _disconnect(recurrent)
     for parameter in deferred:
         # Memory that nobody writes to takes no space on most systems.
-        value = torch.empty_like(parameter, device=device) if source else without_values(parameter, device)
+        value = (
+            torch.empty_like(parameter, device=device)
+            if source
+            else without_values(parameter, device)
+        )
         real = nn.Parameter(value, requires_grad=parameter.requires_grad)
         swap(parameter, real)
         undo.callback(_take_away, parameter, real)
@@ -192,10 +202,14 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
         for child, reset in resetting(module):
             if any(id(p) in deferred_ids for p in child.parameters()):
                 reset_own(child, reset, borrowed[id(child)])
-        refuse_without_values((name, p) for name, p in module.named_parameters() if id(p) in deferred_ids)
+        refuse_without_values(
+            (name, p) for name, p in module.named_parameters() if id(p) in deferred_ids
+        )
 
 
-def resetting(module: nn.Module, seen: set[nn.Module] | None = None) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
+def resetting(
+    module: nn.Module, seen: set[nn.Module] | None = None
+) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
     """Give submodules with their ``reset_parameters``, children first as in a constructor."""
     seen = set() if seen is None else seen
     if module in seen:
@@ -232,7 +246,11 @@ def reset_own(child: nn.Module, reset: Callable[[], Any], borrowed: set[str]) ->
 def without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return memory for a tensor, filled with NaN, so that it shows if it is never given values."""
     memory = torch.empty(like.shape, dtype=like.dtype, device=device)
-    return memory.fill_(float("nan")) if memory.is_floating_point() or memory.is_complex() else memory.zero_()
+    return (
+        memory.fill_(float("nan"))
+        if memory.is_floating_point() or memory.is_complex()
+        else memory.zero_()
+    )
 
 
 def refuse_without_values(named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -70,7 +70,11 @@ def described(value: object) -> str:
     if value is None:
         return "None"
     kind = value if isinstance(value, type) else type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
     if isinstance(value, type):
         return f"the class {name}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
@@ -84,7 +88,9 @@ def whole_number(value: Any) -> int:
         return -1
 
 
-def refuse_unknown(kind: type, args: Sequence[object], names: Iterable[str], error: type[AccelError]) -> None:
+def refuse_unknown(
+    kind: type, args: Sequence[object], names: Iterable[str], error: type[AccelError]
+) -> None:
     """Raise ``error`` if a dataclass of options is given unknown options, or some without names."""
     known = [option.name for option in dataclasses.fields(kind)]
     if args:
@@ -94,7 +100,9 @@ def refuse_unknown(kind: type, args: Sequence[object], names: Iterable[str], err
             # sync_batchnorm_if is more like sync_batchnorm than difflib finds.
             similar = [option for option in known if name.startswith(f"{option}_")]
             similar = similar or difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {similar[0]}?" if similar else f"its options are {', '.join(known)}"
+            hint = (
+                f"did you mean {similar[0]}?" if similar else f"its options are {', '.join(known)}"
+            )
             raise error(f"{kind.__name__}({name}=...): there is no such option; {hint}")
 
 

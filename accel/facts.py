@@ -28,7 +28,9 @@ def comparable_text(value: Any) -> str:
     return type(value).__name__ if " at 0x" in text else text
 
 
-def differing_names(facts_by_rank: Iterable[Mapping[Any, Any]], *, ignore_absent: bool = False) -> list[Any]:
+def differing_names(
+    facts_by_rank: Iterable[Mapping[Any, Any]], *, ignore_absent: bool = False
+) -> list[Any]:
     """Return the names of the facts that are not equal on all ranks, in order.
 
     With ``ignore_absent`` only the ranks that have a fact are compared.
@@ -55,7 +57,9 @@ def values_by_rank(name: str, facts_by_rank: Iterable[Mapping[str, Any]]) -> str
     return "; ".join(texts)
 
 
-def first_difference(facts_by_rank: Sequence[Mapping[str, Any]], order: Callable[[str], Any] = lambda name: 0) -> str:
+def first_difference(
+    facts_by_rank: Sequence[Mapping[str, Any]], order: Callable[[str], Any] = lambda name: 0
+) -> str:
     """Return the first name whose values differ, with the ranks' values, or an empty text."""
     names = sorted(differing_names(facts_by_rank), key=order)
     return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""

@@ -27,7 +27,9 @@ Optimizers = TypeVar(
     default=None,
 )
 _Loader = DataLoader[Any]
-Dataloaders = TypeVar("Dataloaders", bound=_Loader | Sequence[_Loader] | Mapping[Any, _Loader] | None, default=None)
+Dataloaders = TypeVar(
+    "Dataloaders", bound=_Loader | Sequence[_Loader] | Mapping[Any, _Loader] | None, default=None
+)
 
 
 class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
@@ -46,7 +48,9 @@ def _engine(handle: object) -> Any:
     engine: Any | None = _get(handle, "_accel_engine")
     if engine is None:
         kind = type(handle).__name__
-        raise AccelError(f"The engine of this {kind} was torn down; use the raw object, or call accel.setup() again.")
+        raise AccelError(
+            f"The engine of this {kind} was torn down; use the raw object, or call accel.setup() again."
+        )
     return engine
 
 
@@ -66,7 +70,9 @@ class ModelHandle(nn.Module):
 
     def __init_subclass__(cls) -> None:
         # torch.nn.utils.parametrize derives a class, and would give it to the raw module.
-        raise AccelError(f"{cls.__name__} can't be derived from a handle. Change the model before accel.setup().")
+        raise AccelError(
+            f"{cls.__name__} can't be derived from a handle. Change the model before accel.setup()."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _get(self, "_accel_engine") or _engine(self)
@@ -101,7 +107,9 @@ class ModelHandle(nn.Module):
             )
         if name == "module":
             kind = type(module).__name__
-            raise AttributeError(f"{kind!r} object has no attribute 'module'. Use model, or accel.unwrap(model).")
+            raise AttributeError(
+                f"{kind!r} object has no attribute 'module'. Use model, or accel.unwrap(model)."
+            )
         return getattr(module, name)
 
     @property
@@ -254,7 +262,9 @@ class OptimizerHandle(Optimizer):
 
     def __eq__(self, other: object) -> bool:
         """Equal to the raw optimizer, because chained schedulers may not have different ones."""
-        return _get(self, "_accel_raw") is (_get(other, "_accel_raw") if isinstance(other, OptimizerHandle) else other)
+        return _get(self, "_accel_raw") is (
+            _get(other, "_accel_raw") if isinstance(other, OptimizerHandle) else other
+        )
 
     def __hash__(self) -> int:
         return hash(_get(self, "_accel_raw"))
@@ -270,13 +280,19 @@ class OptimizerHandle(Optimizer):
         )
 
     def __copy__(self) -> Optimizer:
-        raise AccelError("A handle of an optimizer can't be copied, because both would step the same parameters.")
+        raise AccelError(
+            "A handle of an optimizer can't be copied, because both would step the same parameters."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        raise OptimizerError("A handle of an optimizer can't be deep-copied. Build an optimizer of the copied model.")
+        raise OptimizerError(
+            "A handle of an optimizer can't be deep-copied. Build an optimizer of the copied model."
+        )
 
 
-_OWN_METHODS: Final = frozenset({"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
+_OWN_METHODS: Final = frozenset(
+    {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
+)
 # Attributes that Optimizer itself defines are the raw optimizer's. __getattribute__ would cost time
 # in every step.
 for _name in vars(Optimizer).keys() - _OWN_METHODS:
@@ -323,7 +339,9 @@ class HiddenAttribute:
     def get(owner: object) -> Any:
         """Return the value on ``owner``, or None. A shallow copy of the owner doesn't own it."""
         attribute = owner.__dict__.get(HiddenAttribute.KEY)
-        return attribute.value if attribute is not None and attribute.owner_id == id(owner) else None
+        return (
+            attribute.value if attribute is not None and attribute.owner_id == id(owner) else None
+        )
 
     @staticmethod
     def put(owner: object, value: object) -> None:

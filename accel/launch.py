@@ -123,7 +123,9 @@ def _count_processes(num_processes: int | None) -> int:
 
 def _check_call(fn: object) -> None:
     if isinstance(fn, str):
-        raise LaunchError(f"accel.launch expects a function. Start a script with python -m accel run {fn}")
+        raise LaunchError(
+            f"accel.launch expects a function. Start a script with python -m accel run {fn}"
+        )
     if not callable(fn):
         raise LaunchError(
             f"accel.launch expects a function, got a {type(fn).__name__}. Pass the function and "

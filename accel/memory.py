@@ -107,7 +107,10 @@ class MemoryReport:
         backends: dict[tuple[int, MemoryUse], list[str]] = {}
         for row in self.rows:
             backends.setdefault((row.ranks, row.use), []).append(row.backend)
-        names = [f"{ranks} rank{'s' * (ranks > 1)}: {', '.join(names)}" for (ranks, _), names in backends.items()]
+        names = [
+            f"{ranks} rank{'s' * (ranks > 1)}: {', '.join(names)}"
+            for (ranks, _), names in backends.items()
+        ]
         labels = [textwrap.fill(name, 40) for name in names]
         unit = human(max(use.total for _, use in backends)).partition(" ")[2]
         height = 1.3 + 0.2 * (max(label.count("\n") for label in labels) + 1) * len(labels)
@@ -155,7 +158,9 @@ def memory_report(
     """
     worlds = list(dict.fromkeys(ranks)) if isinstance(ranks, Iterable) else []
     if not worlds or not all(type(n) is int and n > 0 for n in worlds):
-        raise AccelError(f"ranks={ranks!r}: expected numbers of processes above 0, such as (1, 2, 8)")
+        raise AccelError(
+            f"ranks={ranks!r}: expected numbers of processes above 0, such as (1, 2, 8)"
+        )
     module, _ = resolve_module(model_or_handle)
     engine = registry.engine(module)
     optimizers = _optimizers(optimizer)
@@ -274,7 +279,9 @@ class _ScalarsOfNothing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].dtype.is_floating_point and 1.0 or args[0].dtype is torch.bool or 1
         return func(*args, **(kwargs or {}))
@@ -303,7 +310,9 @@ def _nbytes(value: Any) -> int:
     return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _meta_copy(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[Optimizer, list[nn.Parameter]]:
+def _meta_copy(
+    optimizer: Optimizer, shapes: Sequence[Sequence[int]]
+) -> tuple[Optimizer, list[nn.Parameter]]:
     """Return a copy without state over meta parameters with gradients, and these parameters."""
     parameters = []
     for parameter, shape in zip(parameters_of(optimizer), shapes, strict=True):
@@ -316,7 +325,9 @@ def _meta_copy(optimizer: Optimizer, shapes: Sequence[Sequence[int]]) -> tuple[O
     groups, remaining = [], iter(parameters)
     for group in optimizer.param_groups:
         options = {**group, **{key: value for key, value in plain.items() if key in group}}
-        groups.append({**options, "params": list(itertools.islice(remaining, len(group["params"])))})
+        groups.append(
+            {**options, "params": list(itertools.islice(remaining, len(group["params"])))}
+        )
     # Hooks, and methods that a scheduler or accel has replaced, know the original.
     replaced = ("step", "zero_grad", "state_dict")
     stand_in = type(optimizer).__new__(type(optimizer))
@@ -353,11 +364,14 @@ def summary(model: nn.Module) -> str:
         "backend": f"{engine.name} on {ranks} ({engine.process.device.type}), {engine.precision.name}",
         "options": f"{engine.options}",
         "parameters": f"{total:,}: {trainable:,} trainable, {total - trainable:,} frozen",
-        "optimizers": ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers) or "none",
+        "optimizers": ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
+        or "none",
         f"on rank {place.rank}": f"weights and buffers {weights:,.2f} MB, optimizer state {state:,.2f} MB",
     }
     width = max(map(len, rows))
-    return "\n".join([engine.kind, *(f"  {key.ljust(width)}  {text}" for key, text in rows.items())])
+    return "\n".join(
+        [engine.kind, *(f"  {key.ljust(width)}  {text}" for key, text in rows.items())]
+    )
 
 
 def _bytes(shards: Iterable[Shard]) -> int:

@@ -74,7 +74,11 @@ class Precision:
         """Raise PrecisionError if ``eps`` is 0 in the state's dtype: weights would become NaN."""
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=self.storage, device="cpu"):
+            if (
+                isinstance(eps, float)
+                and eps
+                and not torch.tensor(eps, dtype=self.storage, device="cpu")
+            ):
                 raise PrecisionError(
                     f"eps={eps} of {path} ({type(optimizer).__name__}) is 0 in precision "
                     f"{self.name!r}. Use eps=1e-4, or precision 'bf16-true' or '16-mixed'."
@@ -276,7 +280,9 @@ def _convert(
     undo.callback(setattr, tensor, "grad", grad)
     before = tensor.data
     target_dtype = dtype if tensor.is_floating_point() else None
-    after = before.to(None if before.is_meta else device, target_dtype)  # the engine moves meta tensors
+    after = before.to(
+        None if before.is_meta else device, target_dtype
+    )  # the engine moves meta tensors
     if after is not before:
         _assign(tensor, after)
         undo.callback(_assign, tensor, before)
@@ -306,7 +312,9 @@ def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
                 if state_device(key, parameter.device, group) is not None:
                     undo.callback(state.__setitem__, key, value)
                     dtype = parameter.dtype if key != "step" else None
-                    state[key] = map_tensors(partial(_moved, parameter.device, dtype), value, others=True)
+                    state[key] = map_tensors(
+                        partial(_moved, parameter.device, dtype), value, others=True
+                    )
 
 
 def _moved(device: torch.device, dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
@@ -324,7 +332,9 @@ def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Re
     replaced: Replaced = []
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
+            if isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(
+                child, nn.SyncBatchNorm
+            ):
                 replaced.append((parent, name, child))
                 parent._modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(child, group)
     return replaced

@@ -168,16 +168,22 @@ class Registry:
             return engine
         kind = type(module).__name__
         if outer := registry._other_owner(list(module.parameters()), None):
-            raise AccelError(f"This {kind} is a part of a {outer.kind} that was set up. Pass the {outer.kind}.")
+            raise AccelError(
+                f"This {kind} is a part of a {outer.kind} that was set up. Pass the {outer.kind}."
+            )
         raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, ...) first.")
 
-    def other_owner(self, parameters: Sequence[torch.Tensor], engine: Engine | None) -> Engine | None:
+    def other_owner(
+        self, parameters: Sequence[torch.Tensor], engine: Engine | None
+    ) -> Engine | None:
         """Return an engine other than ``engine`` that has some of these parameters."""
         if self._other_owner(parameters, engine) is not None:
             self.sweep()  # it may be a dropped engine
         return self._other_owner(parameters, engine)
 
-    def _other_owner(self, parameters: Sequence[torch.Tensor], engine: Engine | None) -> Engine | None:
+    def _other_owner(
+        self, parameters: Sequence[torch.Tensor], engine: Engine | None
+    ) -> Engine | None:
         for other in self.in_order():
             if other is not engine and any(id(p) in other.known for p in parameters):
                 return other
@@ -203,7 +209,9 @@ class Registry:
                 )
         # After the engines, because a backend may change classes of modules.
         for name, child in _named_modules(module):
-            foreign = FOREIGN.intersection(f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__)
+            foreign = FOREIGN.intersection(
+                f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__
+            )
             if foreign:
                 raise BackendError(
                     f"{name or 'The model'} is already wrapped by {next(iter(foreign))}. Pass the module that it wraps."
@@ -233,9 +241,17 @@ class Registry:
                 rest = [p for p in rest if id(p) not in engine.known]
         return owners, rest
 
-    def parameters_of(self, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parameters_of(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the engines' parameters whose gradients these are, and the other gradients."""
-        by_gradient = {id(p.grad): p for e in self.engines if e.distributed for p in e.parameters if p.grad is not None}
+        by_gradient = {
+            id(p.grad): p
+            for e in self.engines
+            if e.distributed
+            for p in e.parameters
+            if p.grad is not None
+        }
         params: list[torch.Tensor] = [by_gradient[id(g)] for g in gradients if id(g) in by_gradient]
         return params, [g for g in gradients if id(g) not in by_gradient]
 
@@ -254,7 +270,9 @@ class Registry:
         """Return the serials of the engines with "16-mixed" that live on this rank."""
         return frozenset(engine.serial for engine in self.engines if engine.precision.scaled)
 
-    def agree_on_scaling(self, scaled_by_rank: Sequence[frozenset[int]], loss_scale: tuple[float, int]) -> None:
+    def agree_on_scaling(
+        self, scaled_by_rank: Sequence[frozenset[int]], loss_scale: tuple[float, int]
+    ) -> None:
         """Scale losses while an engine with "16-mixed" lives on any rank, from rank 0's scale on.
 
         Whether a loss is scaled must not depend on the garbage collector of a rank.
@@ -281,7 +299,9 @@ class Registry:
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Make gradients final for an optimizer that was not given to ``setup``, or raise."""
-        slot = optimizer.__dict__.get(HiddenAttribute.KEY)  # without a call, because every step comes here
+        slot = optimizer.__dict__.get(
+            HiddenAttribute.KEY
+        )  # without a call, because every step comes here
         if slot is not None and slot.owner_id == id(optimizer):
             return
         self._warn_of_loose(optimizer)
@@ -304,7 +324,9 @@ class Registry:
 
     def _warn_of_loose(self, optimizer: Optimizer) -> None:
         """Warn once of an optimizer whose parameters are in no model, and not synchronized. Local."""
-        if optimizer in self._loose or not any(engine.distributed and engine.optimizers for engine in self.engines):
+        if optimizer in self._loose or not any(
+            engine.distributed and engine.optimizers for engine in self.engines
+        ):
             return
         self._loose.add(optimizer)
         params = parameters_of(optimizer)
@@ -331,7 +353,12 @@ def _owner(tensor: torch.Tensor, engines: Iterable[Engine]) -> Engine | None:
 
 def _needs_preparation(engine: Engine) -> bool:
     gradients = engine.gradients
-    return gradients.before_any_step or engine.precision.scaled or gradients.pending() or gradients.hidden()
+    return (
+        gradients.before_any_step
+        or engine.precision.scaled
+        or gradients.pending()
+        or gradients.hidden()
+    )
 
 
 def _named_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -351,11 +378,15 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
     """
     if type(model) is ModelHandle:
         if object.__getattribute__(model, "_accel_engine") is None:
-            raise AccelError("The engine of this handle was torn down. Pass the raw module, accel.unwrap(handle).")
+            raise AccelError(
+                "The engine of this handle was torn down. Pass the raw module, accel.unwrap(handle)."
+            )
         module = raw(model)
         return module, module
     if not isinstance(model, nn.Module):
-        raise AccelError(f"Expected a torch.nn.Module as the model, got {described(model)}. {hint(model)}")
+        raise AccelError(
+            f"Expected a torch.nn.Module as the model, got {described(model)}. {hint(model)}"
+        )
     if type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules:
         return resolve_module(model._modules["_orig_mod"])[0], model
     return model, model
@@ -364,7 +395,9 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
 def hint(value: object) -> str:
     """Return a sentence that tells what to pass to ``setup`` instead of a wrong argument."""
     if isinstance(value, Handles):
-        return "Unpack the result: model, optimizer, loader = accel.setup(model, optimizer, loader)."
+        return (
+            "Unpack the result: model, optimizer, loader = accel.setup(model, optimizer, loader)."
+        )
     if isinstance(value, type):
         return f"Pass an object of this class: {value.__name__}(...)."
     if isinstance(getattr(value, "optimizer", None), Optimizer):

@@ -233,7 +233,9 @@ def _plan_engine(plan: Plan, module: nn.Module) -> None:
     registry.check_new(module)
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
-            raise AccelError(f"{name} is lazy and has no shape. Run one forward before accel.setup().")
+            raise AccelError(
+                f"{name} is lazy and has no shape. Run one forward before accel.setup()."
+            )
     check_deferred(module)
     use_devices(plan.devices)
     process = plan.process
@@ -375,7 +377,9 @@ def agree_on_plan(plan: Plan) -> Proposal:
         # Parameters come first, because other differences often follow from them.
         difference = first_difference(facts_by_rank, _is_no_tensor)
         difference = difference or "their parameters come in a different order"
-        raise RankMismatchError(f"accel.setup got different arguments on different ranks: {difference}.")
+        raise RankMismatchError(
+            f"accel.setup got different arguments on different ranks: {difference}."
+        )
     for number in plan.new_loaders:
         samples = {proposal.first_samples[number] for proposal in proposals}
         model = serial if plan.builds else plan.engine and plan.engine.serial

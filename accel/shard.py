@@ -36,7 +36,10 @@ def shape_of(box: Box) -> tuple[int, ...]:
 def in_box(box: Box, other: Box) -> tuple[slice, ...]:
     """Return the intersection of two boxes as an index into the second one."""
     sides = zip(box, other, strict=True)
-    return tuple(slice(max(begin, first) - first, min(end, last) - first) for (begin, end), (first, last) in sides)
+    return tuple(
+        slice(max(begin, first) - first, min(end, last) - first)
+        for (begin, end), (first, last) in sides
+    )
 
 
 def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
@@ -71,7 +74,8 @@ class Grid:
         self.shape, self.cuts = shape, cuts
         self.whole: Box = tuple((0, size) for size in shape)
         self._sides = [
-            list(pairwise((0, *at, size))) for size, at in zip(shape, cuts or [()] * len(shape), strict=True)
+            list(pairwise((0, *at, size)))
+            for size, at in zip(shape, cuts or [()] * len(shape), strict=True)
         ]
 
     @classmethod
@@ -88,8 +92,12 @@ class Grid:
         for dim in range(len(shape)):
             cuts.append(tuple(sorted({box[dim][0] for box in distinct} - {0})))
         grid = cls(shape, tuple(cuts))
-        if len(distinct) != math.prod(map(len, grid._sides)) or distinct != set(grid.blocks(grid.whole)):
-            raise CheckpointError(f"the parts of {name} {list(shape)} overlap or leave a hole: {sorted(distinct)[:4]}")
+        if len(distinct) != math.prod(map(len, grid._sides)) or distinct != set(
+            grid.blocks(grid.whole)
+        ):
+            raise CheckpointError(
+                f"the parts of {name} {list(shape)} overlap or leave a hole: {sorted(distinct)[:4]}"
+            )
         return grid
 
     def first(self, block: Box) -> int:
@@ -163,7 +171,9 @@ class Shard:
         for dim, (side, size) in enumerate(zip(self.box, self.shape, strict=True)):
             if dim != rows and side != (0, size):
                 return
-        object.__setattr__(self, "start", self.start + self.box[rows][0] * math.prod(self.shape[rows + 1 :]))
+        object.__setattr__(
+            self, "start", self.start + self.box[rows][0] * math.prod(self.shape[rows + 1 :])
+        )
         object.__setattr__(self, "box", ())
 
     def fill(self, whole: torch.Tensor) -> None:
@@ -213,7 +223,9 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]) -> list[Shard]:
+def module_shards(
+    module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]
+) -> list[Shard]:
     """Return the shards of parameters and persistent buffers. Tied ones have their first name.
 
     Raises:
@@ -231,7 +243,9 @@ def module_shards(module: nn.Module, make: Callable[[str, torch.Tensor], Shard |
                 "not one of its parameters or buffers. Save model.state_dict() as a value instead."
             )
         if is_lazy(value):
-            raise CheckpointError(f"{name!r} of this {kind} has no shape yet. Run one forward before.")
+            raise CheckpointError(
+                f"{name!r} of this {kind} has no shape yet. Run one forward before."
+            )
         tensors.setdefault(id(value), (name, value))
     shards = [make(name, tensor) for name, tensor in tensors.values()]
     return [shard for shard in shards if shard is not None]
@@ -263,10 +277,14 @@ def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
 
     The state of a 0-dim parameter is 0-dim too, except for its counter.
     """
-    return isinstance(value, torch.Tensor) and (value.dim() > 0 or (parameter.dim() == 0 and key != "step"))
+    return isinstance(value, torch.Tensor) and (
+        value.dim() > 0 or (parameter.dim() == 0 and key != "step")
+    )
 
 
-def state_device(key: object, device: torch.device, group: Mapping[str, Any]) -> torch.device | None:
+def state_device(
+    key: object, device: torch.device, group: Mapping[str, Any]
+) -> torch.device | None:
     """Return the device of state of a parameter, by the rule of ``Optimizer.load_state_dict``.
 
     None means any device: a step counter may be anywhere, unless its group is fused or capturable.
@@ -320,9 +338,14 @@ class Raw:
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """Return the optimizer state that this rank keeps. Local."""
         names, state = self.parameter_names, optimizer.state
-        return [StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {})) for p in parameters_of(optimizer)]
+        return [
+            StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {}))
+            for p in parameters_of(optimizer)
+        ]
 
-    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def new_state(
+        self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Allocate this rank's shard of optimizer state with this full shape. Local."""
         return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
 
@@ -361,14 +384,21 @@ class Raw:
         """
         if optimizer is None:
             modules = extra_modules(self.module)
-            return {name: child.get_extra_state() for name, child in modules.items() if self.has(name)}
+            return {
+                name: child.get_extra_state() for name, child in modules.items() if self.has(name)
+            }
         names = self.parameter_names
-        groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+        groups = [
+            {**group, "params": [names[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
         state = {}
         for entry in self.entries(optimizer):
             if entry.state:
                 items = entry.state.items()
-                state[entry.name] = {key: value for key, value in items if not is_shard(key, value, entry.parameter)}
+                state[entry.name] = {
+                    key: value for key, value in items if not is_shard(key, value, entry.parameter)
+                }
         return {"groups": groups, "state": state}
 
     def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
@@ -412,7 +442,9 @@ class Raw:
             return
         for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
             options = {key: value for key, value in saved.items() if key != "params"}
-            group.update({key: _copied(value, group.get(key), None) for key, value in options.items()})
+            group.update(
+                {key: _copied(value, group.get(key), None) for key, value in options.items()}
+            )
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             saved = values["state"].get(entry.name)
@@ -425,14 +457,20 @@ class Raw:
                 state[key] = _copied(value, state.get(key), device)
 
 
-def _check_keys(optimizer: Optimizer, names: Mapping[int, str], entries: Sequence[StateEntry]) -> None:
+def _check_keys(
+    optimizer: Optimizer, names: Mapping[int, str], entries: Sequence[StateEntry]
+) -> None:
     """Raise CheckpointError for state that could not be loaded again."""
     kind = type(optimizer).__name__
     known = {*map(id, parameters_of(optimizer)), *(id(entry.parameter) for entry in entries)}
     for owner, state in optimizer.state.items():
         empty = isinstance(state, dict) and not state
         if id(owner) not in known and not empty:
-            label = names.get(id(owner), "a parameter") if isinstance(owner, torch.Tensor) else repr(owner)
+            label = (
+                names.get(id(owner), "a parameter")
+                if isinstance(owner, torch.Tensor)
+                else repr(owner)
+            )
             raise CheckpointError(
                 f"this {kind} has state of {label}, which is in none of its groups and would be "
                 "lost. Keep a frozen parameter in its group, or call "

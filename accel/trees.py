@@ -29,14 +29,20 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -
             return fn(leaf)
         if others:
             return leaf
-        raise AccelError(f"{path} is {described(leaf)}; expected a tensor, or dicts, lists and tuples of them")
+        raise AccelError(
+            f"{path} is {described(leaf)}; expected a tensor, or dicts, lists and tuples of them"
+        )
 
     return walk(visit, tree, "data")
 
 
 def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
     """Replace each leaf by ``fn(leaf, path)``. None stays None."""
-    return None if tree is None else walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
+    return (
+        None
+        if tree is None
+        else walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
+    )
 
 
 def to_device(tree: T, device: Any) -> T:
@@ -82,7 +88,9 @@ def put_back(tree: Any, tensors: Sequence[Any] | Mapping[Any, Any]) -> Any:
     def is_place(leaf: Any) -> bool:
         return isinstance(leaf, TensorPlace)
 
-    return walk(lambda _, leaf: tensors[leaf.number] if is_place(leaf) else leaf, tree, "value", is_place)
+    return walk(
+        lambda _, leaf: tensors[leaf.number] if is_place(leaf) else leaf, tree, "value", is_place
+    )
 
 
 def move(tree: Any, to: Callable[[Any], Any]) -> Any:
@@ -163,7 +171,10 @@ def _walk(
     else:
         return visit(path, tree)
     parents.add(id(tree))
-    new_values = [_walk(visit, value, name, is_leaf, parents) for value, name in zip(values, paths, strict=True)]
+    new_values = [
+        _walk(visit, value, name, is_leaf, parents)
+        for value, name in zip(values, paths, strict=True)
+    ]
     parents.discard(id(tree))
     if all(new is value for new, value in zip(new_values, values, strict=True)):
         return tree
@@ -176,7 +187,11 @@ def _key_texts(keys: Sequence[Any]) -> list[str]:
     times = Counter(texts)
     for number, key in enumerate(keys):
         text_method: Any = type(key).__repr__
-        if times[texts[number]] > 1 or isinstance(key, Tensor | nn.Module) or text_method is object.__repr__:
+        if (
+            times[texts[number]] > 1
+            or isinstance(key, Tensor | nn.Module)
+            or text_method is object.__repr__
+        ):
             texts[number] = f"{type(key).__name__} #{number}"
     return texts
 

@@ -124,7 +124,9 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             f"accel.accumulate: expected the loader that accel.setup returned, found {described(loader)}."
         )
     if (number := whole_number(n)) < 1:
-        raise LoaderError(f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1.")
+        raise LoaderError(
+            f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1."
+        )
     serials = handle._accel.engines
 
     def set_accumulating(accumulating: bool) -> None:
@@ -170,7 +172,9 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Allow ranks to have different numbers of batches (``torch.distributed.algorithms.Join``)."""
     engine = registry.of_handle(model)
     if engine.sequence is not None:
-        raise BackendError("accel.join() doesn't work with sequence_parallel, because attention needs all ranks.")
+        raise BackendError(
+            "accel.join() doesn't work with sequence_parallel, because attention needs all ranks."
+        )
     return engine.join()
 
 
@@ -202,7 +206,9 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
         engine = None if handle is None else engine_behind(handle)
         if handle is None or engine is None:
             kind = type(model_or_optimizer).__name__
-            raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, optimizer) first.")
+            raise AccelError(
+                f"This {kind} has no live engine. Call accel.setup(model, optimizer) first."
+            )
         optimizer = raw(handle)
     else:
         engine = registry.of_handle(model_or_optimizer)
@@ -349,7 +355,9 @@ def end_all() -> None:
     registry.divided.clear()
     registry.scaled.clear()
     if together and running() is not None:
-        raise_together("accel.teardown", problem, agree("accel.teardown (the end)", text_of_error(problem)))
+        raise_together(
+            "accel.teardown", problem, agree("accel.teardown (the end)", text_of_error(problem))
+        )
     if problem is not None:
         raise problem
 
@@ -360,7 +368,10 @@ def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
     # different call.
     after_error = sys.exc_info()[0] is not None
     limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
-    progress = {engine.serial: engine.drift.progress if engine.gradients.partial else "" for engine in engines}
+    progress = {
+        engine.serial: engine.drift.progress if engine.gradients.partial else ""
+        for engine in engines
+    }
     progress_by_rank = agree("accel.teardown", progress, timeout=limit)
     reasons = {}
     for serial in progress:
@@ -368,6 +379,9 @@ def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
         if missing:
             reasons[serial] = f"rank {', '.join(map(str, missing))} let go of the model"
         elif len({others[serial] for others in progress_by_rank}) > 1:
-            steps = ", ".join(f"after {others[serial]} on rank {rank}" for rank, others in enumerate(progress_by_rank))
+            steps = ", ".join(
+                f"after {others[serial]} on rank {rank}"
+                for rank, others in enumerate(progress_by_rank)
+            )
             reasons[serial] = f"the model is {steps}, so its shards don't belong together"
     return reasons

@@ -36,7 +36,9 @@ class Background:
     def __init__(self) -> None:
         self._future: Future[None] | None = None
         self._blocks: list[torch.Tensor] = []
-        self._over = False  # what is registered with atexit before the first save runs after this one's part
+        self._over = (
+            False  # what is registered with atexit before the first save runs after this one's part
+        )
 
     def start(self, finish: Callable[[], None], resources: contextlib.ExitStack) -> Future[None]:
         """Run ``finish`` in a thread, then let go of ``resources``."""
@@ -64,7 +66,9 @@ class Background:
         try:
             # Not a daemon: the interpreter waits for it at exit.
             threading.Thread(target=run, name="accel.save").start()
-            if self._over:  # the interpreter has waited for its threads, and would end while this one writes
+            if (
+                self._over
+            ):  # the interpreter has waited for its threads, and would end while this one writes
                 self.wait()
         except BaseException:
             if taken.acquire(blocking=False):
@@ -152,7 +156,10 @@ class _Room:
                     if piece.is_cpu:
                         self._moves.append((copy.data_ptr(), address + done, count))
                     else:
-                        copy.copy_(piece.view(torch.uint8)[done : done + count], non_blocking=is_remote(piece))
+                        copy.copy_(
+                            piece.view(torch.uint8)[done : done + count],
+                            non_blocking=is_remote(piece),
+                        )
                     yield copy
                     done, self._at = done + count, -(-(self._at + count) // _ALIGN) * _ALIGN
                 else:
@@ -208,7 +215,9 @@ class Words:
             self._lost.add(rank)
             what = f"its part of {self._what}"
             if reason := self._end_of(rank):
-                raise CheckpointError(f"rank {rank} may have ended before {what} was done: {reason}")
+                raise CheckpointError(
+                    f"rank {rank} may have ended before {what} was done: {reason}"
+                )
             raise CheckpointError(f"rank {rank} did not finish {what} within {self._timeout:g} s")
         with _reaching():
             status: dict[str, Any] = json.loads(self._store.get(f"done/{rank}"))
@@ -258,5 +267,6 @@ def _reaching() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise OSError(
-            errno.EHOSTUNREACH, f"the store by which the ranks met is not reached ({reason_of(error)})"
+            errno.EHOSTUNREACH,
+            f"the store by which the ranks met is not reached ({reason_of(error)})",
         ) from error

@@ -31,11 +31,17 @@ _NUMBER: Final = re.compile(r"\d+\Z")
 def named(path: object) -> str:
     """A directory or URL as a user names it; ``~`` at its beginning is the home directory. Refuses what is neither."""
     if path is None:
-        raise CheckpointError("expected a directory, found None; accel.latest gives None where there is no checkpoint")
+        raise CheckpointError(
+            "expected a directory, found None; accel.latest gives None where there is no checkpoint"
+        )
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         found = repr(path) if isinstance(path, str | bytes) else f"a {type(path).__name__}"
-        swapped = ": the order is accel.save(state, dir) and accel.load(dir, state)" if isinstance(path, dict) else ""
+        swapped = (
+            ": the order is accel.save(state, dir) and accel.load(dir, state)"
+            if isinstance(path, dict)
+            else ""
+        )
         raise CheckpointError(f"expected the path of a directory, found {found}{swapped}")
     if not is_url(text):
         return os.path.expanduser(refuse_url(text, CheckpointError))
@@ -43,7 +49,9 @@ def named(path: object) -> str:
     if protocol.lower() in ("file", "local"):
         return rest if rest.startswith("/") else refuse_url(text, CheckpointError)
     if not rest.strip("/"):
-        raise CheckpointError(f"{text} names nothing in a store: expected a place, as in 's3://bucket/run'")
+        raise CheckpointError(
+            f"{text} names nothing in a store: expected a place, as in 's3://bucket/run'"
+        )
     return f"{protocol.lower()}://{re.sub('//+', '/', rest).rstrip('/')}"
 
 
@@ -76,7 +84,9 @@ def sweep(directory: str, names: Iterable[str], keep: Iterable[str]) -> None:
     kept, storage = set(keep), storage_of(directory)
     gone = [n for n in names if _OURS.fullmatch(n) and n not in kept]
     # Each takes a system as long as its size, or a request.
-    WorkerThreads().each(lambda name: storage.remove(os.path.join(directory, name)), gone, _REMOVERS)
+    WorkerThreads().each(
+        lambda name: storage.remove(os.path.join(directory, name)), gone, _REMOVERS
+    )
 
 
 def present(directory: str) -> Record | None:
@@ -126,7 +136,9 @@ def reporting_replacement(path: object) -> Iterator[None]:
         now = _identity(path)
         if now is None or now == before:  # a checkpoint that is gone is not replaced
             raise
-        raise ReplacedError(f"{absolute(path)} was replaced while it was read: load it again") from error
+        raise ReplacedError(
+            f"{absolute(path)} was replaced while it was read: load it again"
+        ) from error
 
 
 def _identity(path: object) -> Hashable:
@@ -179,7 +191,11 @@ def remove(directory: str) -> None:
         old = None if claim.exclusive else present(directory)
         storage.remove(os.path.join(directory, NAME))  # first: from here on it is no checkpoint
         storage.sync(directory)
-        sweep(directory, storage.names(directory) if old is None else [file.name for file in old.files], ())
+        sweep(
+            directory,
+            storage.names(directory) if old is None else [file.name for file in old.files],
+            (),
+        )
     finally:
         claim.remove()
     storage.remove_directory(directory)
@@ -211,7 +227,11 @@ def prune(directory: str, keep: int) -> None:
     storage = storage_of(root)
     others = _others_of_series(name, storage.names(root))
     real = storage.real(root)
-    paths = [os.path.join(root, n) for n in others if storage.real(os.path.join(real, n)) == os.path.join(real, n)]
+    paths = [
+        os.path.join(root, n)
+        for n in others
+        if storage.real(os.path.join(real, n)) == os.path.join(real, n)
+    ]
     found = [(one.time, path) for path in paths if (one := complete(path)) is not None]
     for _, path in sorted(found, reverse=True)[keep - 1 :]:
         with contextlib.suppress(CheckpointError):  # somebody saves there
@@ -229,7 +249,9 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         CheckpointError: ``root`` is there, and cannot be read.
     """
     background.wait()
-    found = [(one.time, path) for path in _candidates(named(root)) if (one := complete(path)) is not None]
+    found = [
+        (one.time, path) for path in _candidates(named(root)) if (one := complete(path)) is not None
+    ]
     return max(found)[1] if found else None
 
 
@@ -270,7 +292,9 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
 def _link(src: str, dst: str) -> None:
     storage = storage_of(dst)
     if storage_of(src) is not storage:
-        raise CheckpointError(f"{src} cannot be linked to {dst}: both must be in one store, or on one file system")
+        raise CheckpointError(
+            f"{src} cannot be linked to {dst}: both must be in one store, or on one file system"
+        )
     one, _ = read(src)
     check_sizes(src, one)
     if storage.real(src) == storage.real(dst):
@@ -282,7 +306,9 @@ def _link(src: str, dst: str) -> None:
             for name in names:
                 storage.link(os.path.join(src, name), os.path.join(dst, name))
         except OSError as error:
-            raise CheckpointError(f"{explain(error)}; both must be on one file system that has links") from error
+            raise CheckpointError(
+                f"{explain(error)}; both must be on one file system that has links"
+            ) from error
         storage.sync(dst)
         before = storage.names(dst)
         claim.commit(encode(one))

@@ -65,7 +65,12 @@ def vector(numbers: Sequence[int]) -> torch.Tensor:
 
 
 def assign(
-    world: int, sizes: Sizes, held: Ranges, *, replicated: bool = False, like: torch.Tensor | None = None
+    world: int,
+    sizes: Sizes,
+    held: Ranges,
+    *,
+    replicated: bool = False,
+    like: torch.Tensor | None = None,
 ) -> Ranges:
     """Decide who writes what of these tensors, of which ``held`` lies on the ranks.
 
@@ -101,7 +106,9 @@ def assign(
     return Ranges(tensor, first - (ends - numels)[tensor], last - first, rank)
 
 
-def _for_all(segments: torch.Tensor, bases: torch.Tensor, numels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _for_all(
+    segments: torch.Tensor, bases: torch.Tensor, numels: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor:
     """The segments on the line of all tensors, of those on that of the first of each that lie alike."""
     begin = torch.searchsorted(segments[0].contiguous(), bases[like])
     counts = torch.searchsorted(segments[0].contiguous(), bases[like] + numels) - begin
@@ -145,7 +152,9 @@ def _overlay(
     return torch.stack([cuts[:-1], cuts[1:], owner])[:, held], members
 
 
-def _members(example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank: torch.Tensor) -> list[torch.Tensor]:
+def _members(
+    example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank: torch.Tensor
+) -> list[torch.Tensor]:
     """The ranks that hold each example segment."""
     if not len(example):
         return []
@@ -153,7 +162,9 @@ def _members(example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank
     low, high = torch.searchsorted(ordered, begin), torch.searchsorted(ordered, end)
     counts = high - low
     rows = torch.repeat_interleave(torch.arange(len(begin), device="cpu"), counts)
-    offsets = torch.arange(len(rows), device="cpu") - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    offsets = torch.arange(len(rows), device="cpu") - torch.repeat_interleave(
+        counts.cumsum(0) - counts, counts
+    )
     which = low[rows] + offsets
     which, by = which.sort(stable=True)
     groups = rank[rows[by]].split(torch.bincount(which, minlength=len(example)).tolist())
@@ -165,7 +176,9 @@ def _members(example: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, rank
 
 def _hashed(rank: int) -> int:
     """Sums of these tell sets of ranks apart."""
-    return int.from_bytes(hashlib.blake2b(b"%d" % rank, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(b"%d" % rank, digest_size=8).digest(), "little", signed=True
+    )
 
 
 def _check_cover(first: torch.Tensor, last: torch.Tensor, sizes: Sizes, ends: torch.Tensor) -> None:
@@ -177,18 +190,26 @@ def _check_cover(first: torch.Tensor, last: torch.Tensor, sizes: Sizes, ends: to
         at, until = int(before[gaps[0]]), int(after[gaps[0]])
         tensor = int(torch.searchsorted(ends, at, right=True))
         base, stop = int(ends[tensor]) - sizes.numels[tensor], min(until, int(ends[tensor]))
-        raise CheckpointError(f"elements {at - base} to {stop - base - 1} of {sizes.names[tensor]} lie on no rank")
+        raise CheckpointError(
+            f"elements {at - base} to {stop - base - 1} of {sizes.names[tensor]} lie on no rank"
+        )
 
 
-def _deal(segments: torch.Tensor, members: Sequence[torch.Tensor], itemsizes: torch.Tensor, world: int) -> torch.Tensor:
+def _deal(
+    segments: torch.Tensor, members: Sequence[torch.Tensor], itemsizes: torch.Tensor, world: int
+) -> torch.Tensor:
     """Give every segment that several ranks hold to one of them, cut where that makes their bytes level."""
     size = (segments[1] - segments[0]) * itemsizes
     alone = segments[2] >= 0
-    loads = torch.zeros(world, dtype=torch.int64, device="cpu").index_add_(0, segments[2, alone], size[alone])
+    loads = torch.zeros(world, dtype=torch.int64, device="cpu").index_add_(
+        0, segments[2, alone], size[alone]
+    )
     pieces = [segments[:, alone]]
     shared = torch.nonzero(~alone).squeeze(1)
     sets = -1 - segments[2, shared]
-    of_sets = shared[sets.argsort(stable=True)].split(torch.bincount(sets, minlength=len(members)).tolist())
+    of_sets = shared[sets.argsort(stable=True)].split(
+        torch.bincount(sets, minlength=len(members)).tolist()
+    )
     for ranks, which in sorted(zip(members, of_sets, strict=True), key=lambda pair: len(pair[0])):
         first, last, item = segments[0, which], segments[1, which], itemsizes[which]
         behind = size[which].cumsum(0)
@@ -282,11 +303,17 @@ class Inventory:
         form = digest([table, checksum(memory(places))])
         ranges = checksum(memory(torch.cat([self.kinds[:2], self.kinds[2:] != 0])))
         held = zip(places[0].tolist(), self.kinds[2, places[1]].tolist(), strict=True)
-        return form, digest([form, ranges]), digest(sorted([table[n], content] for n, content in held if content))
+        return (
+            form,
+            digest([form, ranges]),
+            digest(sorted([table[n], content] for n, content in held if content)),
+        )
 
     def pack(self, same: int | None) -> PackedInventory:
         """As it is sent; ``same`` is a rank that sends the same form."""
-        form = (self.form.table, zlib.compress(memory(self.form.places), 1)) if same is None else same
+        form = (
+            (self.form.table, zlib.compress(memory(self.form.places), 1)) if same is None else same
+        )
         return PackedInventory(form, zlib.compress(memory(self.kinds), 1))
 
 
@@ -302,7 +329,11 @@ def unpack(packed: Sequence[PackedInventory]) -> list[Inventory]:
     """Those of all ranks; equal forms are one object."""
     found: list[Inventory] = []
     for one in packed:
-        form = found[one.form].form if isinstance(one.form, int) else Form(one.form[0], _numbers(one.form[1], 2))
+        form = (
+            found[one.form].form
+            if isinstance(one.form, int)
+            else Form(one.form[0], _numbers(one.form[1], 2))
+        )
         found.append(Inventory(form, _numbers(one.kinds, 3)))
     return found
 
@@ -334,9 +365,22 @@ def make_inventory(ranges: Sequence[LocalRange], compare: bool) -> Inventory:
     """That of this rank; ``compare``: other ranks could have other values of what is not equal by what an engine does."""
     listed = []
     for one in ranges:
-        s, numel = one.shard, math.prod(shape_of(one.shard.box) if one.shard.box else one.shard.shape)
-        content = _content(s.tensor) if compare and s.tensor.numel() == numel and not one.equal else 0
-        listed.append(((s.name, NAMES[s.tensor.dtype], s.shape, s.box), numel, s.start, s.tensor.numel(), content))
+        s, numel = (
+            one.shard,
+            math.prod(shape_of(one.shard.box) if one.shard.box else one.shard.shape),
+        )
+        content = (
+            _content(s.tensor) if compare and s.tensor.numel() == numel and not one.equal else 0
+        )
+        listed.append(
+            (
+                (s.name, NAMES[s.tensor.dtype], s.shape, s.box),
+                numel,
+                s.start,
+                s.tensor.numel(),
+                content,
+            )
+        )
     return _listing(tuple(listed))
 
 
@@ -349,7 +393,9 @@ def _listing(ranges: tuple[tuple[Row, int, int, int, int], ...]) -> Inventory:
     for row, numel, start, count, content in ranges:
         name, _, shape, box = row
         if _SURROGATE.search(name):
-            raise CheckpointError(f"the tensor {name!r} of the state has a name that is no valid Unicode")
+            raise CheckpointError(
+                f"the tensor {name!r} of the state has a name that is no valid Unicode"
+            )
         inside = not box or all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True))
         if table.setdefault((name, box), row) != row or start + count > numel or not inside:
             raise CheckpointError(
@@ -363,7 +409,9 @@ def _content(tensor: torch.Tensor) -> int:
     """A checksum of a tensor's values that is never 0; on a device of its own kind, which takes no copy."""
     if is_remote(tensor):
         return content_there(tensor) or 1
-    return int(checksum_of(map(memory, on_host(pieces(tensor, 0, tensor.numel())))), 16) - 2**63 or 1
+    return (
+        int(checksum_of(map(memory, on_host(pieces(tensor, 0, tensor.numel())))), 16) - 2**63 or 1
+    )
 
 
 _MIXED: Final = 1 << 20  # elements of a piece, whose places and sums take memory of the device
@@ -379,7 +427,9 @@ def content_there(tensor: torch.Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     at = 1
     for piece in (part for one in pieces(tensor, 0, tensor.numel()) for part in one.split(_MIXED)):
-        bits = piece.view({1: torch.int8, 2: torch.int16}.get(piece.itemsize, torch.int32)).to(torch.int64)
+        bits = piece.view({1: torch.int8, 2: torch.int16}.get(piece.itemsize, torch.int32)).to(
+            torch.int64
+        )
         mixed = bits + (torch.arange(at, at + len(bits), device=bits.device) << 32)
         at += len(bits)
         for shift, factor in _SPLITMIX:
@@ -403,9 +453,13 @@ class Layout:
         """What a rank writes, in the tensors' order: tensor's number, first element, number of elements."""
         mine = self.ranges.select(self.ranges.rank == rank)
         own: dict[int, list[tuple[int, int]]] = {}
-        for number, start, count in zip(mine.tensor.tolist(), mine.start.tolist(), mine.count.tolist(), strict=True):
+        for number, start, count in zip(
+            mine.tensor.tolist(), mine.start.tolist(), mine.count.tolist(), strict=True
+        ):
             own.setdefault(number, []).append((start, count))
-        return ((number, *one) for number, first in enumerate(self.like) for one in own.get(first, ()))
+        return (
+            (number, *one) for number, first in enumerate(self.like) for one in own.get(first, ())
+        )
 
     def part(self, rank: int) -> Layout:
         """Without what others write."""
@@ -426,10 +480,14 @@ def make_layout(inventories: Sequence[Inventory], world: int) -> Layout:
     ranges = _lowest(Ranges(tensor, start, count, rank), content, len(rows))
     del tensor, start, count, content, rank, columns  # of many ranks they are large
     table, ranges = _whole(rows, ranges)
-    sizes = Sizes([r[0] for r in table], [math.prod(r[2]) for r in table], [ITEM_BYTES[r[1]] for r in table])
+    sizes = Sizes(
+        [r[0] for r in table], [math.prod(r[2]) for r in table], [ITEM_BYTES[r[1]] for r in table]
+    )
     numbers = {name: i for i, name in enumerate(like)}
     first = [numbers[one] for one in like.values()]
-    ranges = assign(world, sizes, ranges, replicated=len(inventories) == 1 and world > 1, like=vector(first))
+    ranges = assign(
+        world, sizes, ranges, replicated=len(inventories) == 1 and world > 1, like=vector(first)
+    )
     own = set(torch.unique(ranges.tensor).tolist())
     return Layout(table, ranges, [i if i in own else one for i, one in enumerate(first)])
 
@@ -447,7 +505,9 @@ def _alike(forms: Sequence[Form]) -> dict[str, str]:
     return {name: first.setdefault(tuple(own), name) for name, own in traits.items()}
 
 
-def _whole(rows: list[Row], ranges: Ranges) -> tuple[Sequence[tuple[str, str, tuple[int, ...], Cuts]], Ranges]:
+def _whole(
+    rows: list[Row], ranges: Ranges
+) -> tuple[Sequence[tuple[str, str, tuple[int, ...], Cuts]], Ranges]:
     """The tensors of which the rows are boxes, and the ranges on their lines."""
     if not any(row[3] for row in rows):
         return rows, ranges
@@ -460,18 +520,26 @@ def _whole(rows: list[Row], ranges: Ranges) -> tuple[Sequence[tuple[str, str, tu
     grids = [Grid.of(name, row[2], boxes[name]) for (name, _), (_, row) in tensors.items()]
     first = vector([grids[i].first(row[3]) for i, row in zip(number.tolist(), rows, strict=True)])
     table = [(*row[:3], grid.cuts) for (_, row), grid in zip(tensors.values(), grids, strict=True)]
-    return table, Ranges(number[ranges.tensor], ranges.start + first[ranges.tensor], ranges.count, ranges.rank)
+    return table, Ranges(
+        number[ranges.tensor], ranges.start + first[ranges.tensor], ranges.count, ranges.rank
+    )
 
 
-def _merge(inventories: Sequence[Inventory], names: Container[str]) -> tuple[list[Row], torch.Tensor]:
+def _merge(
+    inventories: Sequence[Inventory], names: Container[str]
+) -> tuple[list[Row], torch.Tensor]:
     """The tensors of these names, and the inventories' columns of them after one another, with the ranks as the last."""
     table: dict[tuple[str, Box], tuple[int, Row]] = {}
-    taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # ranks whose forms are one object share it
+    taken: dict[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # ranks whose forms are one object share it
     columns = []
     for rank, one in enumerate(inventories):
         if id(one.form) not in taken:
             number = _number(one.form.table, table, f"rank {rank}")
-            chosen = torch.tensor([row[0] in names for row in one.form.table], dtype=torch.bool, device="cpu")
+            chosen = torch.tensor(
+                [row[0] in names for row in one.form.table], dtype=torch.bool, device="cpu"
+            )
             places = one.form.places[:, chosen[one.form.places[0]]]
             taken[id(one.form)] = number[places[0]], places[1]
         number, kind = taken[id(one.form)]
@@ -483,7 +551,9 @@ def _merge(inventories: Sequence[Inventory], names: Container[str]) -> tuple[lis
     return rows, torch.cat(columns, 1)
 
 
-def _number(rows: Sequence[Row], table: dict[tuple[str, Box], tuple[int, Row]], where: str) -> torch.Tensor:
+def _number(
+    rows: Sequence[Row], table: dict[tuple[str, Box], tuple[int, Row]], where: str
+) -> torch.Tensor:
     """The number in ``table``, which grows, of each of a rank's rows."""
     numbers = []
     for row in rows:
@@ -510,9 +580,14 @@ def _lowest(ranges: Ranges, content: torch.Tensor, num_tensors: int) -> Ranges:
     return ranges.select(~compared | (content == saved[ranges.tensor]))
 
 
-def write_items(rank: int, layout: Layout, own: Inventory, ranges: Sequence[LocalRange]) -> list[WriteItem]:
+def write_items(
+    rank: int, layout: Layout, own: Inventory, ranges: Sequence[LocalRange]
+) -> list[WriteItem]:
     """What one rank writes, from where it lies; ``own`` is the inventory of the ranges."""
-    return [WriteItem(entry, ranges[at].shard.tensor, offset) for entry, at, offset in _written(rank, layout, own)]
+    return [
+        WriteItem(entry, ranges[at].shard.tensor, offset)
+        for entry, at, offset in _written(rank, layout, own)
+    ]
 
 
 @functools.lru_cache(_KEPT)
@@ -524,7 +599,9 @@ def _written(rank: int, layout: Layout, own: Inventory) -> list[tuple[Entry, int
     for at, (number, kind) in enumerate(own.form.places.T.tolist()):
         name, *_, box = own.form.table[number]
         if counts[kind]:
-            places.setdefault(name, []).append((starts[kind] + (grids[name].first(box) if box else 0), at))
+            places.setdefault(name, []).append(
+                (starts[kind] + (grids[name].first(box) if box else 0), at)
+            )
     for held in places.values():
         held.sort()
     found = []

@@ -27,7 +27,15 @@ from . import folder, record
 from .background import background
 from .layout import digest
 from .match import Differences, Match, check_engines, check_objects, report, unfit
-from .objects import ModuleObject, OptimizerObject, RankObject, StatefulObject, StateObject, TensorObject, engines_of
+from .objects import (
+    ModuleObject,
+    OptimizerObject,
+    RankObject,
+    StatefulObject,
+    StateObject,
+    TensorObject,
+    engines_of,
+)
 from .reader import Reader
 from .record import Stored
 from .safetensors import BY_NAME
@@ -110,7 +118,9 @@ def _open(dir: str | os.PathLike[str], state: Any, strict: bool, convert: bool) 
         background.wait()
         checkpoint = open_checkpoint(folder.absolute(dir), state)
         # Before anything is made in the sizes that the record names.
-        reads = state is not None or any(name.startswith(OF_VALUES) for name in checkpoint.record.tensors)
+        reads = state is not None or any(
+            name.startswith(OF_VALUES) for name in checkpoint.record.tensors
+        )
         if reads and checkpoint.headers is None and rank() == 0:
             folder.check_sizes(checkpoint.directory, checkpoint.record)
         return checkpoint, ({"strict": strict, "convert": convert}, checkpoint.digits)
@@ -191,7 +201,11 @@ class Loading:
             tensors = {"": self.found.tensors[prefix]} if prefix in self.found.tensors else {}
         else:
             prefix = f"{one.name}/"
-            tensors = {name[len(prefix) :]: t for name, t in self.found.tensors.items() if name.startswith(prefix)}
+            tensors = {
+                name[len(prefix) :]: t
+                for name, t in self.found.tensors.items()
+                if name.startswith(prefix)
+            }
         stored_as = {}
         if isinstance(one, ModuleObject):
             stored_as = _untie(one, tensors)
@@ -248,7 +262,9 @@ class Loading:
         for _, one in self._slots:
             tensor = one.tensor
             address = id(tensor) if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
-            found.setdefault((address, tensor.dtype, tensor.shape, tensor.stride(), one.start, one.box), one)
+            found.setdefault(
+                (address, tensor.dtype, tensor.shape, tensor.stride(), one.start, one.box), one
+            )
         return list(found.values())
 
     @property
@@ -261,7 +277,9 @@ class Loading:
         for slot in self._wanted:
             self.reader.check_headers(slot)
         nodes = [*self._match.plain, *(node for _, node in self._match.objects)]
-        names = {name for node in nodes for name in stored_tensors(node) if name.startswith(OF_VALUES)}
+        names = {
+            name for node in nodes for name in stored_tensors(node) if name.startswith(OF_VALUES)
+        }
         self._value_tensors = self.reader.read(sorted(names & self.found.tensors.keys()))
         self._match.decode()
         self._warn_of_left_out()
@@ -317,12 +335,18 @@ class Loading:
     def lacking_parameters(self, module: nn.Module) -> list[str]:
         """Return the parameters of a module in the state that the checkpoint doesn't have."""
         paths = [one.path for one, _ in self._match.objects if isinstance(one, ModuleObject)]
-        names = {f"{path}, {name}" for path in paths for name, _ in module.named_parameters(remove_duplicate=False)}
+        names = {
+            f"{path}, {name}"
+            for path in paths
+            for name, _ in module.named_parameters(remove_duplicate=False)
+        }
         return [name for name in self.differences.missing if name in names]
 
     def filled(self) -> None:
         """Tell the engines. Collective."""
-        engines = {id(one.engine): one.engine for one, _ in self._match.objects if one.engine is not None}
+        engines = {
+            id(one.engine): one.engine for one, _ in self._match.objects if one.engine is not None
+        }
         for engine in sorted(engines.values(), key=lambda e: e.serial):
             engine.holdings.filled()
             engine.refresh()
@@ -349,7 +373,9 @@ def _order(one: StateObject) -> bool:
 # -- First values of a model that was built without memory, from a checkpoint or a directory of weights ---------------
 
 
-_WAY_OUT: Final = " (deferred_init(weights, strict=False) takes one that has more, or lacks buffers)"
+_WAY_OUT: Final = (
+    " (deferred_init(weights, strict=False) takes one that has more, or lacks buffers)"
+)
 
 
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
@@ -373,7 +399,12 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
             report(directory, [lacking], (), True, 0, "")
 
     def fill(handle: nn.Module) -> None:
-        load(directory, _state_for(directory, source.name, handle), strict=source.strict, convert=True)
+        load(
+            directory,
+            _state_for(directory, source.name, handle),
+            strict=source.strict,
+            convert=True,
+        )
 
     return fill
 
@@ -382,7 +413,9 @@ def _state_for(directory: str, name: str | None, module: nn.Module) -> dict[str,
     """The state whose only model is ``module``, at its place in what ``directory`` holds."""
     if is_weights_alone(directory):
         if name is not None:
-            raise CheckpointError(f"{directory} has weights of one model, without a name: leave name={name!r} out")
+            raise CheckpointError(
+                f"{directory} has weights of one model, without a name: leave name={name!r} out"
+            )
         return {"model": module}
     name, _ = choose(directory, record.read(directory)[0], name)
     *above, last = name.split("/")

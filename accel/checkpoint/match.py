@@ -120,11 +120,21 @@ class Match:
             return self.take(node)
         children = children_of(node, self._decoder) if walked else None
         fits = children is not None and _is_sequence(node) != isinstance(value, dict)
-        if children is None or not fits or (not isinstance(value, dict) and len(children) != len(value)):
+        if (
+            children is None
+            or not fits
+            or (not isinstance(value, dict) and len(children) != len(value))
+        ):
             here = f"a {type(value).__name__}{f' of {len(value)}' if walked else ''}"
             filled = tree is not None or id(node) in self._holders
-            reason = "objects are filled in place, so give as many as were saved" if filled else "only a dict fits"
-            self.differences.unfit.append(f"{path} is {here}, and in the checkpoint {_describe(node)}: {reason}")
+            reason = (
+                "objects are filled in place, so give as many as were saved"
+                if filled
+                else "only a dict fits"
+            )
+            self.differences.unfit.append(
+                f"{path} is {here}, and in the checkpoint {_describe(node)}: {reason}"
+            )
             return lambda: value
         return self._visit_container(tree, value, children, path)
 
@@ -150,18 +160,24 @@ class Match:
                 self.left_out.append(where)
         if not _is_sequence(node):
             return values
-        items = [values.get(i) for i in range(len(node if isinstance(node, list) else node["items"]))]
+        items = [
+            values.get(i) for i in range(len(node if isinstance(node, list) else node["items"]))
+        ]
         return items if isinstance(node, list) else tuple(items)
 
     def _visit_object(self, one: StateObject, node: Json) -> None:
         if not isinstance(node, dict) or node.get(TAG) != one.kind:
-            self.differences.unfit.append(f"{one.path} is a {one.kind}, and in the checkpoint {_describe(node)}")
+            self.differences.unfit.append(
+                f"{one.path} is a {one.kind}, and in the checkpoint {_describe(node)}"
+            )
         elif problem := one.problem(node):
             self.differences.unfit.append(f"{one.path}: {problem}")
         else:
             self.objects.append((one, node))
 
-    def _visit_container(self, tree: Tree | None, value: Any, children: Mapping[Any, Json], path: str) -> Apply:
+    def _visit_container(
+        self, tree: Tree | None, value: Any, children: Mapping[Any, Json], path: str
+    ) -> Apply:
         trees = {} if tree is None or isinstance(tree, Leaf) else tree.children
         applies: dict[Any, Apply] = {}
         for key, item in items_of(value):
@@ -219,7 +235,9 @@ def report(
     ]
     text = "\n  ".join(lines)
     if lines and strict:
-        raise CheckpointError(f"{directory} does not fit the state, and nothing was changed{way_out}:\n  {text}")
+        raise CheckpointError(
+            f"{directory} does not fit the state, and nothing was changed{way_out}:\n  {text}"
+        )
     if lines and rank == 0:
         logger.warning("%s does not fit the state; skipped:\n  %s", directory, text)
 
@@ -257,7 +275,10 @@ def check_engines(function: str, told: Sequence[Mapping[str, str]]) -> None:
     """Raise if ranks have different models: shards of one would pass for shards of the other."""
     for rank, engines in enumerate(told):
         for path in dict.fromkeys([*told[0], *engines]):
-            first, other = told[0].get(path, "without an engine"), engines.get(path, "without an engine")
+            first, other = (
+                told[0].get(path, "without an engine"),
+                engines.get(path, "without an engine"),
+            )
             if first != other:
                 raise CheckpointError(
                     f"{function}: {path} is {first} on rank 0 and {other} on rank {rank}. Give every rank the same model."

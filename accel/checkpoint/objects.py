@@ -97,7 +97,9 @@ def call(path: str, method: Callable[..., T], *args: Any) -> T:
     try:
         return method(*args)
     except Exception as error:
-        raise CheckpointError(f"{path}.{method.__name__}() raised {text_of_error(error)}") from error
+        raise CheckpointError(
+            f"{path}.{method.__name__}() raised {text_of_error(error)}"
+        ) from error
 
 
 def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
@@ -185,7 +187,9 @@ class ModuleObject(StateObject):
     kind = "module"
     divided = "extra"
 
-    def __init__(self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str) -> None:
+    def __init__(
+        self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str
+    ) -> None:
         super().__init__(name, path)
         self.module = module
         self.engine = engine
@@ -193,12 +197,16 @@ class ModuleObject(StateObject):
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         #: True if all ranks together have one model, for example in a pipeline.
         self.merged = engine is not None and engine.distributed and engine.gradients.spread
-        self._is_spread = self.merged or (engine is not None and engine.synchronizes and not engine.distributed)
+        self._is_spread = self.merged or (
+            engine is not None and engine.synchronizes and not engine.distributed
+        )
         #: The names in this module by the engine's names. None: they are equal.
         self._names: dict[str, str] | None = None
         if engine is not None and prefix:
             outer = shard.tensor_names(engine.module)
-            self._names = {outer[key][0]: names[0] for key, names in shard.tensor_names(module).items()}
+            self._names = {
+                outer[key][0]: names[0] for key, names in shard.tensor_names(module).items()
+            }
 
     def _shards(self) -> list[Shard]:
         shards = self._holdings.shards(None)
@@ -261,7 +269,12 @@ class OptimizerObject(StateObject):
     divided = "state"
 
     def __init__(
-        self, name: str, path: str, optimizer: Optimizer, engine: Engine | None, names: Mapping[int, str] | None
+        self,
+        name: str,
+        path: str,
+        optimizer: Optimizer,
+        engine: Engine | None,
+        names: Mapping[int, str] | None,
     ) -> None:
         super().__init__(name, path)
         self.optimizer = optimizer
@@ -339,7 +352,9 @@ class OptimizerObject(StateObject):
                 name = f"{names_here[parameter]}/{key}"
                 saved_names[name], tensors[name] = saved_name, form
         self._saved_tensors = set(tensors)
-        return [(saved_names[slot.name], slot) for slot in self._holdings.slots(self.optimizer, tensors)]
+        return [
+            (saved_names[slot.name], slot) for slot in self._holdings.slots(self.optimizer, tensors)
+        ]
 
     def snapshot(self) -> Callable[[], None]:
         state = self.optimizer.state
@@ -387,6 +402,8 @@ class OptimizerObject(StateObject):
         """Do what ``Optimizer.load_state_dict`` does last: add new options, and call hooks."""
         optimizer, engine = self.optimizer, self.engine
         with contextlib.nullcontext() if engine is None else engine.holdings.guard.opened():
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+            optimizer.__setstate__(
+                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            )
             for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
                 hook(optimizer)

@@ -34,7 +34,9 @@ _MOST: Final = 8  # each has a buffer of one chunk, and a rank takes at most 64 
 def share() -> int:
     """How many threads a rank may use, so that the ranks of a host do not take each other's cores."""
     process = running()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(_MOST, cores // (1 if process is None else process.place.local_world_size)))
 
 
@@ -78,7 +80,9 @@ class WorkerThreads:
         return found
 
 
-_ADVICE: Final = "load another checkpoint (accel.latest), or copy this one again from where it is whole"
+_ADVICE: Final = (
+    "load another checkpoint (accel.latest), or copy this one again from where it is whole"
+)
 
 
 @dataclass(slots=True)
@@ -119,13 +123,17 @@ class _Staging:
         if buffer.numel() < sum(sizes) or (pinned and not buffer.is_pinned()):
             buffer = self._buffers[self._turn] = host_memory(max(sum(sizes), _STAGE), pinned=pinned)
         room = buffer[: sum(sizes)].split(sizes)
-        return [part[: piece.nbytes].view(piece.dtype) for part, piece in zip(room, pieces, strict=True)]
+        return [
+            part[: piece.nbytes].view(piece.dtype) for part, piece in zip(room, pieces, strict=True)
+        ]
 
     def put(self, pieces: Sequence[_Piece], values: Sequence[torch.Tensor]) -> None:
         """Copy what was read to where it belongs."""
         for piece, value in zip(pieces, values, strict=True):
             _put(piece.tensor, piece.first, value)
-        self._copies[self._turn] = begun({piece.tensor.device for piece in pieces if is_remote(piece.tensor)})
+        self._copies[self._turn] = begun(
+            {piece.tensor.device for piece in pieces if is_remote(piece.tensor)}
+        )
 
     def finish(self) -> None:
         """Wait for all copies: what was filled may be used on any stream."""
@@ -138,7 +146,9 @@ def _place(piece: _Piece) -> memoryview:
     return piece.view
 
 
-def _read_in_steps(opened: File, offset: int, step: int, steps: Iterable[list[memoryview]]) -> Iterator[memoryview]:
+def _read_in_steps(
+    opened: File, offset: int, step: int, steps: Iterable[list[memoryview]]
+) -> Iterator[memoryview]:
     """The memory of each step once it is filled, with the bytes from ``offset`` on."""
     for number, views in enumerate(steps):
         opened.fill([(offset + number * step, views)])
@@ -172,7 +182,9 @@ class Reader:
     checksums.
     """
 
-    def __init__(self, directory: str, record: Record, *, headers: Sequence[Header] | None = None) -> None:
+    def __init__(
+        self, directory: str, record: Record, *, headers: Sequence[Header] | None = None
+    ) -> None:
         self._directory = directory
         self._record = record
         self._has_checksums = headers is None
@@ -194,7 +206,9 @@ class Reader:
                 if checksums_of(memoryview(content)) == written.header:
                     break
                 if tried == opened.tries:
-                    raise CheckpointError(f"{path}: its header is damaged, or it is of another save; {_ADVICE}")
+                    raise CheckpointError(
+                        f"{path}: its header is damaged, or it is of another save; {_ADVICE}"
+                    )
             with parsing(f"{path}: its header is not as {NAME} needs it"):
                 self._headers[file] = parse_header(bytes(content), written.size)
         return self._headers[file]
@@ -202,13 +216,18 @@ class Reader:
     def locate(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Where elements of a tensor's line are: (file, byte in it, first element, number of elements), if files have them."""
         stored: Stored = self._record.tensors[name]
-        size, grid = ITEM_BYTES[stored.dtype], Grid(stored.shape, stored.cuts) if stored.cuts else None
+        size, grid = (
+            ITEM_BYTES[stored.dtype],
+            Grid(stored.shape, stored.cuts) if stored.cuts else None,
+        )
         for file, first, count in stored.overlaps(start, stop):
             entry = Entry(name, stored.dtype, stored.shape, first, count)
             entry = entry if grid is None else entry_of(entry, grid)
             key, begin = self.header(file).locate(entry)
             if begin is None or (grid is not None and entry.start + count > math.prod(entry.shape)):
-                raise CheckpointError(f"{self._path(file)}: does not hold {key!r} as {NAME} says; {_ADVICE}")
+                raise CheckpointError(
+                    f"{self._path(file)}: does not hold {key!r} as {NAME} says; {_ADVICE}"
+                )
             low, high = max(start, first), min(stop, first + count)
             yield file, begin + (low - first) * size, low, high - low
 
@@ -220,13 +239,17 @@ class Reader:
             return
         grid, most = Grid(stored.shape, stored.cuts), _STAGE // ITEM_BYTES[stored.dtype]
         flat = (
-            tensor.view(-1) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=torch.uint8, device="meta")
+            tensor.view(-1)
+            if tensor.is_contiguous()
+            else torch.empty(tensor.numel(), dtype=torch.uint8, device="meta")
         )
         for own in divided(wanted.box or grid.whole, wanted.start, wanted.start + len(flat)):
             sizes = shape_of(own)
             place, flat = flat[: math.prod(sizes)].view(sizes), flat[math.prod(sizes) :]
             for block in grid.blocks(own):
-                lying = torch.empty(shape_of(block), dtype=torch.uint8, device="meta")[in_box(own, block)]
+                lying = torch.empty(shape_of(block), dtype=torch.uint8, device="meta")[
+                    in_box(own, block)
+                ]
                 yield from _halved(lying, place[in_box(block, own)], most, grid.first(block))
 
     def check_headers(self, wanted: Shard) -> None:
@@ -247,13 +270,19 @@ class Reader:
             return sum(piece.nbytes for piece in chunks[number] if piece.view is None)
 
         with storage_of(path).open(path, self._record.files[file].size) as opened:
-            for numbers in batched(sorted(chunks), staged_of, _STAGE):  # each chunk whole, to be read once
-                staged = [piece for number in numbers for piece in chunks[number] if piece.view is None]
+            for numbers in batched(
+                sorted(chunks), staged_of, _STAGE
+            ):  # each chunk whole, to be read once
+                staged = [
+                    piece for number in numbers for piece in chunks[number] if piece.view is None
+                ]
                 values = self._staging.take(staged) if staged else []
                 for piece, value in zip(staged, values, strict=True):
                     piece.view = memory(value)
                 self._threads.each(
-                    lambda number: self._read_chunk(opened, file, number, chunks[number]), numbers, opened.in_flight
+                    lambda number: self._read_chunk(opened, file, number, chunks[number]),
+                    numbers,
+                    opened.in_flight,
                 )
                 if staged:
                     self._staging.put(staged, values)
@@ -293,7 +322,11 @@ class Reader:
             # Nothing between two pieces is no part: it would ask for this thread's buffer.
             for number in range(low // step, -(-high // step) if low < high else 0):
                 a, b = max(low, number * step), min(high, (number + 1) * step)
-                part = self._threads.buffer[a % step : a % step + b - a] if view is None else view[a - low : b - low]
+                part = (
+                    self._threads.buffer[a % step : a % step + b - a]
+                    if view is None
+                    else view[a - low : b - low]
+                )
                 steps[number].append(part)
 
         at = 0
@@ -321,7 +354,9 @@ class Reader:
         for one in wanted:
             stored, own = self._record.tensors[one.name], one.tensor
             if (one.box or stored.cuts) and not own.is_contiguous():
-                one = replace(one, tensor=torch.empty(own.shape, dtype=own.dtype, device=own.device))
+                one = replace(
+                    one, tensor=torch.empty(own.shape, dtype=own.dtype, device=own.device)
+                )
             for first, span, strip, into in self._strips(one):
                 if strip is not None:
                     if size + span * ITEM_BYTES[stored.dtype] > _STAGE:
@@ -354,7 +389,9 @@ class Reader:
         self.fill(flat)
         return {one.name: one.tensor.view(one.shape) for one in flat}
 
-    def in_turn(self, ranges: Iterable[tuple[str, int, int, torch.dtype]]) -> Iterator[torch.Tensor]:
+    def in_turn(
+        self, ranges: Iterable[tuple[str, int, int, torch.dtype]]
+    ) -> Iterator[torch.Tensor]:
         """Elements of tensors, each a new flat tensor on the CPU; small ones are read together.
 
         ``ranges``: name, first element, number of elements, and dtype.
@@ -364,7 +401,10 @@ class Reader:
 
     def _room(self, name: str, start: int, count: int, dtype: torch.dtype) -> Shard:
         blank = Shard(
-            name, self._record.tensors[name].shape, start, torch.empty(count, dtype=torch.uint8, device="meta")
+            name,
+            self._record.tensors[name].shape,
+            start,
+            torch.empty(count, dtype=torch.uint8, device="meta"),
         )
         self.check_headers(blank)  # all of it is in the files: so much memory may be taken
         return replace(blank, tensor=torch.empty(count, dtype=dtype, device="cpu"))
@@ -373,10 +413,17 @@ class Reader:
         self.fill(wanted)
         return (one.tensor for one in wanted)
 
-    def _plan(self, name: str, start: int, tensor: torch.Tensor, files: dict[int, dict[int, list[_Piece]]]) -> None:
+    def _plan(
+        self, name: str, start: int, tensor: torch.Tensor, files: dict[int, dict[int, list[_Piece]]]
+    ) -> None:
         """Find the file and the chunk of each element of a tensor's line, from ``start`` on."""
         dtype = BY_NAME[self._record.tensors[name].dtype]
-        plain = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype is dtype and not is_lazy(tensor)
+        plain = (
+            tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            and tensor.dtype is dtype
+            and not is_lazy(tensor)
+        )
         view, item = memory(tensor) if plain else None, dtype.itemsize
         for file, offset, first, count in self.locate(name, start, start + tensor.numel()):
             base, chunks, at = self.header(file).size, files.setdefault(file, {}), first - start
@@ -385,7 +432,9 @@ class Reader:
                 # At least one: other libraries' files, which have no checksums, may have elements over the end of a chunk.
                 n = min(max(1, (base + (number + 1) * CHUNK - offset) // item), count)
                 place = None if view is None else view[at * item : (at + n) * item]
-                chunks.setdefault(number, []).append(_Piece(offset, n * item, place, tensor, at, dtype))
+                chunks.setdefault(number, []).append(
+                    _Piece(offset, n * item, place, tensor, at, dtype)
+                )
                 offset, at, count = offset + n * item, at + n, count - n
 
 

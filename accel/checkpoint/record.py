@@ -89,7 +89,9 @@ class Record:
     files: Sequence[Written]
     tensors: Mapping[str, Stored]  # by name
     values: Any  # the state with what is no tensor, as ``values.py`` writes it
-    ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)  # what each rank has of its own, by path
+    ranks: Sequence[Mapping[str, Any]] = field(
+        default_factory=list
+    )  # what each rank has of its own, by path
     #: The nodes on whose own disks accel 0.1 has left the files; else empty.
     hosts: Sequence[str] = ()
 
@@ -158,7 +160,10 @@ def is_damaged(path: str) -> bool:
 def _is_whole(content: bytes) -> bool:
     """True if a record has the checksum that it names."""
     end = len(_START) + DIGITS
-    return checksum_of([_START + _ZEROS, memoryview(content)[end:]]).encode("ascii") == content[len(_START) : end]
+    return (
+        checksum_of([_START + _ZEROS, memoryview(content)[end:]]).encode("ascii")
+        == content[len(_START) : end]
+    )
 
 
 def _absent(directory: str) -> str:
@@ -189,7 +194,9 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
     with parsing(f"{path} is not the record of a checkpoint of accel"):
         body = json.loads(content, object_pairs_hook=no_duplicates, parse_constant=_refuse_constant)
     if not ours or not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not the record of a checkpoint of accel: it has another format")
+        raise CheckpointError(
+            f"{path} is not the record of a checkpoint of accel: it has another format"
+        )
     if body.get("version") not in VERSIONS:
         raise CheckpointError(
             f"{path} has version {body.get('version')!r} of the format, and this accel knows those to {VERSIONS[-1]}: "
@@ -236,5 +243,9 @@ def _stored(name: str, value: dict[str, Any], sizes: Sequence[int]) -> Stored:
         at += count * repeat
         parts.append((file, start, count, repeat))
     if at != math.prod(shape):
-        raise ValueError(f"tensor {name!r} has {math.prod(shape)} elements, and its parts have {at}")
-    return Stored(dtype, shape, tuple(parts), tuple(tuple(places) for places in value.get("cuts", ())))
+        raise ValueError(
+            f"tensor {name!r} has {math.prod(shape)} elements, and its parts have {at}"
+        )
+    return Stored(
+        dtype, shape, tuple(parts), tuple(tuple(places) for places in value.get("cuts", ()))
+    )

@@ -24,15 +24,31 @@ from .storage import RECORD, Claim, File, StoreError, Write, check_size, unreada
 
 logger = logging.getLogger("accel")
 
-_PAUSES: Final = (0.2, 0.8, 3.2)  # seconds before a request is tried again; most filesystems try by themselves, too
+_PAUSES: Final = (
+    0.2,
+    0.8,
+    3.2,
+)  # seconds before a request is tried again; most filesystems try by themselves, too
 _LARGEST: Final = 5 << 30  # bytes of one request; what is put on a condition is put by one
 _BLOCK: Final = 16 << 20  # bytes of a part of an upload, of which there may be 10,000
-_GAP: Final = 1 << 20  # bytes that are read in vain rather than asking twice; so much of a file's beginning is kept
+_GAP: Final = (
+    1 << 20
+)  # bytes that are read in vain rather than asking twice; so much of a file's beginning is kept
 #: Have no directories, by their protocols.
-_FLAT: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "cos", "obs", "memory"})
-_LATER: Final = frozenset({408, 429, 500, 502, 503, 504})  # answers of a server, or of what is in front of it
+_FLAT: Final = frozenset(
+    {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "cos", "obs", "memory"}
+)
+_LATER: Final = frozenset(
+    {408, 429, 500, 502, 503, 504}
+)  # answers of a server, or of what is in front of it
 _BUSY: Final = frozenset(
-    {errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, getattr(errno, "EREMOTEIO", errno.EBUSY)}
+    {
+        errno.EBUSY,
+        errno.EAGAIN,
+        errno.ETIMEDOUT,
+        errno.EPIPE,
+        getattr(errno, "EREMOTEIO", errno.EBUSY),
+    }
 )
 #: In names of classes, of the error or above it.
 _PASSING: Final = re.compile(
@@ -67,7 +83,10 @@ def _opened(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Re
     """Return one for each process, because a forked process doesn't have the thread of the connections."""
     from fsspec import filesystem
 
-    return Remote(protocol, filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **dict(options)))
+    return Remote(
+        protocol,
+        filesystem(protocol, use_listings_cache=False, skip_instance_cache=True, **dict(options)),
+    )
 
 
 def _kinds(error: BaseException) -> str:
@@ -77,13 +96,17 @@ def _kinds(error: BaseException) -> str:
 def _named(error: BaseException, url: str) -> OSError:
     """The same as an OSError of this URL."""
     text = f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"
-    if isinstance(error, FileNotFoundError | NotADirectoryError) and not re.search("bucket does|container does", text):
+    if isinstance(error, FileNotFoundError | NotADirectoryError) and not re.search(
+        "bucket does|container does", text
+    ):
         return FileNotFoundError(errno.ENOENT, "it is not there", url)
     if isinstance(error, FileExistsError):
         return FileExistsError(errno.EEXIST, text, url)
     if _is_denied(error):
         _opened.cache_clear()  # the next request of another call looks for credentials again
-        return StoreError(0, f"{text}; renew the credentials, or ask for the permission to do this", url)
+        return StoreError(
+            0, f"{text}; renew the credentials, or ask for the permission to do this", url
+        )
     return StoreError(0, f"{text}; the store, or the way to it, fails", url)
 
 
@@ -91,7 +114,9 @@ def _meant(error: Exception) -> BaseException:
     """An error, or what it came of: some filesystems (of http) call missing what they could not ask for."""
     cause = error.__cause__
     lost = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
-    if isinstance(error, FileNotFoundError) and (lost or getattr(cause, "status", 404) not in (404, 410)):
+    if isinstance(error, FileNotFoundError) and (
+        lost or getattr(cause, "status", 404) not in (404, 410)
+    ):
         assert cause is not None
         return cause
     return error
@@ -102,12 +127,21 @@ def _status(error: BaseException) -> object:
     answer = error.__cause__ or error
     if isinstance(found := getattr(answer, "response", None), dict):
         return found.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return next((found for name in ("status", "status_code", "code") if (found := getattr(answer, name, None))), None)
+    return next(
+        (
+            found
+            for name in ("status", "status_code", "code")
+            if (found := getattr(answer, name, None))
+        ),
+        None,
+    )
 
 
 def _is_denied(error: BaseException) -> bool:
     """Whether the credentials are to blame: of a token that has expired S3 says no more to a HEAD than "Bad Request"."""
-    vague = getattr(error, "errno", 0) == errno.EINVAL and re.search("Bad Request|token", str(error))
+    vague = getattr(error, "errno", 0) == errno.EINVAL and re.search(
+        "Bad Request|token", str(error)
+    )
     return bool(vague or _status(error) == 401 or _DENIED.search(_kinds(error)))
 
 
@@ -131,7 +165,9 @@ class Remote:
 
     def ask(self, what: str, url: str, *args: Any, **options: Any) -> Any:
         """What a method of the filesystem returns for a path."""
-        return self._again(lambda: getattr(self._fs, what)(self._fs._strip_protocol(url), *args, **options), url)
+        return self._again(
+            lambda: getattr(self._fs, what)(self._fs._strip_protocol(url), *args, **options), url
+        )
 
     def _again(self, act: Callable[[], Any], url: str) -> Any:
         for pause in (*_PAUSES, None):
@@ -166,8 +202,15 @@ class Remote:
     def _listing(self, directory: str) -> dict[str, int]:
         own, found = self._fs._strip_protocol(directory), {}
         with contextlib.suppress(FileNotFoundError):
-            found = {one["name"].rstrip("/"): one["size"] or 0 for one in self.ask("ls", directory, detail=True)}
-        return {os.path.basename(name): size for name, size in found.items() if name.strip("/") != own.strip("/")}
+            found = {
+                one["name"].rstrip("/"): one["size"] or 0
+                for one in self.ask("ls", directory, detail=True)
+            }
+        return {
+            os.path.basename(name): size
+            for name, size in found.items()
+            if name.strip("/") != own.strip("/")
+        }
 
     def exists(self, path: str) -> bool:
         return self.info(path) is not None
@@ -185,7 +228,9 @@ class Remote:
         listing = self._listing(directory) if names else {}
         for name in names:
             if name not in listing:
-                raise FileNotFoundError(errno.ENOENT, "it is not there", os.path.join(directory, name))
+                raise FileNotFoundError(
+                    errno.ENOENT, "it is not there", os.path.join(directory, name)
+                )
             yield listing[name]
 
     def identity(self, path: str) -> Hashable:
@@ -224,7 +269,9 @@ class Remote:
             try:
                 file.write(first)
                 if content(file.write) != first:
-                    raise CheckpointError(f"{path}: its tensors have changed while they were written")
+                    raise CheckpointError(
+                        f"{path}: its tensors have changed while they were written"
+                    )
                 file.close()
             except BaseException:
                 with contextlib.suppress(Exception):
@@ -251,12 +298,17 @@ class Remote:
         bucket, key, _ = self._fs.split_path(self._fs._strip_protocol(directory))
         call, where = self._fs.call_s3, {"Bucket": bucket, "Prefix": f"{key}/accel-"}
         try:
-            found = self._again(lambda: call("list_multipart_uploads", **where), directory).get("Uploads", ())
+            found = self._again(lambda: call("list_multipart_uploads", **where), directory).get(
+                "Uploads", ()
+            )
         except OSError:  # not all stores have them, nor may everybody look
             return []
         ends = [{"Bucket": bucket, "Key": one["Key"], "UploadId": one["UploadId"]} for one in found]
         abort = functools.partial(call, "abort_multipart_upload")
-        return [functools.partial(self._again, functools.partial(abort, **end), directory) for end in ends]
+        return [
+            functools.partial(self._again, functools.partial(abort, **end), directory)
+            for end in ends
+        ]
 
     def link(self, old: str, new: str) -> None:
         self.ask("cp_file", old, self._fs._strip_protocol(new))
@@ -307,7 +359,9 @@ class _Object(File):
             raise CheckpointError(
                 f"{self.path}: ends at byte {self.size}, in the middle of a tensor; load another checkpoint"
             )
-        content: bytes = self._store.ask("cat_file", self.path, start=begin, end=end) if end > begin else b""
+        content: bytes = (
+            self._store.ask("cat_file", self.path, start=begin, end=end) if end > begin else b""
+        )
         if len(content) != end - begin:
             raise CheckpointError(
                 f"{self.path}: the store gave {len(content)} bytes from byte {begin} on, not {end - begin}"
@@ -322,7 +376,11 @@ class Turn:
     exclusive = False
 
     def __init__(self, store: Remote, directory: str) -> None:
-        self._store, self._directory, self._record = store, directory, os.path.join(directory, RECORD)
+        self._store, self._directory, self._record = (
+            store,
+            directory,
+            os.path.join(directory, RECORD),
+        )
         self._seen = self._version()
 
     def _version(self) -> str:
@@ -335,7 +393,9 @@ class Turn:
         problem = self._put(content)
         # What failed may have been the answer alone; and what says that all is well may not be the store.
         if not self._store.holds(path, content):
-            problem = problem or StoreError(0, "it is written, by the answer, and cannot be read back", path)
+            problem = problem or StoreError(
+                0, "it is written, by the answer, and cannot be read back", path
+            )
             if isinstance(problem, StoreError) and self._version() == self._seen:
                 raise problem
             raise CheckpointError(

@@ -148,7 +148,9 @@ class Header:
     def inside(self, begin: int, end: int) -> list[str]:
         """The entries with data between two bytes of the file."""
         places = ((key, described["data_offsets"]) for key, described in self.entries.items())
-        return [key for key, (low, high) in places if self.size + low < end and self.size + high > begin]
+        return [
+            key for key, (low, high) in places if self.size + low < end and self.size + high > begin
+        ]
 
 
 def chunks_of(nbytes: int) -> int:
@@ -156,14 +158,18 @@ def chunks_of(nbytes: int) -> int:
     return -(-nbytes // CHUNK)
 
 
-def build_header(entries: Sequence[Entry], metadata: Mapping[str, str], align: int = _ALIGN) -> bytes:
+def build_header(
+    entries: Sequence[Entry], metadata: Mapping[str, str], align: int = _ALIGN
+) -> bytes:
     """The first bytes of a file of these entries, in this order; the data begins at a multiple of ``align`` bytes."""
     table: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
     offset = 0
     for entry in entries:
         key, described = entry.described(offset)
         if key in table:
-            raise CheckpointError(f"two tensors have the name {key!r} in one checkpoint; rename one")
+            raise CheckpointError(
+                f"two tensors have the name {key!r} in one checkpoint; rename one"
+            )
         table[key] = described
         offset = described["data_offsets"][1]
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
@@ -190,7 +196,12 @@ def parse_table(content: bytes, file_size: int) -> tuple[dict[str, Any], dict[st
     end = len(content)
     for key, described in sorted(table.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = described["data_offsets"]
-        if type(begin) is not int or type(stop) is not int or begin != end - len(content) or stop < begin:
+        if (
+            type(begin) is not int
+            or type(stop) is not int
+            or begin != end - len(content)
+            or stop < begin
+        ):
             raise ValueError(f"the data of {key!r} overlaps another's, or leaves a hole")
         end = len(content) + stop
     if end != file_size:

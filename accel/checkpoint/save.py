@@ -21,7 +21,16 @@ from ..process import Process, current
 from ..process.control import locked
 from . import folder, record, shards
 from .background import Words, background
-from .layout import Inventory, Layout, PackedInventory, digest, make_inventory, make_layout, unpack, write_items
+from .layout import (
+    Inventory,
+    Layout,
+    PackedInventory,
+    digest,
+    make_inventory,
+    make_layout,
+    unpack,
+    write_items,
+)
 from .match import check_engines, check_progress
 from .objects import LocalRange, RankObject, StateObject, engines_of, progress_of
 from .record import Record, Stored, encode
@@ -46,15 +55,27 @@ class SaveOptions(TypedDict, total=False):
 
 @overload
 def save(
-    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: Literal[True] = True, **options: Unpack[SaveOptions]
+    state: dict[Any, Any],
+    dir: str | os.PathLike[str],
+    *,
+    wait: Literal[True] = True,
+    **options: Unpack[SaveOptions],
 ) -> None: ...
 @overload
 def save(
-    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: Literal[False], **options: Unpack[SaveOptions]
+    state: dict[Any, Any],
+    dir: str | os.PathLike[str],
+    *,
+    wait: Literal[False],
+    **options: Unpack[SaveOptions],
 ) -> Future[None]: ...
 @overload
 def save(
-    state: dict[Any, Any], dir: str | os.PathLike[str], *, wait: bool, **options: Unpack[SaveOptions]
+    state: dict[Any, Any],
+    dir: str | os.PathLike[str],
+    *,
+    wait: bool,
+    **options: Unpack[SaveOptions],
 ) -> Future[None] | None: ...
 @locked
 def save(
@@ -199,13 +220,19 @@ class Contents:
 
     values: dict[str, Json]  # the state as JSON, with open nodes
     objects: list[StateObject]
-    merged: list[tuple[StateObject, dict[str, Json]]]  # those whose nodes are made of all ranks', with this rank's
+    merged: list[
+        tuple[StateObject, dict[str, Json]]
+    ]  # those whose nodes are made of all ranks', with this rank's
     own: dict[str, Json]  # values that belong to this rank alone, by the object's name
     ranges: list[LocalRange]  # that lie on this rank
     inventory: Inventory  # the same as numbers
-    layout: Layout | None = None  # who writes what, once it is known; this rank's part alone, but on rank 0
+    layout: Layout | None = (
+        None  # who writes what, once it is known; this rank's part alone, but on rank 0
+    )
     plan: str = ""  # a name for it
-    own_of_all: list[dict[str, Json]] = field(default_factory=list)  # every rank's ``own``, likewise
+    own_of_all: list[dict[str, Json]] = field(
+        default_factory=list
+    )  # every rank's ``own``, likewise
 
     def summary(self, rank: int) -> Summary:
         """What the ranks compare before they send more."""
@@ -379,7 +406,11 @@ class Writer:
             if self._keep is not None:
                 folder.prune(self.directory, self._keep)
         except (OSError, CheckpointError) as error:
-            logger.warning("%s is saved, but older files could not be removed: %s", self.directory, explain(error))
+            logger.warning(
+                "%s is saved, but older files could not be removed: %s",
+                self.directory,
+                explain(error),
+            )
 
     def _check_visible(self, new: Record) -> None:
         try:
@@ -417,7 +448,9 @@ class Writer:
         try:
             written = self.write()
             if self._rank == 0:
-                self.commit([written, *(_heard(words.read(rank)) for rank in range(1, self._world))])
+                self.commit(
+                    [written, *(_heard(words.read(rank)) for rank in range(1, self._world))]
+                )
         except Exception as error:
             failure = error
             if self._rank == 0:
@@ -432,7 +465,9 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def _tell(self, words: Words, written: Written | None, failure: Exception | None) -> Mapping[str, Any]:
+    def _tell(
+        self, words: Words, written: Written | None, failure: Exception | None
+    ) -> Mapping[str, Any]:
         """Tell what this rank has done, and hear from rank 0 how that has ended, as every rank does."""
         error = ""
         if failure is not None:

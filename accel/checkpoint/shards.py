@@ -13,7 +13,17 @@ import xxhash
 
 from ..process.packing import row_of
 from ..process.transfer import PIECE, on_host
-from .safetensors import CHUNK, DIGITS, ITEM_BYTES, Entry, build_header, chunks_of, is_lazy, memory, resolve
+from .safetensors import (
+    CHUNK,
+    DIGITS,
+    ITEM_BYTES,
+    Entry,
+    build_header,
+    chunks_of,
+    is_lazy,
+    memory,
+    resolve,
+)
 from .storage import Write, storage_of
 
 _WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches

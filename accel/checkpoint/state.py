@@ -190,7 +190,9 @@ class State:
         handle = Registry.optimizer_handle(optimizer)
         engine = None if handle is None else engine_behind(handle)
         if handle is optimizer and engine is None:
-            raise CheckpointError(f"{path}: this handle's engine was torn down. Save the raw optimizer.")
+            raise CheckpointError(
+                f"{path}: this handle's engine was torn down. Save the raw optimizer."
+            )
         inner = optimizer if handle is None else raw(handle)
         if type(inner).state_dict is not Optimizer.state_dict:
             # A class around another optimizer, for example. Only its load_state_dict takes them.
@@ -241,7 +243,9 @@ def _check_unique(paths: dict[str, str], name: str, path: str) -> None:
 # -- The tensors on this rank ------------------------------------------------------------------------------------------
 
 
-def local_ranges(objects: Sequence[StateObject], filter: Callable[[str], bool] | None) -> list[LocalRange]:
+def local_ranges(
+    objects: Sequence[StateObject], filter: Callable[[str], bool] | None
+) -> list[LocalRange]:
     """Return the shards on this rank. ``filter`` chooses tensors by name, but keeps optimizers."""
     found = []
     paths: dict[str, str] = {}

@@ -48,7 +48,9 @@ def on_every_rank(what: str, act: Callable[[], T]) -> T:
     return exchange(what, lambda: (act(), None))[0]
 
 
-def on_running_ranks(what: str, look: Callable[[], Mapping[str, object]], act: Callable[[int, int], T]) -> T:
+def on_running_ranks(
+    what: str, look: Callable[[], Mapping[str, object]], act: Callable[[int, int], T]
+) -> T:
     """Run ``look``, then ``act`` on every rank if accel runs over several, else here, without a process group.
 
     ``look`` gives the arguments, which are to be the same on all ranks; ``act`` is given the rank and the world size.
@@ -132,4 +134,6 @@ def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:
     if rank() == 0:
         seconds = time.monotonic() - begin
         rate = nbytes / max(seconds, 1e-9) / 1e6
-        logger.info("%s: %s, %.1f MB in %.2f s (%.0f MB/s)", directory, done, nbytes / 1e6, seconds, rate)
+        logger.info(
+            "%s: %s, %.1f MB in %.2f s (%.0f MB/s)", directory, done, nbytes / 1e6, seconds, rate
+        )

@@ -50,7 +50,9 @@ class File(ABC):
 
     #: Bytes that are read at a time where they are looked at before those that follow.
     step = CHUNK
-    in_flight = 0  #: Threads that read from it, where it matters more than how many cores there are.
+    in_flight = (
+        0  #: Threads that read from it, where it matters more than how many cores there are.
+    )
     tries = 1  #: How often what has another checksum is read: a network may have changed it.
 
     def __init__(self, path: str, size: int) -> None:
@@ -85,7 +87,9 @@ class StoreError(OSError):
 
 def unreadable(error: OSError) -> str:
     """What to say of a file of a checkpoint that cannot be read."""
-    missing = "; the checkpoint is not complete, load another one" if error.errno == errno.ENOENT else ""
+    missing = (
+        "; the checkpoint is not complete, load another one" if error.errno == errno.ENOENT else ""
+    )
     return f"{explain(error)}{missing}"
 
 
@@ -290,7 +294,9 @@ def _write_out(fd: int, data: bytearray | memoryview) -> None:
     begin = os.lseek(fd, 0, os.SEEK_CUR)
     _write_all(fd, data)
     if data and hasattr(_libc(), "sync_file_range"):
-        _libc().sync_file_range(fd, ctypes.c_longlong(begin), ctypes.c_longlong(len(data)), _START_WRITING)
+        _libc().sync_file_range(
+            fd, ctypes.c_longlong(begin), ctypes.c_longlong(len(data)), _START_WRITING
+        )
 
 
 def _write_all(fd: int, content: bytes | bytearray | memoryview) -> None:

@@ -127,7 +127,9 @@ class Encoder:
         if _is_json(value):
             return value
         if depth > DEPTH:
-            raise CheckpointError(f"{path} is nested more than {DEPTH} levels deep. Does a container contain itself?")
+            raise CheckpointError(
+                f"{path} is nested more than {DEPTH} levels deep. Does a container contain itself?"
+            )
         if type(value) is list:
             return self._encode_items(enumerate(value), path, depth)
         if type(value) is dict and all(type(key) is str for key in value) and TAG not in value:

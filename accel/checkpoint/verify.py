@@ -35,7 +35,12 @@ def verify(dir: str | os.PathLike[str]) -> None:
         directory = folder.absolute(dir)
         found, _ = record.read(directory)
         _compare_all(directory, found, rank, world)
-        log_end(directory, f"1 of {world} parts verified" if world > 1 else "verified", found.nbytes // world, begin)
+        log_end(
+            directory,
+            f"1 of {world} parts verified" if world > 1 else "verified",
+            found.nbytes // world,
+            begin,
+        )
 
     with folder.reporting_replacement(dir):
         on_running_ranks("accel.verify", look, act)
@@ -45,7 +50,9 @@ def _compare_all(directory: str, found: Record, rank: int, world: int) -> None:
     """Compare one rank's share of all chunks."""
     folder.check_sizes(directory, found)
     reader = Reader(directory, found)
-    with parsing(f"{os.path.join(directory, record.NAME)} does not keep to the format of accel's checkpoints"):
+    with parsing(
+        f"{os.path.join(directory, record.NAME)} does not keep to the format of accel's checkpoints"
+    ):
         for name, stored in islice(found.tensors.items(), rank, None, world):
             for _ in reader.locate(name, 0, stored.numel):
                 pass

@@ -53,7 +53,11 @@ class Checkpoint:
     @property
     def path(self) -> str:
         """The path that errors name."""
-        return self.directory if self.headers is not None else os.path.join(self.directory, record.NAME)
+        return (
+            self.directory
+            if self.headers is not None
+            else os.path.join(self.directory, record.NAME)
+        )
 
 
 # -- Read --------------------------------------------------------------------------------------------------------------
@@ -82,7 +86,9 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
                 count = math.prod(entry["shape"])
                 one = Entry(f"{name}/{key}", entry["dtype"], tuple(entry["shape"]), 0, count)
                 described[one.name] = one.described(entry["data_offsets"][0])[1]
-                tensors[one.name] = Stored(one.dtype, one.shape, ((number, 0, count, 1),) if count else ())
+                tensors[one.name] = Stored(
+                    one.dtype, one.shape, ((number, 0, count, 1),) if count else ()
+                )
         files.append(file)
         headers.append(Header(header.size, described))
         digits += digest
@@ -164,7 +170,9 @@ def _safe_open(file: File) -> Iterator[Any]:
     try:
         library: Any = importlib.import_module("safetensors")
     except ImportError as error:
-        raise CheckpointError("Reading weights needs a package: pip install 'safetensors>=0.6.2'") from error
+        raise CheckpointError(
+            "Reading weights needs a package: pip install 'safetensors>=0.6.2'"
+        ) from error
     with contextlib.ExitStack() as stack:
         path = file.path
         if not os.path.exists(path):
@@ -176,7 +184,9 @@ def _safe_open(file: File) -> Iterator[Any]:
         try:
             opened = stack.enter_context(library.safe_open(path, framework="pt"))
         except library.SafetensorError as error:
-            raise CheckpointError(f"{file.path} is not a whole safetensors file ({error}).") from error
+            raise CheckpointError(
+                f"{file.path} is not a whole safetensors file ({error})."
+            ) from error
         yield opened
 
 
@@ -201,16 +211,24 @@ def _plan(directory: str, name: str | None, limit: int, dtype: str | None) -> Ex
     folder.check_sizes(directory, found)
     name, node = choose(directory, found, name)
     if node["extra"]:
-        raise CheckpointError(f"{directory}: the model {name!r} has extra state, which these files can't hold.")
+        raise CheckpointError(
+            f"{directory}: the model {name!r} has extra state, which these files can't hold."
+        )
     entries = []
     for full_name, stored in found.tensors.items():
         if full_name.startswith(f"{name}/"):
             kind = BY_NAME[stored.dtype]
             if kind.is_complex:
-                raise CheckpointError(f"{directory}: {full_name} is {kind}, which these files can't hold.")
+                raise CheckpointError(
+                    f"{directory}: {full_name} is {kind}, which these files can't hold."
+                )
             # 8-bit formats belong to a library, and are kept.
-            converted = dtype if dtype and kind.is_floating_point and kind.itemsize > 1 else stored.dtype
-            entries.append(Entry(full_name[len(name) + 1 :], converted, stored.shape, 0, stored.numel))
+            converted = (
+                dtype if dtype and kind.is_floating_point and kind.itemsize > 1 else stored.dtype
+            )
+            entries.append(
+                Entry(full_name[len(name) + 1 :], converted, stored.shape, 0, stored.numel)
+            )
     if not entries:
         raise CheckpointError(
             f"{directory}: the model {name!r} was saved without tensors. Change the filter of accel.save."
@@ -228,14 +246,18 @@ def _parse_size(size: int | str) -> int:
     if match and type(size) in (int, str):
         number = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
     if number < 1 or (type(size) is int and number != size):
-        raise CheckpointError(f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'.")
+        raise CheckpointError(
+            f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'."
+        )
     return int(number)
 
 
 def _parse_dtype(dtype: str | torch.dtype | None) -> str | None:
     found = None if dtype is None else dtype_of(dtype)
     if dtype is not None and (found is None or not found.is_floating_point or found not in NAMES):
-        raise CheckpointError(f"dtype={dtype!r}: expected a floating-point dtype such as 'bfloat16'.")
+        raise CheckpointError(
+            f"dtype={dtype!r}: expected a floating-point dtype such as 'bfloat16'."
+        )
     return None if found is None else NAMES[found]
 
 
@@ -307,7 +329,9 @@ def export(
         if rank == 0:
             background.wait()
             with folder.reporting_replacement(dir):
-                planned = _plan(folder.absolute(dir), name, _parse_size(max_shard_size), _parse_dtype(dtype))
+                planned = _plan(
+                    folder.absolute(dir), name, _parse_size(max_shard_size), _parse_dtype(dtype)
+                )
                 _write(planned, folder.absolute(out), library, overwrite)
 
     on_running_ranks("accel.export", look, act)
@@ -320,7 +344,9 @@ def _write(planned: Export, out: str, library: str, overwrite: bool) -> None:
     if record.exists(out):
         raise CheckpointError(f"{out} is a checkpoint itself. Export into a different directory.")
     if (old := _old_files(out)) and not overwrite:
-        raise CheckpointError(f"{out} has weights already ({old[0]}). overwrite=True replaces them.")
+        raise CheckpointError(
+            f"{out} has weights already ({old[0]}). overwrite=True replaces them."
+        )
     storage.make(out)
     contents = _contents(planned, STEMS[library])
     temporary = {name: os.path.join(out, f".{name}.tmp") for name in contents}
@@ -370,7 +396,9 @@ def _write_file(planned: Export, entries: Sequence[Entry], write: Write) -> byte
     for entry in entries:
         name, dtype = f"{planned.prefix}{entry.name}", BY_NAME[entry.dtype]
         step = _PIECE // dtype.itemsize
-        pieces += [(name, at, min(step, entry.count - at), dtype) for at in range(0, entry.count, step)]
+        pieces += [
+            (name, at, min(step, entry.count - at), dtype) for at in range(0, entry.count, step)
+        ]
     for piece in planned.reader.in_turn(pieces):
         write(memory(piece))
     return b""

@@ -25,13 +25,18 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="the model, if the checkpoint has several")
     parser.add_argument("--max-shard-size", default="50GB", help="size of a file (%(default)s)")
     parser.add_argument("--dtype", help="convert floating-point tensors, for example to bfloat16")
-    parser.add_argument("--library", choices=tuple(STEMS), default="transformers", help="file names (%(default)s)")
+    parser.add_argument(
+        "--library", choices=tuple(STEMS), default="transformers", help="file names (%(default)s)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace weights in OUT")
 
 
 def export(args: argparse.Namespace) -> int:
     """Write a model of a checkpoint as safetensors files for transformers, vLLM and diffusers."""
-    options = {name: getattr(args, name) for name in ("name", "max_shard_size", "dtype", "library", "overwrite")}
+    options = {
+        name: getattr(args, name)
+        for name in ("name", "max_shard_size", "dtype", "library", "overwrite")
+    }
     checkpoint.export(args.directory, args.out, **options)
     print(f"{args.directory}: exported to {args.out}")
     return 0
@@ -41,7 +46,9 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", help="a checkpoint, or a directory of checkpoints to inspect the newest")
+    parser.add_argument(
+        "directory", help="a checkpoint, or a directory of checkpoints to inspect the newest"
+    )
     parser.add_argument("--values", action="store_true", help="print the values as JSON instead")
 
 
@@ -73,7 +80,10 @@ def inspect(args: argparse.Namespace) -> int:
 
 def _items(node: Any) -> list[tuple[str, Any]]:
     if node.get(TAG) == "dict":
-        return [(key if isinstance(key, str) else json.dumps(key), value) for key, value in node["items"]]
+        return [
+            (key if isinstance(key, str) else json.dumps(key), value)
+            for key, value in node["items"]
+        ]
     return list(node.items())
 
 

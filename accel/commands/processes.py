@@ -37,8 +37,19 @@ def _positives(text: str) -> list[int]:
 
 # -- env ---------------------------------------------------------------------------------------------------------------
 
-_PACKAGES = ("cloudpickle", "fsspec", "matplotlib", "numpy", "safetensors", "torchao", "transformers", "xxhash")
-_VARIABLES = re.compile(r"(ACCEL_|CUDA_|GLOO_|MASTER_|NCCL_|OMP_|TORCH).*|(LOCAL_)?(RANK|WORLD_SIZE)")
+_PACKAGES = (
+    "cloudpickle",
+    "fsspec",
+    "matplotlib",
+    "numpy",
+    "safetensors",
+    "torchao",
+    "transformers",
+    "xxhash",
+)
+_VARIABLES = re.compile(
+    r"(ACCEL_|CUDA_|GLOO_|MASTER_|NCCL_|OMP_|TORCH).*|(LOCAL_)?(RANK|WORLD_SIZE)"
+)
 
 
 def env(args: argparse.Namespace) -> int:
@@ -53,14 +64,20 @@ def env(args: argparse.Namespace) -> int:
 
 def _machine() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({sys.executable})"
-    yield "system", f"{platform.platform()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    yield (
+        "system",
+        f"{platform.platform()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
+    )
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}"
     yield "accel", sys.modules[__name__.partition(".")[0]].__version__
     kind, count = available()
     yield "devices", f"{count} x {kind}" if count else "no accelerator, only cpu"
     for index in range(torch.cuda.device_count()):
         yield f"  cuda:{index}", str(torch.cuda.get_device_properties(index))
-    yield "process groups", ", ".join(n for n in ("gloo", "mpi", "nccl", "ucc") if dist.is_backend_available(n))
+    yield (
+        "process groups",
+        ", ".join(n for n in ("gloo", "mpi", "nccl", "ucc") if dist.is_backend_available(n)),
+    )
     try:
         place = detect(os.environ)
         yield "launcher", f"{place.launcher}, rank {place.rank} of {place.world_size}"
@@ -69,7 +86,11 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _packages() -> Iterator[tuple[str, str]]:
-    required = {re.split("[<=>]", package)[0] for engine in ENGINES.values() for package in engine.requires.values()}
+    required = {
+        re.split("[<=>]", package)[0]
+        for engine in ENGINES.values()
+        for package in engine.requires.values()
+    }
     for package in [*_PACKAGES, *sorted(required)]:
         try:
             yield package, importlib.metadata.version(package)
@@ -91,11 +112,21 @@ def _backends() -> Iterator[tuple[str, str]]:
 
 
 def _memory_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="module:factory", help="a function without arguments that returns the model")
+    parser.add_argument(
+        "model",
+        metavar="module:factory",
+        help="a function without arguments that returns the model",
+    )
     text = "numbers of ranks, separated by commas (%(default)s)"
     parser.add_argument("--ranks", type=_positives, default="1,2,4,8,64", help=text)
-    parser.add_argument("--optimizer", default="adamw", help="for example 'SGD(momentum=0.9)', or none (%(default)s)")
-    parser.add_argument("--plot", default="memory.png", metavar="PATH", help="file of the bar chart (%(default)s)")
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        help="for example 'SGD(momentum=0.9)', or none (%(default)s)",
+    )
+    parser.add_argument(
+        "--plot", default="memory.png", metavar="PATH", help="file of the bar chart (%(default)s)"
+    )
     parser.add_argument("--no-plot", action="store_true", help="print the table only")
 
 
@@ -115,7 +146,9 @@ def memory(args: argparse.Namespace) -> int:
             "Expected module:factory, where factory() returns the model."
         ) from error
     if not isinstance(model, nn.Module):
-        raise AccelError(f"{args.model} returned a {type(model).__name__}. Expected a torch.nn.Module.")
+        raise AccelError(
+            f"{args.model} returned a {type(model).__name__}. Expected a torch.nn.Module."
+        )
     report = memory_report(model, _optimizer(args.optimizer, model), ranks=args.ranks)
     print(report)
     if not args.no_plot:
@@ -126,14 +159,18 @@ def memory(args: argparse.Namespace) -> int:
 def _optimizer(text: str, model: nn.Module) -> torch.optim.Optimizer | None:
     """Return the optimizer that ``"SGD(momentum=0.9)"`` names in torch.optim."""
     name, _, _ = text.partition("(")
-    kinds = {kind.lower(): value for kind, value in vars(torch.optim).items() if isinstance(value, type)}
+    kinds = {
+        kind.lower(): value for kind, value in vars(torch.optim).items() if isinstance(value, type)
+    }
     if name.lower() == "none":
         return None
     try:
         call: Any = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
         arguments = [ast.literal_eval(argument) for argument in call.args]
         keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        optimizer: torch.optim.Optimizer = kinds[name.lower()](model.parameters(), *arguments, **keywords)
+        optimizer: torch.optim.Optimizer = kinds[name.lower()](
+            model.parameters(), *arguments, **keywords
+        )
     except Exception as error:
         raise AccelError(
             f"--optimizer {text} raised {type(error).__name__}: {error}. Write a class of torch.optim, "
@@ -146,15 +183,32 @@ def _optimizer(text: str, model: nn.Module) -> torch.optim.Optimizer | None:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    default, text = max(1, available()[1]), "processes on each node (one for each accelerator, or 1)"
-    parser.add_argument("-n", "--processes", "--num-processes", type=_positive, default=default, help=text)
-    parser.add_argument("--hosts", help="all nodes, separated by commas; ranks connect to the first")
-    parser.add_argument("--port", type=_positive, default=29400, help="a free port of the first node (%(default)s)")
-    parser.add_argument("--backend", help="sets ACCEL_BACKEND: a name, or name:option=value,option=value")
-    parser.add_argument("--max-restarts", type=int, default=0, help="restarts after a failure (%(default)s)")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as in python -m")
+    default, text = (
+        max(1, available()[1]),
+        "processes on each node (one for each accelerator, or 1)",
+    )
+    parser.add_argument(
+        "-n", "--processes", "--num-processes", type=_positive, default=default, help=text
+    )
+    parser.add_argument(
+        "--hosts", help="all nodes, separated by commas; ranks connect to the first"
+    )
+    parser.add_argument(
+        "--port", type=_positive, default=29400, help="a free port of the first node (%(default)s)"
+    )
+    parser.add_argument(
+        "--backend", help="sets ACCEL_BACKEND: a name, or name:option=value,option=value"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, help="restarts after a failure (%(default)s)"
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is a module, as in python -m"
+    )
     parser.add_argument("script", help="a Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False
+    parser.add_argument(
+        "args", nargs=argparse.REMAINDER, help="arguments of the script"
+    ).required = False
 
 
 def run(args: argparse.Namespace) -> int:
@@ -168,7 +222,9 @@ def run(args: argparse.Namespace) -> int:
         resolve(args.backend)
         os.environ["ACCEL_BACKEND"] = args.backend
     # torchrun would give each process one thread.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.processes)))
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.processes))
+    )
     # The store of torchrun keeps addresses of processes that have ended, and restarted ones would use them.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     hosts = args.hosts.split(",") if args.hosts else []
@@ -197,13 +253,19 @@ def run(args: argparse.Namespace) -> int:
     except errors.ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode
-        how = f"was ended by {failure.signal_name()}" if status < 0 else f"ended with exit status {status}"
+        how = (
+            f"was ended by {failure.signal_name()}"
+            if status < 0
+            else f"ended with exit status {status}"
+        )
         raise LaunchError(f"rank {rank} {how}; its own error is above") from error
     return 0
 
 
 COMMANDS = {
     "env": Command(env, ""),
-    "memory": Command(memory, "mymodels:gpt --ranks 8,64 --optimizer 'SGD(momentum=0.9)'", _memory_arguments),
+    "memory": Command(
+        memory, "mymodels:gpt --ranks 8,64 --optimizer 'SGD(momentum=0.9)'", _memory_arguments
+    ),
     "run": Command(run, "--processes 4 train.py --lr 0.1", _run_arguments),
 }

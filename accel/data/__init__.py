@@ -15,7 +15,14 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import AccelError, LoaderError, RankMismatchError, described, text_of_error, whole_number
+from ..errors import (
+    AccelError,
+    LoaderError,
+    RankMismatchError,
+    described,
+    text_of_error,
+    whole_number,
+)
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
 from ..process.control import agree, locked, raise_together
@@ -60,11 +67,17 @@ def distribute(
     if loader.persistent_workers and any(state.persistent for state in states):
         gc.collect()  # a dropped loader and its handle are a cycle, and its workers live on with it
     comparisons = None
-    compared = options.shard and not options.dispatch and isinstance(loader.dataset, IterableDataset)
+    compared = (
+        options.shard and not options.dispatch and isinstance(loader.dataset, IterableDataset)
+    )
     if place.process is not None and place.world > 1 and compared:
         comparisons = StreamComparisons(place.process, name, type(loader.dataset).__qualname__)
-    loaded = getattr(loader, "next_iter_state", None)  # what torchdata calls a state that was loaded and not begun
-    state = LoaderState(raw=loader, options=options, place=place, name=name, comparisons=comparisons, own=loaded)
+    loaded = getattr(
+        loader, "next_iter_state", None
+    )  # what torchdata calls a state that was loaded and not begun
+    state = LoaderState(
+        raw=loader, options=options, place=place, name=name, comparisons=comparisons, own=loaded
+    )
     state.begin_anew(seed, in_place)
     states.add(state)
     return LoaderHandle(state)
@@ -103,9 +116,14 @@ class LoaderHandle:
         state = self._accel
         chosen = state.options.shard and state.start.in_place
         if chosen:
-            state.in_place = False  # an epoch that is chosen by number can only be drawn from the seed
+            state.in_place = (
+                False  # an epoch that is chosen by number can only be drawn from the seed
+            )
         if chosen or number != state.start.epoch:
-            state.start, state.following = state.fresh(number)._replace(skip=state.start.skip), number + 1
+            state.start, state.following = (
+                state.fresh(number)._replace(skip=state.start.skip),
+                number + 1,
+            )
 
     def skip(self, n: int) -> None:
         """The next iteration starts after ``n`` batches, as if they had been read: for a step number of another library.
@@ -121,12 +139,19 @@ class LoaderHandle:
         """
         state, process = self._accel, self._accel.place.process
         # The streams of several workers have more batches than the dataset's length tells.
-        problem, length = None, None if isinstance(state.raw.dataset, IterableDataset) else length_of(self)
+        problem, length = (
+            None,
+            None if isinstance(state.raw.dataset, IterableDataset) else length_of(self),
+        )
         if (number := whole_number(n)) < 0:
             problem = LoaderError(f"loader.skip({n!r}): expected a number of batches, at least 0")
         elif length is not None and number > length:
             problem = too_short(number, length)
-        told = agree("loader.skip", (number, str(problem or ""))) if process is not None and state.options.shard else []
+        told = (
+            agree("loader.skip", (number, str(problem or "")))
+            if process is not None and state.options.shard
+            else []
+        )
         raise_together("loader.skip", problem, [text for _, text in told], LoaderError)
         if any(theirs != number for theirs, _ in told):
             raise RankMismatchError(
@@ -160,7 +185,9 @@ class LoaderHandle:
             )
         if current is None or current.reader.complete():
             start, following = state.start, state.following
-            start = start._replace(at=start.at or (0,), own=state.own if start.own is None else start.own)
+            start = start._replace(
+                at=start.at or (0,), own=state.own if start.own is None else start.own
+            )
         else:
             start, following = current.position(), state.start.epoch
         if start.skip and (current is None or current.reader.given == start.skip):
@@ -198,7 +225,9 @@ class LoaderHandle:
         state, saved = self._accel, _read(state_dict)
         length, epoch = length_of(state.raw.dataset), saved["epoch"]
         if saved["length"] != length:
-            raise LoaderError(f"the state was saved with a dataset of length {saved['length']}; this one has {length}")
+            raise LoaderError(
+                f"the state was saved with a dataset of length {saved['length']}; this one has {length}"
+            )
         if (saved["consumed"] or saved["own"] is not None) and saved["part"] != state.part:
             raise LoaderError(
                 f"the state is {saved['consumed']} samples into epoch {epoch}, {_part(saved['part'])}, and this loader reads "
@@ -213,7 +242,9 @@ class LoaderHandle:
         generators = saved["generators"]
         states = None if generators is None else generators["order"]
         seed = saved["seed"] if generators is None and state.options.shard else None
-        wanted = Start(epoch, seed, tuple(saved["streams"]), saved["checksum"], states, own=saved["own"])
+        wanted = Start(
+            epoch, seed, tuple(saved["streams"]), saved["checksum"], states, own=saved["own"]
+        )
         if seed is None and not any(wanted.at) and states is None:
             wanted = state.fresh(epoch)._replace(own=saved["own"])
         start = reader.resume(wanted)
@@ -255,7 +286,11 @@ class _UnlessOwn:
 
     def __get__(self, handle: LoaderHandle | None, owner: type | None = None) -> Any:
         raw = None if handle is None else handle._accel.raw
-        return getattr(raw, self._name) if hasattr(raw, self._name) else self._made.__get__(handle, owner)
+        return (
+            getattr(raw, self._name)
+            if hasattr(raw, self._name)
+            else self._made.__get__(handle, owner)
+        )
 
 
 def _of_raw(handle: LoaderHandle, name: str) -> Any:
@@ -269,7 +304,11 @@ LoaderHandle.__getattr__ = _of_raw  # type: ignore[attr-defined]
 
 
 def _part(part: list[int]) -> str:
-    return f"as rank {part[0]} of {part[1]} with LoaderOptions(shard=False)" if part else "divided by accel"
+    return (
+        f"as rank {part[0]} of {part[1]} with LoaderOptions(shard=False)"
+        if part
+        else "divided by accel"
+    )
 
 
 def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
@@ -286,11 +325,15 @@ def _read(state: Any) -> dict[str, Any]:
     """A state dict whose form is right, with all of its keys."""
     saved = {**_OPTIONAL, **state} if isinstance(state, Mapping) else {}
     numbers = [saved.get(name) for name in ("epoch", "next", "consumed")]
-    numbers += [number for number in (saved.get("checksum"), saved.get("length")) if number is not None]
+    numbers += [
+        number for number in (saved.get("checksum"), saved.get("length")) if number is not None
+    ]
     streams, part, generators = (saved.get(name) for name in ("streams", "part", "generators"))
     if type(saved.get("seed")) is int and isinstance(streams, list) and isinstance(part, list):
         plain = all(type(n) is int and n >= 0 for n in (*numbers, *streams, *part))
-        known = generators is None or (isinstance(generators, Mapping) and {"order", "own"} <= generators.keys())
+        known = generators is None or (
+            isinstance(generators, Mapping) and {"order", "own"} <= generators.keys()
+        )
         if plain and known and sum(streams) == saved["consumed"] and len(part) in (0, 2):
             return {**saved, "generators": from_plain(generators)}
     raise LoaderError(f"expected what LoaderHandle.state_dict() returns, found {state!r}")
@@ -307,7 +350,9 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     """
     raw = raw_loader(loader)
     if not isinstance(raw, DataLoader):
-        raise LoaderError(f"effective_batch_size: expected a DataLoader or its handle, found {described(loader)}")
+        raise LoaderError(
+            f"effective_batch_size: expected a DataLoader or its handle, found {described(loader)}"
+        )
     shape = shape_of(raw)
     size = getattr(raw.batch_sampler, "batch_size", None) if shape.units else shape.batch
     if type(size) is not int:
@@ -322,7 +367,11 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
 
 @locked
 def gather_for_metrics(
-    data: T, loader: DataLoader[Any] | Any | None = None, *, pad: float | None = None, objects: bool = False
+    data: T,
+    loader: DataLoader[Any] | Any | None = None,
+    *,
+    pad: float | None = None,
+    objects: bool = False,
 ) -> T:
     """``data`` of all ranks, in the order of the dataset and without the padding of the last batch. Collective.
 
@@ -342,7 +391,9 @@ def gather_for_metrics(
     """
     try:
         kept, replica = _kept(loader, data, objects)
-        rows = walked(lambda _, leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
+        rows = (
+            walked(lambda _, leaf: _trim(leaf, kept, objects), data, objects) if kept.pads else data
+        )
         problem = None
     except LoaderError as error:  # which the other ranks hear of where they meet this one
         problem, rows, kept = error, None, WHOLE
@@ -351,7 +402,9 @@ def gather_for_metrics(
         if replica is not None and replica[1] < world_size():
             rows = _once(rows, replica[0], objects, text_of_error(problem))
         alike = {kept.about: str(kept.order)}
-        gathered: T = gather(rows, pad=pad, objects=objects, alike=alike, problem=text_of_error(problem))
+        gathered: T = gather(
+            rows, pad=pad, objects=objects, alike=alike, problem=text_of_error(problem)
+        )
     except AccelError:
         if problem is not None:
             raise problem from None
@@ -381,14 +434,18 @@ def _kept(loader: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int] 
 def _cut(items: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int]]:
     """What is kept of rows for this rank's part of items that ``split`` has cut, and the place that it was cut for."""
     cut: list[Any] = []
-    walk(lambda _, leaf: cut.append(leaf), items, "items", has_parts)  # those of dicts are equally long
+    walk(
+        lambda _, leaf: cut.append(leaf), items, "items", has_parts
+    )  # those of dicts are equally long
     if not cut or not has_parts(cut[0]):
         raise LoaderError(
             "gather_for_metrics: expected the loader that accel.setup returned, or the list, tensor or dict that accel.split has "
             f"cut, found {described(items)}"
         )
     length = len(cut[0])
-    ways = [latest.divisions[length, pad] for pad in (False, True) if (length, pad) in latest.divisions]
+    ways = [
+        latest.divisions[length, pad] for pad in (False, True) if (length, pad) in latest.divisions
+    ]
     if not ways and world_size() > 1:
         raise LoaderError(
             f"gather_for_metrics: accel.split has cut nothing yet of {length} items that these could be rows of"
@@ -405,7 +462,13 @@ def _cut(items: Any, data: Any, objects: bool) -> tuple[Kept, tuple[int, int]]:
 
 def _shape(leaf: Any) -> tuple[int, ...]:
     """That of rows; empty where there are none."""
-    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),) if isinstance(leaf, list) else ()
+    return (
+        tuple(leaf.shape)
+        if isinstance(leaf, torch.Tensor)
+        else (len(leaf),)
+        if isinstance(leaf, list)
+        else ()
+    )
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> Any:
@@ -444,7 +507,11 @@ def _trim(leaf: Any, kept: Kept, objects: bool) -> Any:
         return None
     shape = _shape(leaf)
     if not shape or kept.rows not in (None, shape[0]):
-        found = f"shape {shape}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__qualname__} of shape {shape}"
+        found = (
+            f"shape {shape}"
+            if isinstance(leaf, torch.Tensor)
+            else f"a {type(leaf).__qualname__} of shape {shape}"
+        )
         raise LoaderError(
             f"gather_for_metrics: expected dim 0 to be this rank's batch{f' of {kept.rows}' if kept.rows else ''}, found "
             f"{found}: its padding is not known. Give one row for each sample, or use accel.all_gather or accel.all_reduce"

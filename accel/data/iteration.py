@@ -141,8 +141,12 @@ states: weakref.WeakSet[LoaderState] = weakref.WeakSet()
 
 def _followed(loader: DataLoader[Any]) -> bool:
     """Whether a loader reads one batch after the other, from its sampler or its dataset."""
-    plain = type(loader).__iter__ is DataLoader.__iter__ and (loader.in_order or not loader.num_workers)
-    return plain and not isinstance(loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe)
+    plain = type(loader).__iter__ is DataLoader.__iter__ and (
+        loader.in_order or not loader.num_workers
+    )
+    return plain and not isinstance(
+        loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe
+    )
 
 
 @final
@@ -181,7 +185,9 @@ class Iteration:
         state.refuse_ended()
         place = state.place
         self._state = state
-        self._transfer = Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
+        self._transfer = (
+            Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
+        )
         self.last = 0
         #: The batches that the group of ``accumulate`` has and the loop was not given, once it was given one.
         self.group_left = 0
@@ -195,7 +201,9 @@ class Iteration:
         state, start = self._state, self._state.start
         loader, self.reader = state.prepare(self)
         self.reader.begin(start, state.in_place)
-        self._comparison = None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
+        self._comparison = (
+            None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
+        )
         loader.generator = self._seeds(start)
         # Torch draws a seed from the generator, which is the CPU's, on the default device. Workers begin inside this context
         # and stay in it, where each call of torch's takes longer.
@@ -207,7 +215,11 @@ class Iteration:
                 self.reader.take(next(self._batches))
             except StopIteration:
                 raise too_short(start.skip, number) from None
-        state.start, state.following, state.own = state.fresh(state.following), state.following + 1, None
+        state.start, state.following, state.own = (
+            state.fresh(state.following),
+            state.following + 1,
+            None,
+        )
 
     def _seeds(self, start: Start) -> torch.Generator | None:
         """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
@@ -236,7 +248,9 @@ class Iteration:
         if self._comparison is not None and isinstance(reader, StreamReader):
             self._comparison.gave(reader.given - reader.start.skip, reader.tag.first)
         state.batches = self.last = state.batches + 1
-        order = None if reader.first is None or not state.options.shard else (state.name, reader.first)
+        order = (
+            None if reader.first is None or not state.options.shard else (state.name, reader.first)
+        )
         state.kept = latest.kept = reader.kept._replace(order=order)
         latest.replica = state.place[:2]
         return batch if self._transfer is None else self._transfer(batch)
@@ -356,7 +370,9 @@ class Accumulation(Generic[T]):
         apart = state.place.process is not None and state.place.process.place.world_size > 1
         if apart:
             self._compare(agree("accel.accumulate", (self._n, known)))
-            apart = known is None and not (state.options.shard and (state.options.even_batches or state.raw.drop_last))
+            apart = known is None and not (
+                state.options.shard and (state.options.even_batches or state.raw.drop_last)
+            )
         while True:
             size = iteration.upcoming(self._n) if iteration.ready() else 0
             if apart:
@@ -366,7 +382,9 @@ class Accumulation(Generic[T]):
             group: Group[T] = Group(iteration, size, self._accumulate)
             try:
                 yield group
-            except GeneratorExit:  # as where a plain loop is left, also while a traceback holds the group
+            except (
+                GeneratorExit
+            ):  # as where a plain loop is left, also while a traceback holds the group
                 state.live.discard(iteration)
                 raise
             group.close()

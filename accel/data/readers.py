@@ -47,7 +47,9 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
     batcher = loader.batch_sampler
     if batcher is None:
         return Shape(loader.sampler, 1, False, True)
-    if type(batcher) is BatchSampler or (isinstance(batcher, BatchSampler) and loader.batch_size is not None):
+    if type(batcher) is BatchSampler or (
+        isinstance(batcher, BatchSampler) and loader.batch_size is not None
+    ):
         return Shape(batcher.sampler, batcher.batch_size, batcher.drop_last, False)
     return Shape(batcher, 1, False, True)
 
@@ -248,7 +250,10 @@ class SamplerReader(EpochReader):
         return self._shape.sampler.sampler if self._shape.units else self._shape.sampler
 
     def _open(self, start: Start) -> SampleOrder:
-        sampler, generators = self._shape.sampler, Generators(drawn_from(self._shape.sampler, self._own))
+        sampler, generators = (
+            self._shape.sampler,
+            Generators(drawn_from(self._shape.sampler, self._own)),
+        )
         if start.seed is not None:
             for part in parts(sampler):
                 if part is sampler or isinstance(part, Sampler):
@@ -291,7 +296,8 @@ class SamplerReader(EpochReader):
     def _open_in_place(self) -> SampleOrder:
         sampler = self._shape.sampler
         rng = InPlace(
-            Generators(drawn_from(sampler, self._own)), once=type(sampler) in TORCHS and sampler.generator is None
+            Generators(drawn_from(sampler, self._own)),
+            once=type(sampler) in TORCHS and sampler.generator is None,
         )
         self._states = rng.states
         self._order = SampleOrder(sampler, rng, ahead=False)
@@ -300,7 +306,9 @@ class SamplerReader(EpochReader):
 
     def _leave_out(self, order: SampleOrder) -> None:
         division, skip = self._division, self.start.skip
-        found, self._checksum = order.skip(skip * division.width, division.world - 1, self._checksum)
+        found, self._checksum = order.skip(
+            skip * division.width, division.world - 1, self._checksum
+        )
         self._at += found
         if division.steps(found) < skip:
             raise too_short(skip, division.steps(found))
@@ -308,7 +316,9 @@ class SamplerReader(EpochReader):
     def __iter__(self) -> Iterator[Any]:
         self._asked = True
         # A batch sampler of the user's own begins here, torch's with the first batch; the order of draws is raw PyTorch's.
-        return self._divide(self._open_in_place() if self.start.in_place and self._shape.units else None)
+        return self._divide(
+            self._open_in_place() if self.start.in_place and self._shape.units else None
+        )
 
     def _divide(self, order: SampleOrder | None) -> Iterator[Any]:
         order = order or (self._open_in_place() if self.start.in_place else self._order)
@@ -316,12 +326,19 @@ class SamplerReader(EpochReader):
         for mine, items in divide(order.read, self._division, order.head):
             self._left_out = not mine
             if mine:
-                self._pending.append((items, kept_of(self._division, self._shape.units, len(items))))
+                self._pending.append(
+                    (items, kept_of(self._division, self._shape.units, len(items)))
+                )
                 yield mine[0] if self._shape.units else mine
 
     def __len__(self) -> int:
         return self._division.local_steps(
-            max(0, len(self._shape.sampler) - sum(self.start.at) - self.start.skip * self._division.width)
+            max(
+                0,
+                len(self._shape.sampler)
+                - sum(self.start.at)
+                - self.start.skip * self._division.width,
+            )
         )
 
     def take(self, item: Any) -> Any:
@@ -337,7 +354,11 @@ class SamplerReader(EpochReader):
 
     def close(self) -> None:
         """A loader that gives fewer batches would shift every position."""
-        if self._pending or self._order is None or self._division.local_steps(self._order.peek(self._division.width)):
+        if (
+            self._pending
+            or self._order is None
+            or self._division.local_steps(self._order.peek(self._division.width))
+        ):
             self._refuse()
 
     def _refuse(self) -> None:
@@ -352,7 +373,10 @@ class SamplerReader(EpochReader):
         if self._order is None:
             return None
         waiting, division = len(self._pending), self._division
-        return min(count, waiting + division.local_steps(self._order.peek((count - waiting) * division.width)))
+        return min(
+            count,
+            waiting + division.local_steps(self._order.peek((count - waiting) * division.width)),
+        )
 
     def complete(self) -> bool:
         """On every rank at the same step, also where this one has no share in the last."""
@@ -376,7 +400,11 @@ class SamplerReader(EpochReader):
 
     def resume(self, start: Start) -> Start:
         """Draws the order and compares it with the saved one; without a seed, only when it is iterated."""
-        return start._replace(order=self._open(start)) if start.seed is not None and any(start.at) else start
+        return (
+            start._replace(order=self._open(start))
+            if start.seed is not None and any(start.at)
+            else start
+        )
 
     def length(self) -> int:
         return self._division.local_steps(len(self._shape.sampler))
@@ -488,16 +516,24 @@ def _check_split(loader: DataLoader[Any], options: LoaderOptions, world_size: in
 def check_options(options: Any) -> None:
     """Refuses other things than LoaderOptions, and bad values in them."""
     if not isinstance(options, LoaderOptions):
-        raise LoaderError(f"loader_options: expected accel.LoaderOptions(...), found {described(options)}")
+        raise LoaderError(
+            f"loader_options: expected accel.LoaderOptions(...), found {described(options)}"
+        )
     for name in ("shard", "even_batches", "dispatch", "split_batches", "move"):
         if not isinstance(getattr(options, name), bool):
-            raise LoaderError(f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}")
+            raise LoaderError(
+                f"LoaderOptions({name}=...): expected a bool, found {getattr(options, name)!r}"
+            )
     if options.seed is not None and type(options.seed) is not int:
-        raise LoaderError(f"LoaderOptions(seed=...): expected an int or None, found {options.seed!r}")
+        raise LoaderError(
+            f"LoaderOptions(seed=...): expected an int or None, found {options.seed!r}"
+        )
 
 
 def _check_sampler(loader: DataLoader[Any]) -> None:
-    for part in (p for p in (*parts(loader.batch_sampler), *parts(loader.sampler)) if isinstance(p, Sampler)):
+    for part in (
+        p for p in (*parts(loader.batch_sampler), *parts(loader.sampler)) if isinstance(p, Sampler)
+    ):
         ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
         if isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}:
             raise LoaderError(
@@ -526,18 +562,26 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> d
         facts["checksum of the Subset's indices"] = digest(dataset.indices)
     if isinstance(dataset, IterableDataset):
         facts["num_workers"] = loader.num_workers
-    elif type(shape.sampler) not in (torch_data.SequentialSampler, torch_data.RandomSampler) and world_size() > 1:
+    elif (
+        type(shape.sampler) not in (torch_data.SequentialSampler, torch_data.RandomSampler)
+        and world_size() > 1
+    ):
         facts["checksum of the sampler's order"] = _order_of(loader, shape)
     return facts
 
 
 def _order_of(loader: DataLoader[Any], shape: Shape) -> str:
     """The beginning of what a sampler draws from fixed seeds; the error where it cannot, which iterating will raise."""
-    if any(isinstance(part, Iterator) and not isinstance(part, Sampler) for part in parts(shape.sampler)):
+    if any(
+        isinstance(part, Iterator) and not isinstance(part, Sampler)
+        for part in parts(shape.sampler)
+    ):
         return ""  # it gives its items once
     generators = Generators(drawn_from(shape.sampler, own_generators(loader)))
     try:
-        order = SampleOrder(copied(shape.sampler), Private(generators, generators.seeded(0)), ahead=True)
+        order = SampleOrder(
+            copied(shape.sampler), Private(generators, generators.seeded(0)), ahead=True
+        )
         return str(digest(order.read(_COMPARED)))
     except Exception as error:
         return f"{type(error).__qualname__}"

@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data as torch_data
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from ..process.packing import is_dense, packed, to_bytes
 from ..process.rng import InPlace, Private, global_generators, is_generator, seed_of
@@ -82,7 +90,9 @@ def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
     if len(chunk) < division.width and division.drop_last:
         return []
     share = division.share(len(chunk))
-    padding = [head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)]
+    padding = [
+        head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)
+    ]
     return chunk[share.offset : share.offset + share.real] + padding
 
 
@@ -125,7 +135,11 @@ def parts(sampler: Any) -> list[Any]:
 
 def copied(sampler: Any) -> Any:
     """A sampler to be read in the place of the user's: what it counts or takes from its containers stays the copy's own."""
-    copies = {id(part): copy.copy(part) for part in parts(sampler) if part is sampler or isinstance(part, Sampler)}
+    copies = {
+        id(part): copy.copy(part)
+        for part in parts(sampler)
+        if part is sampler or isinstance(part, Sampler)
+    }
     for one in copies.values():
         for name, value in getattr(one, "__dict__", {}).items():
             if type(value) in (list, dict, set, deque):
@@ -153,7 +167,11 @@ def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     if type(sampler) in _FIXED:
         return dict(own)
     if type(sampler) in TORCHS:
-        return dict(own) if sampler.generator is not None else {"torch": torch.default_generator, **own}
+        return (
+            dict(own)
+            if sampler.generator is not None
+            else {"torch": torch.default_generator, **own}
+        )
     return {**global_generators(), **own}
 
 
@@ -193,7 +211,9 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
     n, generator = len(sampler.data_source), sampler.generator
     if generator is None:
         generator = torch.Generator()
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()))
+        generator.manual_seed(
+            int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        )
     if sampler.replacement:
         for at in range(0, sampler.num_samples, _BLOCK):
             block = array("q", bytes(8 * min(_BLOCK, sampler.num_samples - at)))
@@ -204,7 +224,9 @@ def _blocks(sampler: RandomSampler) -> Iterator[Sequence[int]]:
     whole, rest = divmod(sampler.num_samples, n)
     for size in chain(repeat(n, whole), (rest,)):
         order = array("q", bytes(8 * n))
-        torch.randperm(n, generator=generator, out=torch.frombuffer(order, dtype=torch.int64), device="cpu")
+        torch.randperm(
+            n, generator=generator, out=torch.frombuffer(order, dtype=torch.int64), device="cpu"
+        )
         yield from (order[at : min(at + _BLOCK, size)] for at in range(0, size, _BLOCK))
 
 
@@ -221,7 +243,9 @@ class SampleOrder:
         self._block = 1 if ahead else 0
         self._waiting: deque[Any] = deque()
         self._ended = False
-        alone = type(sampler) is RandomSampler and (ahead or (isinstance(rng, Private) and sampler.generator is None))
+        alone = type(sampler) is RandomSampler and (
+            ahead or (isinstance(rng, Private) and sampler.generator is None)
+        )
         self._drawn = _blocks(sampler) if alone else None
         if self._drawn is None:
             with rng:
@@ -230,7 +254,9 @@ class SampleOrder:
     def _draw(self, wanted: int) -> Sequence[Any]:
         """The next items, ``wanted`` or another number of them; none at the end."""
         with self.rng:
-            found = list(islice(self._items, wanted)) if self._drawn is None else next(self._drawn, ())
+            found = (
+                list(islice(self._items, wanted)) if self._drawn is None else next(self._drawn, ())
+            )
         self._ended = len(found) < wanted if self._drawn is None else not found
         return found
 
@@ -254,7 +280,9 @@ class SampleOrder:
         """Draws and drops the next ``count`` items, and keeps the first ``head`` of all; how many, and their digest."""
         found = 0
         while found < count and not self.ended:
-            block = self.read(min(len(self._waiting), count - found)) or self._draw(min(_BLOCK, count - found))
+            block = self.read(min(len(self._waiting), count - found)) or self._draw(
+                min(_BLOCK, count - found)
+            )
             self._waiting += block[count - found :]
             block = block[: count - found]
             self.head += block[: head - len(self.head)]
@@ -319,19 +347,28 @@ def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool
         for key, item in value.items():
             yield from _leaves(key if isinstance(key, str) else None, aside)
             yield from _leaves(item, aside)
-    elif isinstance(value, list | tuple) and not (value and all(isinstance(item, _NAMES) for item in value)):
+    elif isinstance(value, list | tuple) and not (
+        value and all(isinstance(item, _NAMES) for item in value)
+    ):
         for item in value:
             yield from _leaves(item, aside)
     elif isinstance(value, _NAMES | list | tuple | range):
         yield True, repr(value).encode()
     elif isinstance(value, torch.Tensor):
         # Numbers of these types are labels or tokens; bytes are most often pixels.
-        names = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype.itemsize > 1
+        names = (
+            not value.dtype.is_floating_point
+            and not value.dtype.is_complex
+            and value.dtype.itemsize > 1
+        )
         if aside is not None:
             aside += [value] if is_dense(value) else []
             yield True, f"{value.dtype} {value.layout} {tuple(value.shape)}".encode()
         else:
-            yield names, repr((tuple(value.shape), value.tolist() if is_dense(value) else None)).encode()
+            yield (
+                names,
+                repr((tuple(value.shape), value.tolist() if is_dense(value) else None)).encode(),
+            )
     elif hasattr(value, "dtype") and hasattr(value, "tolist"):
         if value.dtype.kind == "O":
             yield from _leaves(value.tolist(), aside)
@@ -340,7 +377,12 @@ def _leaves(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool
         names = value.dtype.kind in "iuSU" and value.dtype.itemsize > 1
         yield names, f"{value.dtype} {value.shape}".encode() + content
     else:
-        yield False, (repr(value) if isinstance(value, float | complex) else type(value).__qualname__).encode()
+        yield (
+            False,
+            (
+                repr(value) if isinstance(value, float | complex) else type(value).__qualname__
+            ).encode(),
+        )
 
 
 def first_sample(dataset: Any) -> str:

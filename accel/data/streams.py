@@ -46,7 +46,9 @@ class Tag(NamedTuple):
 class _DividedStream:
     """Reads a stream. ``control`` (in place, epoch, seed, samples to skip) is shared with workers that outlive an epoch."""
 
-    def __init__(self, dataset: Any, division: Division, control: torch.Tensor, everyones: bool) -> None:
+    def __init__(
+        self, dataset: Any, division: Division, control: torch.Tensor, everyones: bool
+    ) -> None:
         self.dataset = dataset
         #: It gives the parts of all ranks, each step as one item.
         self.everyones = everyones
@@ -69,7 +71,9 @@ class _DividedStream:
             self._items = iter(self.dataset)
         return self._divide(stream, skips[stream])
 
-    def _open(self, in_place: bool, epoch: int, seed: int, stream: int, worker: bool) -> Private | InPlace:
+    def _open(
+        self, in_place: bool, epoch: int, seed: int, stream: int, worker: bool
+    ) -> Private | InPlace:
         """The program's generators in one process, as in raw PyTorch; else private ones: all ranks see the same stream."""
         generators = Generators(global_generators())
         if not in_place:
@@ -92,13 +96,18 @@ class _DividedStream:
             if not self.everyones:
                 yield from mine
             elif mine:
-                yield [portion(chunk, replace(self.division, rank=rank), head) for rank in range(self.division.world)]
+                yield [
+                    portion(chunk, replace(self.division, rank=rank), head)
+                    for rank in range(self.division.world)
+                ]
 
     def _again(self) -> bool:
         """Whether what was read can be read again; workers that outlive an epoch have generators in a state that nobody knows."""
         if isinstance(self._rng, Private):
             return True
-        return self._rng.again and not (self._epochs > 1 and self._rng.drew and get_worker_info() is not None)
+        return self._rng.again and not (
+            self._epochs > 1 and self._rng.drew and get_worker_info() is not None
+        )
 
     def _read(self, count: int) -> list[Any]:
         with self._rng:
@@ -161,7 +170,11 @@ class StreamReader(EpochReader):
     """Stands in for the dataset of an iterable loader."""
 
     def __init__(
-        self, loader: DataLoader[Any], shape: Shape, division: Division, dispatcher: Process | None = None
+        self,
+        loader: DataLoader[Any],
+        shape: Shape,
+        division: Division,
+        dispatcher: Process | None = None,
     ) -> None:
         self._division, self._dispatcher = division, dispatcher
         self._units = shape.units
@@ -171,7 +184,9 @@ class StreamReader(EpochReader):
         self._control = torch.zeros(3 + max(1, self._workers), dtype=torch.int64, device="cpu")
         if self._workers:
             self._control.share_memory_()
-        self._reader = _DividedStream(loader.dataset, division, self._control, dispatcher is not None)
+        self._reader = _DividedStream(
+            loader.dataset, division, self._control, dispatcher is not None
+        )
         self.tag = Tag(0, 0, 0)
         self._again = True
 
@@ -181,7 +196,9 @@ class StreamReader(EpochReader):
             vars(loader).update(batch_sampler=None, batch_size=None)
             loader.collate_fn = partial(_collated, loader.collate_fn, self._units)
         elif not self._units:
-            vars(loader)["batch_sampler"] = BatchSampler(loader.sampler, self._division.batch, loader.drop_last)
+            vars(loader)["batch_sampler"] = BatchSampler(
+                loader.sampler, self._division.batch, loader.drop_last
+            )
         loader.collate_fn = partial(_tagged, loader.collate_fn, self._reader)
 
     def begin(self, start: Start, in_place: bool) -> None:
@@ -189,7 +206,9 @@ class StreamReader(EpochReader):
         super().begin(start, in_place)
         self._at = list(start.at) or [0] * max(1, self._workers)
         seed = 0 if start.seed is None else mix(start.seed, start.epoch)
-        self._control.copy_(torch.tensor([start.seed is None, start.epoch, seed, *self._at], device="cpu"))
+        self._control.copy_(
+            torch.tensor([start.seed is None, start.epoch, seed, *self._at], device="cpu")
+        )
         self._reader.states, self._reader.settles = start.states or {}, in_place
         self._seeds, self.tag = self._seeding.states(), Tag(0, 0, 0)
         self._again, self.first = True, None
@@ -219,7 +238,9 @@ class StreamReader(EpochReader):
 
     def complete(self) -> bool:
         """Known at the end only; a rank without a share in the last batch still had an epoch."""
-        return self._closed and (not self._division.ragged or self._reader.tag.position == sum(self.start.at))
+        return self._closed and (
+            not self._division.ragged or self._reader.tag.position == sum(self.start.at)
+        )
 
     def position(self) -> Start:
         if self.given:
@@ -287,7 +308,9 @@ class StreamComparisons:
     def begin(self, epoch: int, at: tuple[int, ...]) -> StreamComparison:
         place = (epoch, *at)
         self._begun[place] += 1
-        return StreamComparison(self, f"{place} {self._begun[place]}", _PATIENCE if self._begun.total() == 1 else 0.0)
+        return StreamComparison(
+            self, f"{place} {self._begun[place]}", _PATIENCE if self._begun.total() == 1 else 0.0
+        )
 
 
 def _if_reached(
@@ -301,7 +324,9 @@ def _if_reached(
     @wraps(compare)
     def call(self: StreamComparison, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if reason := ended():
-            raise LoaderError(f"the process groups were ended: {reason}; call accel.teardown() to start again")
+            raise LoaderError(
+                f"the process groups were ended: {reason}; call accel.teardown() to start again"
+            )
         if not self.silent:
             try:
                 compare(self, *args, **kwargs)
@@ -351,7 +376,11 @@ class StreamComparison:
         if not self._store.check([f"first {rank}"]):
             return False
         theirs = json.loads(self._store.get(f"first {rank}"))
-        if self._mine is not None and theirs is not None and self._mine.differs(Fingerprint(*theirs)):
+        if (
+            self._mine is not None
+            and theirs is not None
+            and self._mine.differs(Fingerprint(*theirs))
+        ):
             raise LoaderError(
                 f"rank {self._rank} and rank {rank} read other items first from {self._stream.dataset}: it divides itself over "
                 "the ranks, or shuffles differently on each, and dividing it once more would lose most samples. Use "
@@ -400,14 +429,18 @@ class Dispatched:
                 tag = step[0]._replace(more=self._next is not None or self._error is not None)
                 messages = [packed((tag, batch)) for batch in step[1]]
             except Exception as problem:
-                error = LoaderError(f"a batch cannot be sent to the other ranks: {text_of_error(problem)}")
+                error = LoaderError(
+                    f"a batch cannot be sent to the other ranks: {text_of_error(problem)}"
+                )
                 error.__cause__ = problem
         told = agree(_WHAT, (self._place, text_of_error(error), list(map(len, messages))))
         raise_together(_WHAT, error, [text for _, text, _ in told], LoaderError)
         if not (sizes := told[0][2]):
             raise StopIteration
         received = torch.empty(max(sizes), dtype=torch.uint8, device="cpu")
-        padded = [torch.nn.functional.pad(message, (0, max(sizes) - len(message))) for message in messages]
+        padded = [
+            torch.nn.functional.pad(message, (0, max(sizes) - len(message))) for message in messages
+        ]
         with Waiting(self._process, _WHAT):
             sent = [padded[place] for place, *_ in told] if padded else None
             dist.scatter(received, sent, group=self._process.control, group_src=0)

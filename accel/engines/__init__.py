@@ -46,7 +46,10 @@ def foreign_part(parameter: nn.Parameter) -> str | None:
     if hasattr(parameter, "ds_id"):
         return "was divided by deepspeed.zero.Init. Build the model outside of it."
     # DeepSpeed-MoE marks experts, and puts the same ones on every rank if ep_size is 1.
-    if getattr(parameter, "allreduce", True) is False and getattr(parameter, "group_name", "") != "ep_size_1":
+    if (
+        getattr(parameter, "allreduce", True) is False
+        and getattr(parameter, "group_name", "") != "ep_size_1"
+    ):
         return "is an expert's, and other ranks have different experts. Use ep_size=1."
     return None
 
@@ -59,14 +62,22 @@ class _Engines(UserDict[str, type[Engine]]):
         engine = super().__getitem__(name)
         if engine is Engine:
             module = importlib.import_module(f"{__name__}.{name}")
-            classes = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
-            engine = self[name] = next(c for c in classes if issubclass(c, Engine) and "name" in vars(c))
+            classes = [
+                v
+                for v in vars(module).values()
+                if isinstance(v, type) and v.__module__ == module.__name__
+            ]
+            engine = self[name] = next(
+                c for c in classes if issubclass(c, Engine) and "name" in vars(c)
+            )
         return engine
 
 
 _files = [info.name for info in pkgutil.iter_modules(__path__)]
 #: ``Engine`` itself stands for a file that wasn't imported yet.
-_unread: dict[str, Any] = {name: Engine for name in _files if name != "base" and not name.startswith("_")}
+_unread: dict[str, Any] = {
+    name: Engine for name in _files if name != "base" and not name.startswith("_")
+}
 ENGINES: Final = _Engines(_unread)
 
 # -- option classes -----------------------------------------------------------------------------------------------------
@@ -126,7 +137,9 @@ def _parse(kind: type[Options], text: str) -> Options:
         if not separator:  # deepspeed:3
             name, value = kind.leading, item
         if not name or name in values:
-            raise BackendError(f"backend={text!r} can't be read at {item!r}. Write name:option=value,option=value.")
+            raise BackendError(
+                f"backend={text!r} can't be read at {item!r}. Write name:option=value,option=value."
+            )
         values[name] = _value(value, is_dtype="dtype" in types.get(name, ""))
     return kind(**values)
 
@@ -158,13 +171,19 @@ def _unknown(backend: object) -> BackendError:
             f"{backend!r} is a backend of torch.distributed. Use accel.init(process_group={backend!r})."
         )
     if isinstance(backend, type) and issubclass(backend, Options):
-        return BackendError(f"backend={backend.__name__} is a class. Use accel.{backend.__name__}().")
+        return BackendError(
+            f"backend={backend.__name__} is a class. Use accel.{backend.__name__}()."
+        )
     if isinstance(backend, str) and "(" in backend:
-        return BackendError(f"backend={backend!r} can't be read. Write name:option=value,option=value.")
+        return BackendError(
+            f"backend={backend!r} can't be read. Write name:option=value,option=value."
+        )
     matches = difflib.get_close_matches(str(backend).partition(":")[0].lower(), ENGINES, 1)
     hint = f" (did you mean {matches[0]!r}?)" if matches else ""
     names = ", ".join(map(repr, ENGINES))
-    return BackendError(f"unknown backend {backend!r}{hint}. Use 'auto', an options object or one of {names}.")
+    return BackendError(
+        f"unknown backend {backend!r}{hint}. Use 'auto', an options object or one of {names}."
+    )
 
 
 def default(process: Process) -> str:

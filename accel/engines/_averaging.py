@@ -70,7 +70,9 @@ class AveragedGradients(Gradients):
         if self.final:
             return
         what = f"the reduction of gradients ({engine.label}, step {self._num_steps})"
-        averaged = average_gradients_(what, engine.parameters, engine.names, self.process, engine.add)
+        averaged = average_gradients_(
+            what, engine.parameters, engine.names, self.process, engine.add
+        )
         self.final = True
         if averaged:
             self.buffers.synchronize()
@@ -85,7 +87,9 @@ class AveragingEngine(Engine):
     #: Sums a tensor over the ranks in place, if not by the process group. Collective.
     add: Any = None
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.gradients.stepped and torch.is_grad_enabled():
             self.gradients.final = False  # a loop may assign gradients from torch.autograd.grad
         return function(*args, **kwargs)

@@ -29,8 +29,15 @@ from .base.options import SequenceOptions
 
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 # torch 2.13 renamed the switch. The engine broadcasts buffers by itself, once a step.
-_NO_BUFFERS: Any = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
-_PASSED = ("find_unused_parameters", "gradient_as_bucket_view", "batched_grad_copy", "bucket_cap_mb")
+_NO_BUFFERS: Any = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False
+}
+_PASSED = (
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "batched_grad_copy",
+    "bucket_cap_mb",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +72,9 @@ class DDP(SequenceOptions):
         if size is not None and (type(size) not in (int, float) or not size > 0):
             raise BackendError(f"{name}(bucket_cap_mb={size!r}): expected a positive number of MiB")
         if self.powersgd_rank != 1 and self.comm_hook != "powersgd":
-            raise BackendError(f"{name}(powersgd_rank={self.powersgd_rank}) needs comm_hook='powersgd'.")
+            raise BackendError(
+                f"{name}(powersgd_rank={self.powersgd_rank}) needs comm_hook='powersgd'."
+            )
 
 
 DDP.approximate = (DDP(comm_hook="powersgd"),)
@@ -130,7 +139,9 @@ class DDPGradients(Gradients):
         options = self.engine.options
         given: Any = {name: getattr(options, name) for name in _PASSED if name in _KNOWN}
         group = self.process.group
-        self.ddp = DistributedDataParallel(core, process_group=group, init_sync=False, **_NO_BUFFERS, **given)
+        self.ddp = DistributedDataParallel(
+            core, process_group=group, init_sync=False, **_NO_BUFFERS, **given
+        )
         self.ddp.require_backward_grad_sync = not self.accumulating
         self.first = parameters[self._trained[0]]
         self.dtype = self.first.dtype
@@ -189,7 +200,9 @@ class DDPGradients(Gradients):
         # `look` inline, because each backward comes here.
         with torch._C.DisableTorchFunctionSubclass():
             gradients = list(map(GRAD, self.engine.parameters))
-            self._look = Look(gradients, list(map(getattr, gradients, repeat("_version"), repeat(0))))
+            self._look = Look(
+                gradients, list(map(getattr, gradients, repeat("_version"), repeat(0)))
+            )
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         waits = ""
@@ -201,7 +214,8 @@ class DDPGradients(Gradients):
                 waits = str(error)  # for parameters that got no gradient
             first, grad = self._trained[0], self.first.grad
             came = grad is not None and (
-                grad is not self._look.gradients[first] or grad._version != self._look.versions[first]
+                grad is not self._look.gradients[first]
+                or grad._version != self._look.versions[first]
             )
             only_trained = set(map(GRAD, self._others)) <= _NO_GRADIENTS
             inside = waits or self._reduced_inside or not outermost
@@ -237,7 +251,9 @@ class DDPGradients(Gradients):
         if waits and outermost:
             # `came` can't tell, because views of one bucket share a version.
             numbers = _MISSING.search(waits)
-            self._end_without([self._trained[int(n)] for n in numbers[1].split()] if numbers else [])
+            self._end_without(
+                [self._trained[int(n)] for n in numbers[1].split()] if numbers else []
+            )
             reduced = True
         if reduced:
             self.armed = False
@@ -290,7 +306,9 @@ class DDPGradients(Gradients):
 
         def bring_zeros(_: torch.Tensor) -> None:
             for index, gradient in before.items():
-                parameters[index].grad = torch.zeros_like(parameters[index]) if gradient is None else gradient
+                parameters[index].grad = (
+                    torch.zeros_like(parameters[index]) if gradient is None else gradient
+                )
                 try:
                     reducer._autograd_hook(self._trained.index(index))
                 except RuntimeError:
@@ -311,7 +329,9 @@ class DDPGradients(Gradients):
 
     def pending(self) -> bool:
         """True if gradients are local, or may have been assigned by the loop."""
-        if not self.engine.distributed or (self.explained and not self._local and not self.interrupted):
+        if not self.engine.distributed or (
+            self.explained and not self._local and not self.interrupted
+        ):
             return False
         return any(p.grad is not None for p in self.engine.parameters)
 
@@ -358,13 +378,19 @@ class DDPEngine(Engine):
         if process.device.type != "cpu":
             return
         if options.sync_batchnorm:
-            raise BackendError(f"{type(options).__name__}(sync_batchnorm=True) needs an accelerator.")
+            raise BackendError(
+                f"{type(options).__name__}(sync_batchnorm=True) needs an accelerator."
+            )
         for name, child in module.named_modules():
             if isinstance(child, nn.SyncBatchNorm) and process.place.world_size > 1:
-                raise BackendError(f"{name} is a SyncBatchNorm, which torch does not run on CPU. Use BatchNorm.")
+                raise BackendError(
+                    f"{name} is a SyncBatchNorm, which torch does not run on CPU. Use BatchNorm."
+                )
 
     @classmethod
-    def predict(cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int) -> MemoryUse:
+    def predict(
+        cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
+    ) -> MemoryUse:
         """Count the gradients twice, unless they are views of the reducer's buckets."""
         use = add_uses(tensor.use() for tensor in tensors)
         copied = world_size > 1 and not options.gradient_as_bucket_view
@@ -396,7 +422,9 @@ class DDPEngine(Engine):
         super().abandon(reason)
         self.gradients.let_go()
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call ``function``. A forward goes through the reducer."""
         if function is not self.entry:
             return function(*args, **kwargs)
@@ -406,9 +434,16 @@ class DDPEngine(Engine):
         synchronizes, buffers = not gradients.accumulating, gradients.buffers
         if gradients.interrupted:
             gradients.recover()
-        if buffers.stale and trains and synchronizes and not (gradients.graph_open or gradients.joining):
+        if (
+            buffers.stale
+            and trains
+            and synchronizes
+            and not (gradients.graph_open or gradients.joining)
+        ):
             buffers.synchronize()  # a backward came without a step
-        ddp = None if torch.compiler.is_exporting() else gradients.ddp  # DDP.forward can't be traced
+        ddp = (
+            None if torch.compiler.is_exporting() else gradients.ddp
+        )  # DDP.forward can't be traced
         if ddp is None:
             out = self._core(*args, **kwargs)
         else:

@@ -30,7 +30,9 @@ class Replicas(nn.DataParallel[nn.Module]):
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__(module, list(devices), devices[0])
 
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
         # torch's threads enable autocast with its default dtype.
         kind = self.src_device_obj.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -64,7 +66,9 @@ class DPEngine(Engine):
         else:
             _warn_of_one_device(str(self.process.device))
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         return (self._parallel if function is self.entry else function)(*args, **kwargs)
 
 

@@ -44,7 +44,9 @@ def start(process: Process) -> None:
     running = agree("whether Horovod runs", bool(hvd.is_initialized()))
     if any(running) and not all(running):
         ranks = [rank for rank, runs in enumerate(running) if not runs]
-        raise LaunchError(f"hvd.init() was called, but not on ranks {ranks}. Call it on all ranks or on none.")
+        raise LaunchError(
+            f"hvd.init() was called, but not on ranks {ranks}. Call it on all ranks or on none."
+        )
     problem = ""
     try:
         if not all(running):
@@ -62,7 +64,9 @@ def start(process: Process) -> None:
 
 
 def _initialize(hvd: Any, process: Process) -> None:
-    by_mpi = hvd.mpi_built() and any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    by_mpi = hvd.mpi_built() and any(
+        name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    )
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ or by_mpi or not hvd.gloo_built():
         hvd.init()
         return
@@ -93,7 +97,15 @@ def _rendezvous(process: Process) -> Iterator[dict[str, str]]:
     try:
         port = agree("Horovod's server", port)[0]
         address = "127.0.0.1" if len(set(hosts)) == 1 else process.place.master_addr or hosts[0]
-        fields = ("hostname", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+        fields = (
+            "hostname",
+            "rank",
+            "size",
+            "local_rank",
+            "local_size",
+            "cross_rank",
+            "cross_size",
+        )
         yield {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -167,7 +179,13 @@ class HorovodEngine(AveragingEngine):
         """Sum a tensor by ``allreduce_``. Horovod doesn't know complex numbers and bfloat16."""
         hvd = load()
         real = torch.view_as_real(flat) if flat.is_complex() else flat
-        packed = real.half() if self.options.compression else real if real.dtype in _KNOWN else real.float()
+        packed = (
+            real.half()
+            if self.options.compression
+            else real
+            if real.dtype in _KNOWN
+            else real.float()
+        )
         # Horovod remembers the shape of each name.
         name = f"accel.{self.serial}.{packed.dtype}.{packed.numel()}"
         try:

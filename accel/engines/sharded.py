@@ -266,7 +266,9 @@ class ShardedEngine(Engine):
     name = "sharded"
     options_type = Sharded
     requires = {"fairscale": "fairscale>=0.4.12"}
-    placements = Placements(gradients=Placement.BY_PARAMETER, optimizer_state=Placement.BY_PARAMETER)
+    placements = Placements(
+        gradients=Placement.BY_PARAMETER, optimizer_state=Placement.BY_PARAMETER
+    )
     gradients_type = ShardedGradients
     gradients: ShardedGradients
     holdings_type = ShardedHoldings
@@ -349,7 +351,9 @@ class ShardedEngine(Engine):
             for part in itertools.chain.from_iterable(s.parts for s in shards.values()):
                 part.release()
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if function is self.entry and self.gradients.stepped:
             # A step raised on this rank, and the others wait for its weights.
             self.gradients.publish(list(self.gradients.stepped))

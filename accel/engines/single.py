@@ -23,5 +23,7 @@ class SingleEngine(Engine):
     options_type = Single
     synchronizes = False
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         return function(*args, **kwargs)

@@ -33,7 +33,9 @@ class Gradients(Protocol):
     @property
     def in_parts(self) -> bool: ...
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None: ...
-    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+    def parts(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
     def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor: ...
 
 
@@ -45,7 +47,9 @@ class Registry(Protocol):
     """The live engines."""
 
     def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[Owners, list[torch.Tensor]]: ...
-    def parameters_of(self, gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+    def parameters_of(
+        self, gradients: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
 
 
 # -- a norm over the ranks ----------------------------------------------------------------------------------------------
@@ -137,7 +141,9 @@ def clip_parts_(
     return norm
 
 
-def _total_norm(parts: Sequence[Part], rest: Sequence[Any], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+def _total_norm(
+    parts: Sequence[Part], rest: Sequence[Any], norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
     """Return the norm of sharded and full gradients together. Collective.
 
     Raises:
@@ -183,7 +189,9 @@ def clip_patches(registry: Registry) -> tuple[Patch, ...]:
         "clip_grad_value_": clip.by_value,
         "_get_total_norm": clip.total_norm,
     }
-    return tuple(around(_Cells(getattr(clip_grad, name)), "func", act) for name, act in replacements.items())
+    return tuple(
+        around(_Cells(getattr(clip_grad, name)), "func", act) for name, act in replacements.items()
+    )
 
 
 @final
@@ -228,7 +236,9 @@ class _Clip:
         finally:
             self._inside = False
 
-    def by_value(self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def by_value(
+        self, original: Callable[..., None], parameters: Any, *args: Any, **kwargs: Any
+    ) -> None:
         parts, rest = self._finalize("torch.nn.utils.clip_grad_value_", _as_list(parameters))
         gradients = _on_this_rank(parts, ()) + [p.grad for p in rest if p.grad is not None]
         if gradients:  # torch can't clip an empty list, which may be all that this rank has
@@ -243,7 +253,9 @@ class _Clip:
         foreach: bool | None = None,
     ) -> torch.Tensor:
         gradients = _as_list(tensors)
-        parameters, others = ([], gradients) if self._inside else self._registry.parameters_of(gradients)
+        parameters, others = (
+            ([], gradients) if self._inside else self._registry.parameters_of(gradients)
+        )
         if self._inside or (others and not parameters):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
         parts, rest = self._finalize("torch.nn.utils.get_total_norm", parameters)
@@ -258,7 +270,9 @@ class _Clip:
         holders = [SimpleNamespace(grad=gradient) for gradient in others]
         return _for_user(parts, holders, _total_norm(parts, holders, norm_type, error_if_nonfinite))
 
-    def _finalize(self, what: str, parameters: list[torch.Tensor]) -> tuple[list[Part], list[torch.Tensor]]:
+    def _finalize(
+        self, what: str, parameters: list[torch.Tensor]
+    ) -> tuple[list[Part], list[torch.Tensor]]:
         """Make the gradients of ``parameters`` final.
 
         Returns those that are sharded, and the parameters with full gradients.

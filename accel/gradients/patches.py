@@ -108,7 +108,9 @@ class Patch:
             self._table[self._name] = layer.before
 
 
-def around(table: Table, name: Any, act: Callable[..., Any], default: Callable[..., Any] | None = None) -> Patch:
+def around(
+    table: Table, name: Any, act: Callable[..., Any], default: Callable[..., Any] | None = None
+) -> Patch:
     """Return a patch that calls ``act(original, *args, **kwargs)`` instead of a function.
 
     ``default`` is the original if the table has none.
@@ -314,7 +316,8 @@ _AVERAGES: Final = (
 
 
 def shard_patches(
-    backend: Callable[[DTensor], str], gather: Callable[[str, Sequence[DTensor]], list[torch.Tensor]]
+    backend: Callable[[DTensor], str],
+    gather: Callable[[str, Sequence[DTensor]], list[torch.Tensor]],
 ) -> tuple[Patch, ...]:
     """Raise for ``item()`` and for writable cuts of a sharded tensor. Gather shards for an average of weights.
 
@@ -324,7 +327,9 @@ def shard_patches(
     """
     from torch.distributed.tensor import DTensor  # heavy
 
-    def number(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def number(
+        original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         tensor = args[0]
         full = all(placement.is_replicate() for placement in tensor.placements)
         if full or not (name := backend(tensor)):
@@ -334,10 +339,14 @@ def shard_patches(
             "Call tensor.full_tensor() on every rank first."
         )
 
-    def cut(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def cut(
+        original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         tensor = args[0]
         # Autograd refuses writes to a view of what requires gradients, and makes views itself in backward.
-        safe = (torch.is_grad_enabled() and tensor.requires_grad) or torch._C._current_graph_task_id() != -1
+        safe = (
+            torch.is_grad_enabled() and tensor.requires_grad
+        ) or torch._C._current_graph_task_id() != -1
         if safe or not _cuts_shards(op, args) or not (name := backend(tensor)):
             return original(op, args, kwargs)
         raise BackendError(
@@ -345,7 +354,9 @@ def shard_patches(
             "that writes to it are lost. Index tensor.full_tensor(), called on every rank."
         )
 
-    def average(original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def average(
+        original: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         tensors = [tensor for _, tensor in all_tensors((args, kwargs))]
         shards = [t for t in tensors if isinstance(t, DTensor)]
         mixed = any(t.dim() and not isinstance(t, DTensor) for t in tensors)
@@ -376,7 +387,9 @@ def shard_patches(
 
 def _cuts_shards(op: Any, args: tuple[Any, ...]) -> bool:
     tensor = args[0]
-    dims = [(args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()]
+    dims = [
+        (args[at] if at < len(args) else default) % tensor.ndim for at, default in _CUTS[op].items()
+    ]
     if op is _aten.slice.Tensor:
         defaults: tuple[Any, ...] = (None, None, 1)
         start, end, step = args[2:] + defaults[len(args) - 2 :]
@@ -396,7 +409,9 @@ def muon_patch() -> Patch:
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    def orthogonalize(original: Callable[..., torch.Tensor], update: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def orthogonalize(
+        original: Callable[..., torch.Tensor], update: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if not isinstance(update, DTensor):
             return original(update, *args, **kwargs)
         full = original(update.full_tensor(), *args, **kwargs)
@@ -423,7 +438,10 @@ def sequence_patches(
     places = {cls.__module__ for part in module.modules() for cls in type(part).__mro__}
     places = {p for p in places if p in sys.modules and not p.startswith("torch.")}
     patches = []
-    for name, act in (("scaled_dot_product_attention", attention), ("cross_entropy", cross_entropy)):
+    for name, act in (
+        ("scaled_dot_product_attention", attention),
+        ("cross_entropy", cross_entropy),
+    ):
         function = getattr(torch.nn.functional, name)
         known = {id(function), id(inspect.unwrap(function))}
         for place in sorted({torch.nn.functional.__name__, *places}):

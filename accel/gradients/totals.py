@@ -99,7 +99,9 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
         raise AccelError(f"accel.mean_loss(tokens={tokens!r}): expected the number of tokens")
     count = torch.as_tensor(tokens, device=loss_sum.device)
     if count.dim():
-        raise AccelError(f"accel.mean_loss(tokens=...) of shape {tuple(count.shape)}: expected one number")
+        raise AccelError(
+            f"accel.mean_loss(tokens=...) of shape {tuple(count.shape)}: expected one number"
+        )
     process = current()
     if process.place.world_size > 1:
         announce(process, "accel.mean_loss")
@@ -107,7 +109,9 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
         return mean_over(loss_sum, count, process.group, process.place.world_size)
 
 
-def mean_over(total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup | None, ranks: int) -> torch.Tensor:
+def mean_over(
+    total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup | None, ranks: int
+) -> torch.Tensor:
     """Return the mean of the sums and counts of all ranks of a group. Collective.
 
     Its gradients are right once they are averaged over the ranks.

@@ -57,7 +57,10 @@ _state = _State()
 
 
 def init(
-    *, process_group: str | None = None, timeout: float | timedelta | None = None, devices: object = "auto"
+    *,
+    process_group: str | None = None,
+    timeout: float | timedelta | None = None,
+    devices: object = "auto",
 ) -> None:
     """Starts accel in this process: finds its place and devices and brings the process group up. Collective.
 
@@ -132,7 +135,9 @@ def current() -> Process:
     refuse_fork()
     if _state.ended:
         _finish_end()
-        raise AccelError(f"the process groups were ended: {_state.ended}; call accel.teardown() to start again")
+        raise AccelError(
+            f"the process groups were ended: {_state.ended}; call accel.teardown() to start again"
+        )
     process = _state.process or _begin(None, None, "auto")
     if dist.group.WORLD is not process.group:
         raise AccelError(
@@ -163,7 +168,9 @@ def lost(what: str, error: RuntimeError) -> AccelError:
 def reason_of(error: RuntimeError) -> str:
     """Why a collective failed, as far as the ranks tell each other; waits a moment for their word."""
     process, limit = _state.process, time.monotonic() + 2
-    left: dict[int, str] = {} if process is None or process.detector is None else process.detector.left
+    left: dict[int, str] = (
+        {} if process is None or process.detector is None else process.detector.left
+    )
     while not _state.ended and not left and time.monotonic() < limit:
         time.sleep(0.02)
     if _state.ended:
@@ -171,7 +178,10 @@ def reason_of(error: RuntimeError) -> str:
     if process is None:
         return "accel does not run"
     if left:
-        return "; ".join(f"rank {number} (host {process.hosts[number]}) {how}" for number, how in sorted(left.items()))
+        return "; ".join(
+            f"rank {number} (host {process.hosts[number]}) {how}"
+            for number, how in sorted(left.items())
+        )
     reason = _who_is_missing(process, error)
     return _state.ended or reason or "a connection between the ranks broke, and no rank says why"
 
@@ -224,7 +234,9 @@ def use_devices(devices: object) -> None:
         if problem := unserved(mine[0], process.backends):
             raise DeviceError(f"devices={devices!r}: {problem}")
         if len(asked) < place.local_world_size and not process.shares(mine[0]):
-            raise DeviceError(f"devices={devices!r}: {len(asked)} for {place.local_world_size} processes of this host")
+            raise DeviceError(
+                f"devices={devices!r}: {len(asked)} for {place.local_world_size} processes of this host"
+            )
     process.request, process.asked, process.devices = devices, asked, mine
     select(process.device)
 
@@ -236,7 +248,9 @@ def shutdown(how: str = TORN_DOWN) -> None:
     if process is not None:
         if process.detector is not None:
             if not _state.ended:
-                process.exchanges_over(_MOMENT)  # of this rank's part of them others may not have heard
+                process.exchanges_over(
+                    _MOMENT
+                )  # of this rank's part of them others may not have heard
                 process.detector.tell_leave(how)
             process.detector.stop()
             process.detector = None
@@ -346,7 +360,9 @@ def _at_exit() -> None:
     if error is not None:
         reason = f"rank {rank()} ended with {type(error).__name__}"
         missing = who_is_missing(error)
-        if missing and not _state.ended:  # the hang detector may have heard a better reason in the meantime
+        if (
+            missing and not _state.ended
+        ):  # the hang detector may have heard a better reason in the meantime
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
@@ -357,8 +373,14 @@ def _at_exit() -> None:
 
 def _duration(timeout: float | timedelta) -> timedelta:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.001 <= seconds < 1e9:
-        raise AccelError(f"timeout={timeout!r}: expected a number of seconds above 0, or a timedelta")
+    if (
+        isinstance(seconds, bool)
+        or not isinstance(seconds, int | float)
+        or not 0.001 <= seconds < 1e9
+    ):
+        raise AccelError(
+            f"timeout={timeout!r}: expected a number of seconds above 0, or a timedelta"
+        )
     return timedelta(seconds=seconds)
 
 
@@ -387,7 +409,9 @@ def local_rank() -> int:
     """
     number = _here().local_rank
     if number == UNKNOWN:
-        raise AccelError("the local rank is known only after accel.init() or accel.setup(), or set LOCAL_RANK")
+        raise AccelError(
+            "the local rank is known only after accel.init() or accel.setup(), or set LOCAL_RANK"
+        )
     return number
 
 

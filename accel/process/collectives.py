@@ -67,9 +67,13 @@ def all_reduce(data: T, op: str = "sum") -> T:
     refuse = functools.partial(_irreducible, op=op)
     process, carrier, tensors, _, sent = _begin(what, data, problem, refuse, sends=_number)
     mine = sent[process.place.rank]
-    results: dict[str, Any] = {path: _reduced(path, mine[path], [theirs[path] for theirs in sent], op) for path in mine}
+    results: dict[str, Any] = {
+        path: _reduced(path, mine[path], [theirs[path] for theirs in sent], op) for path in mine
+    }
     if process.place.world_size == 1:
-        return _replaced(data, results, lambda tensor: _free(tensor).to(_reduced_dtype(tensor.dtype, op)))
+        return _replaced(
+            data, results, lambda tensor: _free(tensor).to(_reduced_dtype(tensor.dtype, op))
+        )
     wide = {path: _widen(tensor.detach()) for path, tensor in tensors.items()}
     for dtype in sorted({tensor.dtype for tensor in wide.values()}, key=str):
         paths = [path for path, tensor in wide.items() if tensor.dtype is dtype]
@@ -77,17 +81,25 @@ def all_reduce(data: T, op: str = "sum") -> T:
         with Waiting(process, what):
             _reduce(flat, op, process.group)
         flat = flat / process.place.world_size if op == "mean" else flat
-        for path, piece in zip(paths, torch.split(flat, [wide[path].numel() for path in paths]), strict=True):
+        for path, piece in zip(
+            paths, torch.split(flat, [wide[path].numel() for path in paths]), strict=True
+        ):
             results[path] = _narrow(piece, tensors[path], op)
     return _replaced(data, results, _free)
 
 
 @overload
-def all_gather(data: T, *, gradients: bool = False, pad: float | None = None, objects: Literal[False] = False) -> T: ...
+def all_gather(
+    data: T, *, gradients: bool = False, pad: float | None = None, objects: Literal[False] = False
+) -> T: ...
 @overload
-def all_gather(data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool) -> Any: ...
+def all_gather(
+    data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool
+) -> Any: ...
 @locked
-def all_gather(data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool = False) -> Any:
+def all_gather(
+    data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool = False
+) -> Any:
     """Concatenates each tensor of all ranks along its first dimension, which may differ between ranks.
 
     Tensors without dimensions become one of as many values as there are ranks. On one process, an identity. None stays
@@ -127,11 +139,24 @@ def gather(
     """
     carry = gradients and torch.is_grad_enabled()
     options = {"gradients": carry, "pad": None if pad is None else repr(pad), "objects": objects}
-    given = ", ".join(f"{name}={value}" for name, value in options.items() if value not in (False, None))
-    what, sends = f"all_gather({given})" if given else "all_gather", _object if objects else lambda _: ""
+    given = ", ".join(
+        f"{name}={value}" for name, value in options.items() if value not in (False, None)
+    )
+    what, sends = (
+        f"all_gather({given})" if given else "all_gather",
+        _object if objects else lambda _: "",
+    )
     refuse = functools.partial(_unfilled, pad=pad)
     process, carrier, tensors, shapes, sent = _begin(
-        what, data, problem, refuse, rows=True, pad=pad is not None, gradients=carry, sends=sends, alike=alike
+        what,
+        data,
+        problem,
+        refuse,
+        rows=True,
+        pad=pad is not None,
+        gradients=carry,
+        sends=sends,
+        alike=alike,
     )
     results: dict[str, Any] = {}
     for path, mine in sent[process.place.rank].items():
@@ -144,22 +169,34 @@ def gather(
         tensors, shapes = _padded(tensors, shapes, pad)
     results |= _gather(process, carrier, tensors, shapes)
     for path in [path for path, tensor in tensors.items() if carry and tensor.requires_grad]:
-        start = sum(theirs[path][0] if theirs[path] else 1 for theirs in shapes[: process.place.rank])
+        start = sum(
+            theirs[path][0] if theirs[path] else 1 for theirs in shapes[: process.place.rank]
+        )
         results[path] = _with_gradient(tensors[path], results[path], start)
     return _replaced(data, results, _free, objects)
 
 
 @torch.no_grad()
 def _gather(
-    process: Process, carrier: torch.device, tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int, ...]]]
+    process: Process,
+    carrier: torch.device,
+    tensors: dict[str, Tensor],
+    shapes: list[dict[str, tuple[int, ...]]],
 ) -> dict[str, Any]:
     mine = _pack(tensors.values(), carrier)
-    sizes = [[math.prod(theirs[path]) * tensor.itemsize for path, tensor in tensors.items()] for theirs in shapes]
+    sizes = [
+        [math.prod(theirs[path]) * tensor.itemsize for path, tensor in tensors.items()]
+        for theirs in shapes
+    ]
     longest = max(map(sum, sizes))
     buffers = [torch.empty(longest, dtype=torch.uint8, device=carrier) for _ in sizes]
     with Waiting(process, "all_gather"):
-        dist.all_gather(buffers, nn.functional.pad(mine, (0, longest - mine.numel())), group=process.group)
-    pieces = [torch.split(buffer[: sum(size)], size) for buffer, size in zip(buffers, sizes, strict=True)]
+        dist.all_gather(
+            buffers, nn.functional.pad(mine, (0, longest - mine.numel())), group=process.group
+        )
+    pieces = [
+        torch.split(buffer[: sum(size)], size) for buffer, size in zip(buffers, sizes, strict=True)
+    ]
     results = {}
     for (path, tensor), *parts in zip(tensors.items(), *pieces, strict=True):
         number = sum(theirs[path][0] if theirs[path] else 1 for theirs in shapes)
@@ -203,11 +240,17 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     """
     what, process = f"broadcast(src={src!r}{', objects=True' if objects else ''})", current()
     world, rank = process.place.world_size, process.place.rank
-    problem = "" if type(src) is int and 0 <= src < world else f"expected src to be a rank from 0 to {world - 1}"
+    problem = (
+        ""
+        if type(src) is int and 0 <= src < world
+        else f"expected src to be a rank from 0 to {world - 1}"
+    )
     if objects:
         value, reason = _packed(data) if rank == src else (bytearray(), "")
         answers = agree(what, (problem or reason, len(value)))
-        if wrong := [f"{what} on rank {number}: {text}" for number, (text, _) in enumerate(answers) if text]:
+        if wrong := [
+            f"{what} on rank {number}: {text}" for number, (text, _) in enumerate(answers) if text
+        ]:
             raise AccelError(wrong[0])
         empty = torch.empty(answers[src][1], dtype=torch.uint8, device="cpu")
         content = broadcast(to_tensor(value) if rank == src else empty, src)
@@ -235,7 +278,9 @@ def _begin(
     gradients: bool = False,
     sends: Callable[[Any], str] = lambda _: "",
     alike: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Process, torch.device, dict[str, Tensor], list[dict[str, tuple[int, ...]]], list[dict[str, Any]]]:
+) -> tuple[
+    Process, torch.device, dict[str, Tensor], list[dict[str, tuple[int, ...]]], list[dict[str, Any]]
+]:
     """What all ranks need to begin: where data travels, this rank's tensors by path, every rank's shapes, and what else it sent.
 
     ``sends`` tells of a leaf that it goes at once: what it is called where the ranks are compared. Raises on every rank
@@ -246,7 +291,9 @@ def _begin(
     kinds = dict(alike)
     sent: dict[str, Any] = {}
     problems = [problem] if problem else []
-    more = "numbers are reduced too" if sends is _number else "objects=True sends what can be pickled"
+    more = (
+        "numbers are reduced too" if sends is _number else "objects=True sends what can be pickled"
+    )
 
     def visit(path: str, leaf: Any) -> Any:
         reason, kind = "", sends(leaf)
@@ -269,7 +316,10 @@ def _begin(
     shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
     answers = agree(what, (problems[:1], kinds, shapes, sent))
     _compare(what, answers, rows)
-    all_sent = [{path: _unpacked(value, process) for path, value in theirs.items()} for *_, theirs in answers]
+    all_sent = [
+        {path: _unpacked(value, process) for path, value in theirs.items()}
+        for *_, theirs in answers
+    ]
     return process, carrier, tensors, [theirs for _, _, theirs, _ in answers], all_sent
 
 
@@ -280,7 +330,9 @@ def _carrier(process: Process, tensors: Iterable[Tensor]) -> torch.device:
 
 
 def _compare(
-    what: str, answers: Sequence[tuple[list[str], dict[str, str], dict[str, tuple[int, ...]], Any]], rows: bool
+    what: str,
+    answers: Sequence[tuple[list[str], dict[str, str], dict[str, tuple[int, ...]], Any]],
+    rows: bool,
 ) -> None:
     """Raise where a rank has a problem, or other kinds of leaves; ``rows``: where ``pad`` would make shapes equal."""
     for number, (reasons, *_) in enumerate(answers):
@@ -291,9 +343,21 @@ def _compare(
             first, other = answers[0][1].get(path, "absent"), theirs.get(path, "absent")
             if first != other:
                 sizes = {shapes[path][1:] for _, _, shapes, _ in answers if path in shapes}
-                fills = rows and first.split()[0] == other.split()[0] and len(set(map(len, sizes))) == 1 < len(sizes)
-                hint = f"; {ORDERS}" if path == ORDER else "; pad=value fills what is shorter" if fills else ""
-                raise RankMismatchError(f"{what}: {path} is {first} on rank 0 and {other} on rank {number}{hint}")
+                fills = (
+                    rows
+                    and first.split()[0] == other.split()[0]
+                    and len(set(map(len, sizes))) == 1 < len(sizes)
+                )
+                hint = (
+                    f"; {ORDERS}"
+                    if path == ORDER
+                    else "; pad=value fills what is shorter"
+                    if fills
+                    else ""
+                )
+                raise RankMismatchError(
+                    f"{what}: {path} is {first} on rank 0 and {other} on rank {number}{hint}"
+                )
 
 
 # -- leaves that are no tensors ----------------------------------------------------------------------------------------
@@ -306,7 +370,11 @@ def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
     """
 
     def texts(tree: Any) -> bool:
-        return type(tree) is tuple and len(tree) > 0 and all(isinstance(item, str | bytes) for item in tree)
+        return (
+            type(tree) is tuple
+            and len(tree) > 0
+            and all(isinstance(item, str | bytes) for item in tree)
+        )
 
     if not objects:
         return walk(visit, data, "data")
@@ -319,21 +387,33 @@ def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
 
 
 def _object(leaf: object) -> str:
-    return "" if isinstance(leaf, Tensor) else "a list of objects" if isinstance(leaf, list) else "an object"
+    return (
+        ""
+        if isinstance(leaf, Tensor)
+        else "a list of objects"
+        if isinstance(leaf, list)
+        else "an object"
+    )
 
 
 def _number(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return ""
-    scalar = getattr(leaf, "shape", None) == () and getattr(leaf.dtype, "kind", "") in tuple("biufc")
+    scalar = getattr(leaf, "shape", None) == () and getattr(leaf.dtype, "kind", "") in tuple(
+        "biufc"
+    )
     return "a number" if scalar or isinstance(leaf, int | float | complex) else ""
 
 
-def _replaced(data: T, results: Mapping[str, Any], free: Callable[[Tensor], Any], objects: bool = False) -> T:
+def _replaced(
+    data: T, results: Mapping[str, Any], free: Callable[[Tensor], Any], objects: bool = False
+) -> T:
     """The data with the results in their leaves' places, and ``free`` of the tensors that have none. None stays None."""
 
     def visit(path: str, leaf: Any) -> Any:
-        return results[path] if path in results else free(leaf) if isinstance(leaf, Tensor) else None
+        return (
+            results[path] if path in results else free(leaf) if isinstance(leaf, Tensor) else None
+        )
 
     return walked(visit, data, objects)
 
@@ -349,7 +429,10 @@ def _packed(leaf: Any) -> tuple[bytearray, str]:
     try:
         return to_bytes(packed(map_tensors(own, leaf, others=True))), ""
     except Exception as error:
-        return bytearray(), f"a {type(leaf).__qualname__} that cannot be pickled: {type(error).__name__}: {error}"
+        return (
+            bytearray(),
+            f"a {type(leaf).__qualname__} that cannot be pickled: {type(error).__name__}: {error}",
+        )
 
 
 def _unpacked(value: Any, process: Process) -> Any:
@@ -359,7 +442,9 @@ def _unpacked(value: Any, process: Process) -> Any:
     try:
         return unpacked(torch.frombuffer(value, dtype=torch.uint8), process.device)
     except Exception as error:
-        raise AccelError(f"an object that came cannot be unpickled: {type(error).__name__}: {error}") from error
+        raise AccelError(
+            f"an object that came cannot be unpickled: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _reduced(path: str, like: Any, values: Sequence[Any], op: str) -> Any:
@@ -371,7 +456,9 @@ def _reduced(path: str, like: Any, values: Sequence[Any], op: str) -> Any:
     result = nan[0] if nan and op in ("max", "min") else _OPS[op][1](plain)
     if not hasattr(like, "dtype"):
         return result
-    keeps = isinstance(result, type(like.item())) and (op in ("max", "min") or like.dtype.kind in "fc")
+    keeps = isinstance(result, type(like.item())) and (
+        op in ("max", "min") or like.dtype.kind in "fc"
+    )
     return like.dtype.type(result) if keeps else sys.modules["numpy"].asarray(result)[()]
 
 
@@ -384,10 +471,14 @@ def _unfilled(tensor: Tensor, pad: float | None) -> str:
     if isinstance(pad, bool) and tensor.dtype is not torch.bool:
         return f"{tensor.dtype}, and pad={pad!r} is none: expected the number that fills what is shorter, as in pad=0"
     holds = False
-    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # out of its range, or no number
+    with contextlib.suppress(
+        TypeError, ValueError, OverflowError, RuntimeError
+    ):  # out of its range, or no number
         filled = tensor.new_full((1,), pad).item()
         inexact = tensor.is_floating_point() or tensor.is_complex()
-        holds = filled == pad or (inexact and (pad != pad or abs(pad) <= torch.finfo(tensor.dtype).max))
+        holds = filled == pad or (
+            inexact and (pad != pad or abs(pad) <= torch.finfo(tensor.dtype).max)
+        )
     return "" if holds else f"{tensor.dtype}, which cannot hold pad={pad!r}"
 
 
@@ -395,13 +486,18 @@ def _padded(
     tensors: dict[str, Tensor], shapes: Sequence[dict[str, tuple[int, ...]]], pad: float
 ) -> tuple[dict[str, Tensor], list[dict[str, tuple[int, ...]]]]:
     """The tensors with all but the first dimension as long as the longest of any rank, and all ranks' shapes then."""
-    full = {path: [max(sizes) for sizes in zip(*(theirs[path] for theirs in shapes), strict=True)] for path in tensors}
+    full = {
+        path: [max(sizes) for sizes in zip(*(theirs[path] for theirs in shapes), strict=True)]
+        for path in tensors
+    }
     wider = {}
     for path, tensor in tensors.items():
         missing = [size - own for size, own in zip(full[path][1:], tensor.shape[1:], strict=True)]
         ends = [end for number in reversed(missing) for end in (0, number)]
         wider[path] = nn.functional.pad(tensor, ends, value=pad) if any(missing) else tensor
-    return wider, [{path: (*size[:1], *full[path][1:]) for path, size in theirs.items()} for theirs in shapes]
+    return wider, [
+        {path: (*size[:1], *full[path][1:]) for path, size in theirs.items()} for theirs in shapes
+    ]
 
 
 def _free(tensor: Tensor) -> Tensor:
@@ -411,7 +507,9 @@ def _free(tensor: Tensor) -> Tensor:
 
 def _no_tensor(leaf: Any, more: str = "") -> str:
     if not isinstance(leaf, Tensor):
-        return f"{described(leaf)}; expected a tensor, or dicts, lists and tuples of tensors; {more}"
+        return (
+            f"{described(leaf)}; expected a tensor, or dicts, lists and tuples of tensors; {more}"
+        )
     if type(leaf) is not Tensor and hasattr(leaf, "full_tensor"):
         return "a DTensor, of which this rank has a part; call full_tensor() first"
     if not is_dense(leaf):
@@ -423,7 +521,9 @@ def _no_tensor(leaf: Any, more: str = "") -> str:
 def _irreducible(tensor: Tensor, op: str) -> str:
     if tensor.is_complex() and op not in ("sum", "mean"):
         return f"complex, which has no {op} over ranks"
-    return "uint64, which is not reduced; convert it to int64" if tensor.dtype is torch.uint64 else ""
+    return (
+        "uint64, which is not reduced; convert it to int64" if tensor.dtype is torch.uint64 else ""
+    )
 
 
 def _describe(tensor: Tensor, rows: bool, pads: bool = False) -> str:
@@ -447,7 +547,9 @@ def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
 def _widen(tensor: Tensor) -> Tensor:
     """In a dtype in which all backends reduce without overflow or loss."""
     if tensor.is_complex():
-        return torch.view_as_real(tensor.to(torch.promote_types(tensor.dtype, torch.complex64)).resolve_conj())
+        return torch.view_as_real(
+            tensor.to(torch.promote_types(tensor.dtype, torch.complex64)).resolve_conj()
+        )
     if not tensor.is_floating_point():
         return tensor.to(torch.int64)
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
@@ -461,7 +563,9 @@ def _narrow(piece: Tensor, like: Tensor, op: str) -> Tensor:
 
 def _reduce(flat: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
     # The backends compare, and every comparison with NaN is false.
-    nan = flat.isnan().to(torch.uint8) if op in ("max", "min") and flat.is_floating_point() else None
+    nan = (
+        flat.isnan().to(torch.uint8) if op in ("max", "min") and flat.is_floating_point() else None
+    )
     dist.all_reduce(flat, _OPS[op][0], group=group)
     if nan is not None:
         dist.all_reduce(nan, dist.ReduceOp.MAX, group=group)

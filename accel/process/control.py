@@ -69,7 +69,12 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     if process.control is None:
         return [value]
     limit = timeout or process.timeout
-    return _values(what, gather_framed(_content(what, value), lambda message: _gather(process, what, message, limit)))
+    return _values(
+        what,
+        gather_framed(
+            _content(what, value), lambda message: _gather(process, what, message, limit)
+        ),
+    )
 
 
 def _content(what: str, value: object) -> bytes:
@@ -79,7 +84,9 @@ def _content(what: str, value: object) -> bytes:
 def _values(what: str, contents: list[bytearray]) -> list[Any]:
     messages = [pickle.loads(content) for content in contents]
     if any(theirs != what for theirs, _ in messages):
-        places = "; ".join(f"rank {rank} is in {theirs!r}" for rank, (theirs, _) in enumerate(messages))
+        places = "; ".join(
+            f"rank {rank} is in {theirs!r}" for rank, (theirs, _) in enumerate(messages)
+        )
         raise RankMismatchError(f"the ranks are at different points of the program: {places}")
     return [theirs for _, theirs in messages]
 
@@ -112,13 +119,19 @@ def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> li
 
 
 def _too_late(
-    process: Process, what: str, limit: timedelta, arrivals: distributed_c10d.Store, patience: timedelta
+    process: Process,
+    what: str,
+    limit: timedelta,
+    arrivals: distributed_c10d.Store,
+    patience: timedelta,
 ) -> TimeoutError:
     seconds = f"{limit.total_seconds():g} s"
     end_groups(f"not every rank came to {what!r} within {seconds}")
     # Within its patience a rank that came in the meantime says so.
     missing = missing_ranks(lambda: arrivals, process.place, patience.total_seconds())
-    who = f"rank {', '.join(map(str, missing))} did not come" if missing else "some rank did not come"
+    who = (
+        f"rank {', '.join(map(str, missing))} did not come" if missing else "some rank did not come"
+    )
     return TimeoutError(
         f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
         "rank hangs. Every rank must make this call: look for a call on one rank only (`if accel.is_main():`), a rank "
@@ -189,7 +202,9 @@ def announce(process: Process, what: str, details: Hashable = None) -> None:
         try:
             agree(what if details is None else f"{what} {details}", None)
         except RankMismatchError as error:
-            end_groups(str(error), mismatch=True)  # a third rank may be in what these do not come to
+            end_groups(
+                str(error), mismatch=True
+            )  # a third rank may be in what these do not come to
             raise
     process.order.learn(event)
 
@@ -198,7 +213,10 @@ def announce(process: Process, what: str, details: Hashable = None) -> None:
 
 
 def raise_together(
-    what: str, own: BaseException | None, problems: Sequence[str], kind: type[AccelError] = RankMismatchError
+    what: str,
+    own: BaseException | None,
+    problems: Sequence[str],
+    kind: type[AccelError] = RankMismatchError,
 ) -> None:
     """Raise where a rank failed: its ``own`` error there, on the others one of ``kind``, which names the rank.
 
@@ -211,7 +229,9 @@ def raise_together(
             del own  # with this frame it would live, and all that its frames hold, until garbage is collected
     for number, text in enumerate(problems):
         if text:
-            raise _told_of(number, kind(f"{what} failed on rank {number}, so on every rank: {text}"))
+            raise _told_of(
+                number, kind(f"{what} failed on rank {number}, so on every rank: {text}")
+            )
 
 
 def _told_of(rank: int, error: E) -> E:
@@ -219,7 +239,9 @@ def _told_of(rank: int, error: E) -> E:
     return error
 
 
-def require_equal(what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None) -> list[Any]:
+def require_equal(
+    what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
+) -> list[Any]:
     """Compare ``value`` over the ranks; every rank's ``beside``, which may differ.
 
     RankMismatchError where another rank has another value, or did not come; the process groups are ended, so that a rank that
@@ -260,10 +282,17 @@ def any_rank(flag: bool) -> bool:
     """
     plain = bool(flag) if type(flag).__name__ in ("bool", "bool_") else None  # numpy's too
     problem = (
-        "" if plain is not None else f"accel.any_rank expects a bool, got {described(flag)}: any_rank(bool(condition))"
+        ""
+        if plain is not None
+        else f"accel.any_rank expects a bool, got {described(flag)}: any_rank(bool(condition))"
     )
     told = agree("any_rank", (plain, problem))
-    raise_together("any_rank", AccelError(problem) if problem else None, [theirs for _, theirs in told], AccelError)
+    raise_together(
+        "any_rank",
+        AccelError(problem) if problem else None,
+        [theirs for _, theirs in told],
+        AccelError,
+    )
     return any(theirs for theirs, _ in told)
 
 
@@ -286,6 +315,11 @@ def main_first(*, local: bool = False) -> Iterator[None]:
         problems = agree("main_first", problem)
     for number, text in enumerate(problems):
         if text:
-            raise _told_of(number, AccelError(f"main_first: the body failed on rank {number}, which was first: {text}"))
+            raise _told_of(
+                number,
+                AccelError(
+                    f"main_first: the body failed on rank {number}, which was first: {text}"
+                ),
+            )
     if not first:
         yield

@@ -63,7 +63,9 @@ class _Launcher(NamedTuple):
 
 
 def _prefixed(name: str, prefix: str, *job: str) -> _Launcher:
-    return _Launcher(name, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE", job)
+    return _Launcher(
+        name, prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_RANK", prefix + "LOCAL_SIZE", job
+    )
 
 
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -71,7 +73,9 @@ _HOROVODRUN = _prefixed("horovodrun", "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _OPENMPI = _prefixed("OpenMPI", "OMPI_COMM_WORLD_", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _MPICH = _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID")
-_SLURM = _Launcher("SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", _SLURM_JOB)
+_SLURM = _Launcher(
+    "SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", _SLURM_JOB
+)
 
 
 def detect(environ: Mapping[str, str]) -> Place:
@@ -87,7 +91,9 @@ def detect(environ: Mapping[str, str]) -> Place:
     for name in names[:2]:
         if name not in environ:
             found = ", ".join(f"{other}={environ[other]}" for other in names if other in environ)
-            raise AccelError(f"{name} is not set, but {found} of {launcher.name} is: set all of its variables, or none")
+            raise AccelError(
+                f"{name} is not set, but {found} of {launcher.name} is: set all of its variables, or none"
+            )
     rank, world = _integer(environ, launcher.rank), _integer(environ, launcher.size)
     local_rank, local_world = _local(environ, launcher, world)
     places = (
@@ -107,8 +113,12 @@ def detect(environ: Mapping[str, str]) -> Place:
         )
     for name, value in ((_TORCHRUN.rank, rank), (_TORCHRUN.size, world)):
         if name in environ and _integer(environ, name) != value:
-            raise AccelError(f"{name}={environ[name]} contradicts {launcher.name}, which says {value}: unset {name}")
-    addr, port = _master(environ, launcher, single_host=local_world == world and launcher.local_size in environ)
+            raise AccelError(
+                f"{name}={environ[name]} contradicts {launcher.name}, which says {value}: unset {name}"
+            )
+    addr, port = _master(
+        environ, launcher, single_host=local_world == world and launcher.local_size in environ
+    )
     return Place(launcher.name, rank, world, local_rank, local_world, addr, port)
 
 
@@ -154,7 +164,9 @@ def _refuse_missing_agent(environ: Mapping[str, str]) -> None:
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
     if name not in environ:
-        raise AccelError(f"{name} is not set, but other variables of the same launcher are: set all or none of them")
+        raise AccelError(
+            f"{name} is not set, but other variables of the same launcher are: set all or none of them"
+        )
     try:
         return int(environ[name])
     except ValueError:
@@ -188,7 +200,9 @@ def _tasks_on_node(counts: str, node: int) -> int:
             raise AccelError(f"SLURM_TASKS_PER_NODE={counts!r}: expected counts such as 2(x3),1")
         tasks += [int(match[1])] * int(match[2] or 1)
     if not 0 <= node < len(tasks):
-        raise AccelError(f"SLURM_NODEID={node} contradicts SLURM_TASKS_PER_NODE={counts}, which has {len(tasks)} nodes")
+        raise AccelError(
+            f"SLURM_NODEID={node} contradicts SLURM_TASKS_PER_NODE={counts}, which has {len(tasks)} nodes"
+        )
     return tasks[node]
 
 
@@ -207,12 +221,16 @@ def _expand(item: str) -> list[str]:
         first, dash, last = part.partition("-")
         stop = last if dash else first
         if not (first.isdecimal() and stop.isdecimal()):
-            raise AccelError(f"cannot read the SLURM node list {item!r}: expected a form such as node[01-03,7]")
+            raise AccelError(
+                f"cannot read the SLURM node list {item!r}: expected a form such as node[01-03,7]"
+            )
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(stop) + 1)]
     return [head + number + end for number in numbers for end in _expand(tail)]
 
 
-def _master(environ: Mapping[str, str], launcher: _Launcher, single_host: bool) -> tuple[str | None, int | None]:
+def _master(
+    environ: Mapping[str, str], launcher: _Launcher, single_host: bool
+) -> tuple[str | None, int | None]:
     """Where rank 0 is met: MASTER_ADDR and MASTER_PORT where set, else what the launcher lets derive."""
     addr = environ.get("MASTER_ADDR") or _master_host(environ, launcher, single_host)
     if environ.get("MASTER_PORT"):
@@ -247,14 +265,18 @@ def available() -> tuple[str, int]:
     if accelerator is not None:
         return accelerator.type, torch.accelerator.device_count()
     if os.environ.get("PJRT_DEVICE") and importlib.util.find_spec("torch_xla"):
-        torch_xla = importlib.import_module("torch_xla")  # torch.accelerator does not know its devices
+        torch_xla = importlib.import_module(
+            "torch_xla"
+        )  # torch.accelerator does not know its devices
         return torch_xla.device().type, torch_xla.device_count()
     return "cpu", 0
 
 
 def resolve(devices: object) -> tuple[torch.device, ...]:
     """What a request means on this machine; ``"auto"`` is what ACCEL_DEVICES says, where it says something."""
-    outside = os.environ.get("ACCEL_DEVICES") if isinstance(devices, str) and devices == "auto" else None
+    outside = (
+        os.environ.get("ACCEL_DEVICES") if isinstance(devices, str) and devices == "auto" else None
+    )
     kind, count = available()
     try:
         return parse_devices(outside or devices, count, kind)
@@ -282,7 +304,9 @@ def parse_devices(
         return request.first(devices) if devices else _CPU
     if isinstance(devices, torch.device) and devices.type == "cpu":
         return _CPU
-    return request.these([request.number(d) for d in (devices if isinstance(devices, list | tuple) else [devices])])
+    return request.these(
+        [request.number(d) for d in (devices if isinstance(devices, list | tuple) else [devices])]
+    )
 
 
 class _Request:
@@ -291,7 +315,11 @@ class _Request:
 
     def error(self, reason: str) -> DeviceError:
         names = ", ".join(f"{self.kind}:{index}" for index in range(self.count))
-        found = f"this machine has {names} and cpu" if names else "this machine has no accelerator, only cpu"
+        found = (
+            f"this machine has {names} and cpu"
+            if names
+            else "this machine has no accelerator, only cpu"
+        )
         return DeviceError(
             f"devices={self.devices!r}: {reason}; {found}. Ask for a number of devices (2, -1 for all), "
             "a list ([0, 1]), their numbers ('0, 1'), 'free:2', 'cpu' or 'auto'"
@@ -324,10 +352,16 @@ class _Request:
         if not isinstance(device, torch.device):
             raise self.error(f"{item!r} is no device")
         if device.type != self.kind or self.count == 0:
-            raise self.error("give 'cpu' alone" if device.type == "cpu" else f"there is no {device.type} accelerator")
+            raise self.error(
+                "give 'cpu' alone"
+                if device.type == "cpu"
+                else f"there is no {device.type} accelerator"
+            )
         index: int | None = device.index
         if index is None and self.count > 1:
-            raise self.error(f"{str(device)!r} does not say which: name '{device.type}:0', or ask for -1, all of them")
+            raise self.error(
+                f"{str(device)!r} does not say which: name '{device.type}:0', or ask for -1, all of them"
+            )
         return index or 0
 
     def text(self, text: str, probe: Callable[[int], bool]) -> tuple[torch.device, ...]:
@@ -355,23 +389,36 @@ class _Request:
 def _occupied(index: int) -> bool:
     """Whether another process occupies this GPU, from the driver: allocating there would itself occupy it."""
     if not torch.cuda.is_available():
-        raise DeviceError("devices='free:...' can be told for CUDA devices only: name the devices instead")
+        raise DeviceError(
+            "devices='free:...' can be told for CUDA devices only: name the devices instead"
+        )
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     try:
-        rows = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+        rows = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
-        raise DeviceError(f"devices='free:...' needs nvidia-smi, which failed ({error}): name the devices") from error
-    used = {name.strip().removeprefix("GPU-"): memory for name, memory in (row.split(",") for row in rows)}
+        raise DeviceError(
+            f"devices='free:...' needs nvidia-smi, which failed ({error}): name the devices"
+        ) from error
+    used = {
+        name.strip().removeprefix("GPU-"): memory
+        for name, memory in (row.split(",") for row in rows)
+    }
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     if not used.get(uuid, "").strip().isdecimal():
-        raise DeviceError(f"nvidia-smi does not tell the used memory of cuda:{index}: name the devices instead")
+        raise DeviceError(
+            f"nvidia-smi does not tell the used memory of cuda:{index}: name the devices instead"
+        )
     return int(used[uuid]) > _IDLE_MEMORY
 
 
 # -- which of them a rank takes, and what carries their tensors between ranks ------------------------------------------
 
 
-def pick(devices: tuple[torch.device, ...], local_rank: int, local_world_size: int) -> tuple[torch.device, ...]:
+def pick(
+    devices: tuple[torch.device, ...], local_rank: int, local_world_size: int
+) -> tuple[torch.device, ...]:
     """The devices of one rank: all where it is alone on its host, else its own one.
 
     The number wraps round, since a launcher may show each rank nothing but its own device, as the first one.
@@ -409,16 +456,24 @@ def default_backend(kind: str) -> str:
     if kind == "cpu" or (kind == "cuda" and not dist.is_nccl_available()):
         return "gloo"
     if kind not in dist.Backend.default_device_backend_map:
-        raise DeviceError(f"torch.distributed has no backend for {kind} devices: use devices='cpu', or one process")
+        raise DeviceError(
+            f"torch.distributed has no backend for {kind} devices: use devices='cpu', or one process"
+        )
     return f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map[kind]}"
 
 
 def parse_backend(text: str) -> dict[str, str]:
     """Device type to backend, from torch's form: ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``; AccelError for another one."""
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    asked = [part.rpartition(":")[2] for part in text.lower().split(",")] if isinstance(text, str) else []
+    asked = (
+        [part.rpartition(":")[2] for part in text.lower().split(",")]
+        if isinstance(text, str)
+        else []
+    )
     if not asked or not set(asked) <= set(known):
-        raise AccelError(f"process_group={text!r}: expected one of {', '.join(known)}, or a form 'cpu:gloo,cuda:nccl'")
+        raise AccelError(
+            f"process_group={text!r}: expected one of {', '.join(known)}, or a form 'cpu:gloo,cuda:nccl'"
+        )
     try:
         served = dist.BackendConfig(dist.Backend(text)).get_device_backend_map()
     except ValueError as error:

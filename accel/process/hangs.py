@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("accel")
 
-_TAG, _NO_TAG = 0xACCE1, 0x5EED  # of messages on the control group; nobody sends with the second one
+_TAG, _NO_TAG = (
+    0xACCE1,
+    0x5EED,
+)  # of messages on the control group; nobody sends with the second one
 _TORCH: Final = os.path.join(os.path.dirname(torch.__file__), "")
 _COLLECTIVES: Final = os.path.join(_TORCH, "distributed", "")
 #: By which a DTensor's collectives, and those that can be compiled, wait.
@@ -71,7 +74,9 @@ class Report:
         """Whether it has begun a collective that the other rank has not: there it waits for the other, if it waits."""
         if any(number > other.begun.get(group, number) for group, number in self.begun.items()):
             return True
-        return self.begun == other.begun and bool(self.call and other.call) and self.call != other.call
+        return (
+            self.begun == other.begun and bool(self.call and other.call) and self.call != other.call
+        )
 
     def __str__(self) -> str:
         what = f"is in {self.doing or self.call}" if self.waits else "is in no collective"
@@ -99,7 +104,9 @@ def stack_of(thread: int) -> list[FrameType]:
     newest = map(methodcaller("get", thread), map(call, [sys._current_frames]))
     frames = takewhile(bool, accumulate(chain(newest, repeat("f_back")), getattr))
     restored = map(call, map((gc.disable, gc.enable).__getitem__, again))
-    _, _, stack, _ = next(zip(enabled, map(call, [gc.disable]), map(list, [frames]), restored, strict=False))
+    _, _, stack, _ = next(
+        zip(enabled, map(call, [gc.disable]), map(list, [frames]), restored, strict=False)
+    )
     return stack
 
 
@@ -111,9 +118,14 @@ def _call(stack: Sequence[FrameType]) -> str:
         and stack[0].f_code.co_filename.startswith(_TORCH)
     ):
         return reducing
-    if any(frame.f_code.co_filename == _FUNCTIONAL and frame.f_code.co_name == "wait_tensor" for frame in stack[:2]):
+    if any(
+        frame.f_code.co_filename == _FUNCTIONAL and frame.f_code.co_name == "wait_tensor"
+        for frame in stack[:2]
+    ):
         return "wait_tensor"
-    inside = takewhile(lambda code: code.co_filename.startswith(_COLLECTIVES), (frame.f_code for frame in stack))
+    inside = takewhile(
+        lambda code: code.co_filename.startswith(_COLLECTIVES), (frame.f_code for frame in stack)
+    )
     names = [code.co_name for code in inside if code.co_filename.endswith("distributed_c10d.py")]
     return names[-1] if names else ""
 
@@ -132,8 +144,14 @@ def stuck(first: Sequence[Report], second: Sequence[Report]) -> list[int]:
     A rank that computes, sleeps or reads may still come; so may one that waits only for such ranks. ``first`` and ``second``
     are all ranks' reports, some time apart.
     """
-    waiting = {r for r, (one, two) in enumerate(zip(first, second, strict=True)) if _is_blocked(one, two)}
-    while free := {rank for rank in waiting if not any(second[rank].ahead_of(second[other]) for other in waiting)}:
+    waiting = {
+        r for r, (one, two) in enumerate(zip(first, second, strict=True)) if _is_blocked(one, two)
+    }
+    while free := {
+        rank
+        for rank in waiting
+        if not any(second[rank].ahead_of(second[other]) for other in waiting)
+    }:
         waiting -= free
     return sorted(waiting)
 
@@ -149,7 +167,11 @@ def explain(reports: Sequence[Report], ranks: Sequence[int]) -> str:
     """Where these ranks are and for whom they wait; those that are in the same place together."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
-        missing = [r for r, other in enumerate(reports) if reports[rank].waits and reports[rank].ahead_of(other)]
+        missing = [
+            r
+            for r, other in enumerate(reports)
+            if reports[rank].waits and reports[rank].ahead_of(other)
+        ]
         text = f"{reports[rank]}{f' and waits for rank {_listed(missing)}' if missing else ''}"
         places.setdefault(text, []).append(rank)
     return "; ".join(f"rank {_listed(found)} {text}" for text, found in places.items())
@@ -186,11 +208,15 @@ class HangDetector:
     for them wherever it reads from its device. Then the detector tells.
     """
 
-    def __init__(self, process: Process, control: dist.ProcessGroup, notice: Callable[[str, bool], None]) -> None:
+    def __init__(
+        self, process: Process, control: dist.ProcessGroup, notice: Callable[[str, bool], None]
+    ) -> None:
         self._process, self._control, self._notice = process, control, notice
         self._rank, self._world = control.rank(), control.size()
         self._thread, limit = threading.get_ident(), process.timeout.total_seconds()
-        self._deaf = any(kind != "cpu" and name != "gloo" for kind, name in process.backends.items())
+        self._deaf = any(
+            kind != "cpu" and name != "gloo" for kind, name in process.backends.items()
+        )
         self._patience = min(5.0, limit / 10)
         self._first_warning = min(30.0, limit / 2)
         #: How ranks left that will not come any more, by rank.
@@ -279,7 +305,9 @@ class HangDetector:
         self._send(origin, ("where", origin, number, {**reports, self._rank: self._report()}))
 
     def _report(self) -> Report:
-        return report(self._process.begun(), self._thread, self._process.doing, time.monotonic() - self._since)
+        return report(
+            self._process.begun(), self._thread, self._process.doing, time.monotonic() - self._since
+        )
 
     # -- how long this rank waits -------------------------------------------------------------------------------------
 
@@ -338,7 +366,9 @@ class HangDetector:
 # -- who is missing ----------------------------------------------------------------------------------------------------
 
 
-def missing_ranks(open_store: Callable[[], distributed_c10d.Store], place: Place, wait: float) -> list[int] | None:
+def missing_ranks(
+    open_store: Callable[[], distributed_c10d.Store], place: Place, wait: float
+) -> list[int] | None:
     """The ranks that do not come to a store within ``wait`` seconds; this one does. None where the store is not reached.
 
     Gloo does not tell who is missing where a collective fails, so those that are there say so.
@@ -347,11 +377,15 @@ def missing_ranks(open_store: Callable[[], distributed_c10d.Store], place: Place
     asked = threading.Event()
 
     def ask() -> None:
-        with contextlib.suppress(RuntimeError, ValueError):  # ValueError where the user has ended the default group
+        with contextlib.suppress(
+            RuntimeError, ValueError
+        ):  # ValueError where the user has ended the default group
             store = open_store()
             store.set(str(place.rank), "")
             time.sleep(wait)
-            missing.extend(other for other in range(place.world_size) if not store.check([str(other)]))
+            missing.extend(
+                other for other in range(place.world_size) if not store.check([str(other)])
+            )
             asked.set()
 
     # The store may be on a host that is gone: then even the attempt may never end.
@@ -362,7 +396,9 @@ def missing_ranks(open_store: Callable[[], distributed_c10d.Store], place: Place
 # -- connections -------------------------------------------------------------------------------------------------------
 
 
-def counts(own: dist.ProcessGroup | None, world: int, parts: Sequence[dist.ProcessGroup]) -> dict[str, int]:
+def counts(
+    own: dist.ProcessGroup | None, world: int, parts: Sequence[dist.ProcessGroup]
+) -> dict[str, int]:
     """How many collectives and messages this rank has begun on each group of all ranks but ``own``, and on those ``parts``."""
     found: dict[str, int] = {}
     for group in list(distributed_c10d._world.pg_map):
@@ -370,7 +406,9 @@ def counts(own: dist.ProcessGroup | None, world: int, parts: Sequence[dist.Proce
         if group is not own and known:
             carriers: set[Any] = {group._get_backend(device) for device in group._device_types}
             with contextlib.suppress(RuntimeError):  # not every backend counts
-                found[str(group.group_name)] = sum(one._get_sequence_number_for_group() for one in carriers)
+                found[str(group.group_name)] = sum(
+                    one._get_sequence_number_for_group() for one in carriers
+                )
     return found
 
 
@@ -381,7 +419,12 @@ def abort_kernels() -> None:
     another's.
     """
     groups = reversed(list(distributed_c10d._world.pg_map))
-    backends = [backend for group in groups for backend in accelerator_backends(group) if hasattr(backend, "abort")]
+    backends = [
+        backend
+        for group in groups
+        for backend in accelerator_backends(group)
+        if hasattr(backend, "abort")
+    ]
     grouped = bool(backends) and hasattr(backends[0], "_group_start")
     if grouped:
         backends[0]._group_start()
@@ -411,4 +454,6 @@ def disconnect(group: dist.ProcessGroup) -> None:
     """
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1, device="cpu")], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, device="cpu")], peer, _NO_TAG).wait(
+                timedelta(milliseconds=1)
+            )

@@ -16,7 +16,9 @@ from ..trees import map_tensors
 
 # -- Bytes of any length in messages of a known one --------------------------------------------------------------------
 
-_FIRST: Final = 1024  # bytes of the first message, which a second one follows where the content is longer
+_FIRST: Final = (
+    1024  # bytes of the first message, which a second one follows where the content is longer
+)
 _LENGTH: Final = 8  # of them, in front of the content
 
 
@@ -93,7 +95,9 @@ def row_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Those of its values, on a device: no backend refuses a dtype then."""
-    return row_of(tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()).view(torch.uint8)
+    return row_of(tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()).view(
+        torch.uint8
+    )
 
 
 class _Pickler(pickle.Pickler):
@@ -110,7 +114,12 @@ class _Pickler(pickle.Pickler):
             whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
             self.parts[memory._cdata] = len(self.parts), whole
         number, _ = self.parts[memory._cdata]
-        return number, memory.nbytes(), memory.device.type == "cpu", found.dtype if typed else torch.uint8
+        return (
+            number,
+            memory.nbytes(),
+            memory.device.type == "cpu",
+            found.dtype if typed else torch.uint8,
+        )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -124,8 +133,12 @@ class _Unpickler(pickle.Unpickler):
         number, size, on_host, dtype = kind
         if number == len(self.parts):
             mine, self.rest = self.rest.tensor_split([size])
-            self.parts.append((mine.clone() if on_host else mine.to(self.device, copy=True)).untyped_storage())
-        return torch.storage.TypedStorage(wrap_storage=self.parts[number], dtype=dtype, _internal=True)
+            self.parts.append(
+                (mine.clone() if on_host else mine.to(self.device, copy=True)).untyped_storage()
+            )
+        return torch.storage.TypedStorage(
+            wrap_storage=self.parts[number], dtype=dtype, _internal=True
+        )
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,7 +241,9 @@ def _pieces(
 def _cuttable(tensors: Iterable[torch.Tensor], owners: int) -> list[torch.Tensor]:
     """The same, with a contiguous copy in the place of one that may be cut."""
     return [
-        t if t.is_contiguous() or t.numel() <= _uncut(_limit(t.dtype, t.device, owners), t.device) else t.contiguous()
+        t
+        if t.is_contiguous() or t.numel() <= _uncut(_limit(t.dtype, t.device, owners), t.device)
+        else t.contiguous()
         for t in tensors
     ]
 
@@ -261,7 +276,9 @@ def _first(parts: Sequence[list[torch.Tensor]]) -> torch.Tensor:
     return next(part[0] for part in parts if part)
 
 
-def _gather_parts(parts: Sequence[list[torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
+def _gather_parts(
+    parts: Sequence[list[torch.Tensor]], rank: int, group: dist.ProcessGroup | None
+) -> None:
     everyone = _first(parts).new_empty(len(parts), max(map(_numel, parts)))
     flat = [row[: _numel(part)] for row, part in zip(everyone, parts, strict=True)]
     if parts[rank]:
@@ -273,7 +290,9 @@ def _gather_parts(parts: Sequence[list[torch.Tensor]], rank: int, group: dist.Pr
             _unflatten_into(part, flat[owner])
 
 
-def _broadcast_parts(parts: Sequence[list[torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
+def _broadcast_parts(
+    parts: Sequence[list[torch.Tensor]], rank: int, group: dist.ProcessGroup | None
+) -> None:
     buffers = []
     for owner, part in enumerate(parts):
         if part:
@@ -301,7 +320,9 @@ def broadcast_from_owners(
         sizes = list(map(_numel, parts))
         # Where the parts are much alike, one collective for all of them, each as long as the longest.
         alike = 2 * world * max(sizes) <= 3 * sum(sizes)
-        give = _gather_parts if alike and _calls_are_dear(_first(parts).device) else _broadcast_parts
+        give = (
+            _gather_parts if alike and _calls_are_dear(_first(parts).device) else _broadcast_parts
+        )
         give(parts, rank, group)
     for owner, tensors in enumerate(by_owner):
         if owner != rank:
@@ -317,15 +338,21 @@ def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.data for tensor in held]
 
 
-def broadcast_(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, src: int = 0) -> None:
+def broadcast_(
+    tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, src: int = 0
+) -> None:
     """Give every rank rank ``src``'s values, in place. Collective."""
     owned = list(tensors)
     world = dist.get_world_size(group)
-    broadcast_from_owners([owned if owner == src else [] for owner in range(world)], dist.get_rank(group), group)
+    broadcast_from_owners(
+        [owned if owner == src else [] for owner in range(world)], dist.get_rank(group), group
+    )
 
 
 @torch.no_grad()
-def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> None:
+def reduce_to_owners(
+    by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None
+) -> None:
     """Replace, on each owner, its tensors by their means over the ranks; elsewhere they stay as they are. Collective.
 
     Each rank sends each owner its part and the owner adds them up: less traffic than reductions to one rank after the
@@ -351,7 +378,9 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
         )
         if mine:
             rows = came.view(sent.dtype).view(world - 1, -1)
-            torch._foreach_add_(mine, _unflatten_dense_tensors(rows.sum(0) if world > 2 else rows[0], mine))
+            torch._foreach_add_(
+                mine, _unflatten_dense_tensors(rows.sum(0) if world > 2 else rows[0], mine)
+            )
             factor: Any = 1 / world
             if not _calls_are_dear(sent.device) and sent.dtype in (torch.float32, torch.float64):
                 factor = sent.new_full((), factor)  # takes a third of the time that a number does
@@ -360,7 +389,9 @@ def reduce_to_owners(by_owner: Sequence[Sequence[torch.Tensor]], rank: int, grou
 
 
 @torch.no_grad()
-def average_(tensors: Iterable[torch.Tensor], world_size: int, add: Callable[[torch.Tensor], object]) -> None:
+def average_(
+    tensors: Iterable[torch.Tensor], world_size: int, add: Callable[[torch.Tensor], object]
+) -> None:
     """Replace each tensor by its mean over the ranks, in place; ``add`` sums a flat piece over them, in place. Collective."""
     averaged = list(tensors)
     used = _cuttable(averaged, 1)

@@ -49,14 +49,21 @@ class RngState:
         # The others were not saved before, so that they have a name of their own.
         _, *there = torch_states()
         first = there[0] if there else None
-        return {"numpy": None, **Generators(global_generators()).states(), "device": first, "devices": there[1:]}
+        return {
+            "numpy": None,
+            **Generators(global_generators()).states(),
+            "device": first,
+            "devices": there[1:],
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Bring them to a saved state; those that it does not have stay as they are."""
         if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
         states = {name: state_dict[name] for name in ("python", "torch", "numpy")}
-        Generators(global_generators()).put({name: state for name, state in states.items() if state is not None})
+        Generators(global_generators()).put(
+            {name: state for name, state in states.items() if state is not None}
+        )
         if state_dict["device"] is not None:
             _put_on_devices([state_dict["device"], *state_dict.get("devices", ())])
 
@@ -67,7 +74,11 @@ class RngState:
 
 def torch_states() -> list[torch.Tensor]:
     """Those of torch's generators: of the CPU, and of each of this rank's devices."""
-    there = (torch.get_device_module(one).get_rng_state(one).cpu() for one in own_devices() if one.type != "cpu")
+    there = (
+        torch.get_device_module(one).get_rng_state(one).cpu()
+        for one in own_devices()
+        if one.type != "cpu"
+    )
     return [torch.get_rng_state(), *there]
 
 
@@ -121,7 +132,9 @@ def _access(generator: Any) -> _Access:
     if hasattr(generator, "getstate"):
         return _Access(generator.getstate, generator.setstate, generator.seed)
     if hasattr(generator, "get_state"):
-        return _Access(generator.get_state, generator.set_state, lambda seed: generator.seed(seed % 2**32))
+        return _Access(
+            generator.get_state, generator.set_state, lambda seed: generator.seed(seed % 2**32)
+        )
     bits = generator.bit_generator
     return _Access(
         lambda: bits.state,
@@ -157,7 +170,11 @@ class Generators:
 def global_generators() -> dict[str, Any]:
     """The global CPU generators; those of other devices are the model's."""
     numpy = sys.modules.get("numpy")
-    return {"torch": torch.default_generator, "python": random, **({"numpy": numpy.random} if numpy else {})}
+    return {
+        "torch": torch.default_generator,
+        "python": random,
+        **({"numpy": numpy.random} if numpy else {}),
+    }
 
 
 class Private:
@@ -200,7 +217,9 @@ class InPlace:
     generator that reading draws from later; with ``once`` nothing is drawn later. ``began`` is where it began, if before.
     """
 
-    def __init__(self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False) -> None:
+    def __init__(
+        self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False
+    ) -> None:
         self._generators, self._once = generators, once
         self._last = generators.states()
         self.states = dict(began or self._last)
@@ -214,7 +233,9 @@ class InPlace:
         self._before = self._generators.states()
         self._moved |= _changed(self._last, self._before) & self.drew
         # What did not draw yet begins here.
-        self.states.update((name, state) for name, state in self._before.items() if name not in self.drew)
+        self.states.update(
+            (name, state) for name, state in self._before.items() if name not in self.drew
+        )
 
     def __exit__(self, *_: object) -> None:
         if self._once and self.drew:
@@ -268,4 +289,8 @@ def is_generator(value: Any) -> bool:
 
 def seed_of(generator: Any) -> Any:
     """What a generator was seeded with; torch's tell, of others it is their state."""
-    return generator.initial_seed() if isinstance(generator, torch.Generator) else to_plain(_access(generator).get())
+    return (
+        generator.initial_seed()
+        if isinstance(generator, torch.Generator)
+        else to_plain(_access(generator).get())
+    )

@@ -157,20 +157,29 @@ class Process:
     @property
     def carrier(self) -> torch.device:
         """Where what travels between the ranks lies."""
-        through_cpu = "cpu" in self.backends and self.backends.get(self.device.type) in (None, "gloo")
+        through_cpu = "cpu" in self.backends and self.backends.get(self.device.type) in (
+            None,
+            "gloo",
+        )
         return torch.device("cpu") if through_cpu else self.device
 
     def begin_exchange(self, message: bytes) -> tuple[Any, list[torch.Tensor]]:
         """Give every rank the messages of all, which are equally long: what waits for it, and where they come."""
         assert self.control is not None
         work, theirs = begin_gather(message, self.control)
-        self.begun_exchanges = [*(one for one in self.begun_exchanges if not one.is_completed()), work]
+        self.begun_exchanges = [
+            *(one for one in self.begun_exchanges if not one.is_completed()),
+            work,
+        ]
         return work, theirs
 
     def exchanges_over(self, seconds: float) -> bool:
         """Whether all exchanges are over, well or not, after so many seconds at most."""
         limit = time.monotonic() + seconds
-        while not (over := all(one.is_completed() for one in self.begun_exchanges)) and time.monotonic() < limit:
+        while (
+            not (over := all(one.is_completed() for one in self.begun_exchanges))
+            and time.monotonic() < limit
+        ):
             time.sleep(0.001)
         return over
 
@@ -180,7 +189,10 @@ class Process:
     def begun(self) -> dict[str, int]:
         """How many collectives this rank has begun, by group, so that ranks can compare: since they were together last."""
         number, before = self.common
-        since = {f"{name} since {number}": count - before.get(name, 0) for name, count in self._counts().items()}
+        since = {
+            f"{name} since {number}": count - before.get(name, 0)
+            for name, count in self._counts().items()
+        }
         return {"accel": self.rounds, **since}
 
     def _counts(self) -> dict[str, int]:
@@ -193,7 +205,9 @@ class Process:
     def store(self, *names: str, aside: bool = False) -> distributed_c10d.Store:
         """Keys of this start alone, in the store that all ranks share; ``aside`` for other threads than the one that trains."""
         path = "/".join(("accel", self.token, *names))
-        return distributed_c10d.PrefixStore(path, self._aside if aside else distributed_c10d._get_default_store())
+        return distributed_c10d.PrefixStore(
+            path, self._aside if aside else distributed_c10d._get_default_store()
+        )
 
     @functools.cached_property
     def _aside(self) -> Any:
@@ -204,10 +218,14 @@ class Process:
         return store.clone()
 
 
-UNKNOWN = -1  # the local rank in a process group made outside accel, until the ranks have told their hosts
+UNKNOWN = (
+    -1
+)  # the local rank in a process group made outside accel, until the ranks have told their hosts
 
 
-def start(backend: str | None, timeout: timedelta | None, request: object, rendezvous: Rendezvous) -> Process:
+def start(
+    backend: str | None, timeout: timedelta | None, request: object, rendezvous: Rendezvous
+) -> Process:
     """Brings this rank up; what is wrong on one rank is told to all, so that all raise."""
     place, problem = place_now(), ""
     explicit = backend is not None or dist.is_initialized()
@@ -243,7 +261,9 @@ _MARGIN: Final = timedelta(minutes=1)
 
 def _give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
     for backend in accelerator_backends(group):
-        set_timeout = getattr(backend, "_set_default_timeout", None) or getattr(backend, "set_timeout", None)
+        set_timeout = getattr(backend, "_set_default_timeout", None) or getattr(
+            backend, "set_timeout", None
+        )
         if set_timeout is not None:
             set_timeout(timeout + _MARGIN)
 
@@ -268,7 +288,9 @@ def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvou
         process.owns_group = True
         process.backends = parse_backend(dist.get_backend_config(process.group))
     try:
-        process.control = dist.new_group(timeout=process.timeout, backend="gloo", group_desc="accel control")
+        process.control = dist.new_group(
+            timeout=process.timeout, backend="gloo", group_desc="accel control"
+        )
         # A store outlives elastic restarts, with the keys of the ranks that failed.
         process.token = exchange(process, uuid.uuid4().hex)[0]
         _agree_on_devices(process, problem)
@@ -327,10 +349,16 @@ class Rendezvous:
                 "MASTER_ADDR to its host and MASTER_PORT to a port that is free there, the same for all processes"
             )
         # torchrun's own store listens at the master port, and only env:// knows it.
-        url = "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"
+        url = (
+            "env://"
+            if place.launcher == "torchrun"
+            else f"tcp://{place.master_addr}:{place.master_port}"
+        )
         rank, world, begin = place.rank, place.world_size, time.monotonic()
         done = threading.Event()
-        threading.Thread(target=_tell_of_waiting, args=(place, done, timeout), name="accel-start", daemon=True).start()
+        threading.Thread(
+            target=_tell_of_waiting, args=(place, done, timeout), name="accel-start", daemon=True
+        ).start()
         try:
             if self.store is None or self.where != place:
                 found = next(rendezvous_at(url, rank, world, timeout=timeout))[0]
@@ -341,7 +369,9 @@ class Rendezvous:
             self.starts += 1
             store = distributed_c10d.PrefixStore(f"accel/{self.name}/{self.starts}", self.store)
             bound = device if _have_a_device_each(store, place, device) else None
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound
+            )
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"the process group {backend!r} of {world} ranks did not come up at {place.master_addr}:"
@@ -367,12 +397,16 @@ class Rendezvous:
                 ) from error
 
 
-def _have_a_device_each(store: distributed_c10d.Store, place: Place, device: torch.device | None) -> bool:
+def _have_a_device_each(
+    store: distributed_c10d.Store, place: Place, device: torch.device | None
+) -> bool:
     """Return True if every rank has a different accelerator: nccl connects at once then, and would hang otherwise.
 
     If not, all ranks raise after the start. Collective.
     """
-    store.set(f"device {place.rank}", "" if device is None else identity(device, socket.gethostname()))
+    store.set(
+        f"device {place.rank}", "" if device is None else identity(device, socket.gethostname())
+    )
     devices = store.multi_get([f"device {rank}" for rank in range(place.world_size)])
     return all(devices) and len(set(devices)) == len(devices)
 
@@ -384,7 +418,14 @@ def _tell_of_waiting(place: Place, done: threading.Event, timeout: timedelta) ->
         logger.warning(
             "rank %d has waited for %.0f s (of %.0f) at %s:%s until all %d ranks have come to accel.setup or accel.init: a "
             "process that was not started, or has ended before that, does not come",
-            *(place.rank, waited, timeout.total_seconds(), place.master_addr, place.master_port, place.world_size),
+            *(
+                place.rank,
+                waited,
+                timeout.total_seconds(),
+                place.master_addr,
+                place.master_port,
+                place.world_size,
+            ),
         )
         waited *= 2
 
@@ -433,14 +474,18 @@ def _agree_on_devices(process: Process, problem: str) -> None:
     """Picks this rank's device; where a rank has a problem, or two ranks one device, all raise."""
     host, first = socket.gethostname(), process.asked[0]
     problem = problem or unserved(first, process.backends)
-    reports = exchange(process, (problem, host, f"{first.type} by {process.backends.get(first.type)}"))
+    reports = exchange(
+        process, (problem, host, f"{first.type} by {process.backends.get(first.type)}")
+    )
     for rank, (text, *_) in enumerate(reports):
         if text:
             raise DeviceError(f"rank {rank}: {text}")
     process.hosts = tuple(other for _, other, _ in reports)
     kinds = [kind for _, _, kind in reports]
     if len(set(kinds)) > 1:
-        raise DeviceError(f"the ranks use different kinds of devices: {', '.join(kinds)}; ask for the same on all")
+        raise DeviceError(
+            f"the ranks use different kinds of devices: {', '.join(kinds)}; ask for the same on all"
+        )
     if process.place.local_rank == UNKNOWN:
         mates = [rank for rank, (_, other, _) in enumerate(reports) if other == host]
         local_rank = mates.index(process.place.rank)
@@ -472,7 +517,9 @@ def place_now() -> Place:
         if (place.rank, place.world_size) == (rank, world):
             return place
     local_rank = 0 if world == 1 else UNKNOWN
-    return replace(ALONE, launcher="process group", rank=rank, world_size=world, local_rank=local_rank)
+    return replace(
+        ALONE, launcher="process group", rank=rank, world_size=world, local_rank=local_rank
+    )
 
 
 def select(device: torch.device) -> None:
@@ -521,7 +568,9 @@ def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     groups = []
     for axis, name in enumerate(axes):
         lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(lines, process.timeout, group_desc=f"accel {name}")
+        group, _ = dist.new_subgroups_by_enumeration(
+            lines, process.timeout, group_desc=f"accel {name}"
+        )
         _give_margin(group, process.timeout)
         groups.append(group)
     process.subgroups += groups

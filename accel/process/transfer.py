@@ -107,11 +107,20 @@ class Prints:
             return []
         values, copied = self._sums
         copied()
-        return [(s, rounding * abs(s[1]) + 1e-30) for s, rounding in zip(values.tolist(), self._rounding, strict=True)]
+        return [
+            (s, rounding * abs(s[1]) + 1e-30)
+            for s, rounding in zip(values.tolist(), self._rounding, strict=True)
+        ]
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    return 0.0 if not dtype.is_floating_point and not dtype.is_complex else 1e-5 if dtype.itemsize >= 4 else 1e-2
+    return (
+        0.0
+        if not dtype.is_floating_point and not dtype.is_complex
+        else 1e-5
+        if dtype.itemsize >= 4
+        else 1e-2
+    )
 
 
 @torch.no_grad()
@@ -121,7 +130,11 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     if values.is_floating_point() and values.dtype.itemsize == 1:
         values = values.float()  # nothing is computed with such
     wide = torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else None
-    each = values.sum(tuple(range(1, values.dim())), dtype=wide) if values.dim() > 1 else values.reshape(-1)
+    each = (
+        values.sum(tuple(range(1, values.dim())), dtype=wide)
+        if values.dim() > 1
+        else values.reshape(-1)
+    )
     if wide is not None:
         total = torch.linalg.vector_norm(values, 1, dtype=wide)
     else:
@@ -135,8 +148,13 @@ def other_values(told: Mapping[int, Read]) -> tuple[int, int, int] | None:
     """The first rank of those that told what they have read, another one, and the number of a tensor that is not the first's."""
     first, *others = told
     for number in others:
-        for index, ((one, room), (other, _)) in enumerate(zip(told[first], told[number], strict=True)):
-            if not all(a == b or abs(a - b) <= room or (a != a and b != b) for a, b in zip(one, other, strict=True)):
+        for index, ((one, room), (other, _)) in enumerate(
+            zip(told[first], told[number], strict=True)
+        ):
+            if not all(
+                a == b or abs(a - b) <= room or (a != a and b != b)
+                for a, b in zip(one, other, strict=True)
+            ):
                 return first, number, index
     return None
 
@@ -172,13 +190,20 @@ class Transfer:
         if not _pinned(leaf):
             return leaf.to(self._device)
         # Only of a tensor is it known what memory the copy has.
-        if self._stream is None or type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+        if (
+            self._stream is None
+            or type(leaf) is not torch.Tensor
+            or leaf.layout is not torch.strided
+            or leaf.is_nested
+        ):
             return leaf.to(self._device, non_blocking=True)
         with torch.cuda.stream(self._stream):
             moved = leaf.to(self._device, non_blocking=True)
         computing = torch.cuda.current_stream(self._device)
         computing.wait_stream(self._stream)
-        moved.record_stream(computing)  # its memory is not given to another copy before the steps that use it end
+        moved.record_stream(
+            computing
+        )  # its memory is not given to another copy before the steps that use it end
         return moved
 
 

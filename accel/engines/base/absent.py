@@ -31,11 +31,20 @@ def _methods(names: str) -> list[Any]:
 #: Functions that don't look at values.
 _FACTS: Final = frozenset(
     [
-        *attributes("dtype device layout is_leaf is_meta is_sparse is_cuda is_cpu is_xpu is_mps", "__get__"),
+        *attributes(
+            "dtype device layout is_leaf is_meta is_sparse is_cuda is_cpu is_xpu is_mps", "__get__"
+        ),
         *attributes("itemsize is_quantized is_mkldnn", "__get__"),
-        *_methods("is_floating_point is_complex is_signed is_inference is_shared get_device element_size"),
+        *_methods(
+            "is_floating_point is_complex is_signed is_inference is_shared get_device element_size"
+        ),
         *_methods("__hash__ __format__ new_empty new_zeros new_ones new_full new_tensor"),
-        *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch._has_compatible_shallow_copy_type),
+        *(
+            torch.is_floating_point,
+            torch.is_complex,
+            torch.is_signed,
+            torch._has_compatible_shallow_copy_type,
+        ),
     ]
 )
 #: Functions of the shape.
@@ -48,7 +57,14 @@ _SHAPE: Final = frozenset(
 )
 #: Functions that make a new tensor of this shape.
 _LIKE: Final = frozenset(
-    [torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like]
+    [
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        torch.rand_like,
+        torch.randn_like,
+    ]
 )
 #: Functions that return the parameter itself if it has this dtype and device: ``model.to(device)``.
 _CONVERSIONS: Final = frozenset(_methods("to cuda cpu float double half bfloat16 type"))
@@ -59,7 +75,9 @@ FOR_AUTOGRAD: Final = frozenset(
         *attributes("grad_fn output_nr retains_grad names _version", "__get__"),
         *attributes("requires_grad grad _grad grad_dtype", "__get__", "__set__"),
         *attributes("_backward_hooks _post_accumulate_grad_hooks", "__get__", "__set__"),
-        *_methods("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad backward"),
+        *_methods(
+            "requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad backward"
+        ),
         *(_T.grad.__delete__, torch.autograd.grad, torch.autograd.backward),
     ]
 )
@@ -161,7 +179,9 @@ def name_of(function: Any) -> str:
     if name not in ("__get__", "__set__"):
         return str(name)
     owner = function.__self__  # `data` may be a property of accel's own, which has no name
-    return next((name for name, value in vars(_T).items() if value is owner), None) or str(owner.__name__)
+    return next((name for name, value in vars(_T).items() if value is owner), None) or str(
+        owner.__name__
+    )
 
 
 def refuse_second_derivatives() -> None:

@@ -95,7 +95,9 @@ class Checkpointed:
         return self._forward.__reduce__()
 
 
-def run_again(function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
+def run_again(
+    function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any
+) -> Any:
     """Call a function of these modules, and compute its activations again in backward."""
 
     def contexts() -> tuple[Any, Any]:  # of the first forward and the second

@@ -33,7 +33,9 @@ class Buffers:
             parent, _, key = name.rpartition(".")
             self._names.append(name)
             self._places.append((module.get_submodule(parent)._buffers, key))
-        self._shapes = list(map(getattr, starmap(dict.get, self._places), repeat("shape"), repeat(None)))
+        self._shapes = list(
+            map(getattr, starmap(dict.get, self._places), repeat("shape"), repeat(None))
+        )
         self._what = f"the buffers that rank 0 gives to all ({type(module).__name__})"
         self._waiting = Waiting(process, self._what)
         #: True if ranks take rank 0's; and if a forward may have changed them since they did.

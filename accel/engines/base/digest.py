@@ -25,7 +25,11 @@ def digest(tensor: torch.Tensor) -> int | torch.Tensor:
     dense = torch.view_as_real(dense) if dense.is_complex() else dense
     if dense.device.type != "cpu":
         return sums(dense)
-    return digest_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr())) if dense.nbytes else 0
+    return (
+        digest_bytes((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
+        if dense.nbytes
+        else 0
+    )
 
 
 @torch.no_grad()
@@ -56,11 +60,15 @@ def sums(dense: torch.Tensor) -> torch.Tensor:
     size = flat.numel() // _WIDTH * _WIDTH
     table, rest = flat[:size].view(-1, _WIDTH), flat[size:].to(torch.int64)
     parts = table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64), rest
-    weighted = [(part * _weights(len(part), part.device, salt)).sum() for salt, part in enumerate(parts)]
+    weighted = [
+        (part * _weights(len(part), part.device, salt)).sum() for salt, part in enumerate(parts)
+    ]
     return torch.stack(weighted).sum()
 
 
 def _weights(length: int, device: torch.device, salt: int) -> torch.Tensor:
     """Return odd numbers, mixed like splitmix64's multipliers."""
-    mixed = torch.arange(1, length + 1, dtype=torch.int64, device=device) * (0x1E3779B97F4A7C15 + 2 * salt)
+    mixed = torch.arange(1, length + 1, dtype=torch.int64, device=device) * (
+        0x1E3779B97F4A7C15 + 2 * salt
+    )
     return ((mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9) | 1

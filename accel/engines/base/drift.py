@@ -68,7 +68,9 @@ class DriftGuard:
     def progress(self) -> str:
         """The number of steps on this rank, as text."""
         interrupted = 0 < self.steps == self.broken
-        return f"{self.steps} steps" + (", the last of which was interrupted" if interrupted else "")
+        return f"{self.steps} steps" + (
+            ", the last of which was interrupted" if interrupted else ""
+        )
 
     def restart(self) -> None:
         """Count from 0, on every rank."""
@@ -108,7 +110,9 @@ class DriftGuard:
         self._compare_inputs(engine.label, [inputs for _, inputs in by_rank])
         if differing_names([hashes for hashes, _ in by_rank], ignore_absent=True):
             difference = _difference(agree(f"{title}: names", facts))
-            raise RankMismatchError(f"{engine.label} is not the same on all ranks at step {self.steps}: {difference}")
+            raise RankMismatchError(
+                f"{engine.label} is not the same on all ranks at step {self.steps}: {difference}"
+            )
 
     def _compare_inputs(self, label: str, inputs: Sequence[int]) -> None:
         """Warn if the inputs were the same in two checks, because one batch may be the same by chance."""
@@ -134,13 +138,22 @@ class FirstInputs:
 
     def note(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Digest a forward's arguments."""
-        is_training = torch.is_grad_enabled() and engine.module.training and not torch.compiler.is_compiling()
+        is_training = (
+            torch.is_grad_enabled() and engine.module.training and not torch.compiler.is_compiling()
+        )
         if not is_training or len(self._digests) >= _MAX_FORWARDS:
             return
         devices = ("cpu", engine.process.device.type)
-        with contextlib.suppress(Exception), torch.no_grad():  # tensors inside torch.func.grad have no bits
+        with (
+            contextlib.suppress(Exception),
+            torch.no_grad(),
+        ):  # tensors inside torch.func.grad have no bits
             for _, t in all_tensors((args, kwargs)):
-                if type(t) is torch.Tensor and t.layout is torch.strided and t.device.type in devices:
+                if (
+                    type(t) is torch.Tensor
+                    and t.layout is torch.strided
+                    and t.device.type in devices
+                ):
                     self._digests.append(digest(t))
 
     def take(self) -> int:
@@ -178,7 +191,10 @@ def _facts(engine: Engine) -> dict[str, str | int]:
     """Return values as text, and digests of tensors, by name."""
     facts: dict[str, str | int] = {}
     tensors: dict[str, torch.Tensor] = {}
-    groups = [f"{type(optimizer).__name__} ({len(optimizer.param_groups)})" for optimizer in engine.optimizers]
+    groups = [
+        f"{type(optimizer).__name__} ({len(optimizer.param_groups)})"
+        for optimizer in engine.optimizers
+    ]
     facts["optimizers and their numbers of groups"] = ", ".join(groups)
     for name, value in _group_values(engine):
         if isinstance(value, torch.Tensor):
@@ -186,7 +202,11 @@ def _facts(engine: Engine) -> dict[str, str | int]:
         elif isinstance(value, _COMPARED):
             facts[name] = comparable_text(value)
     if engine.gradients.reduced:
-        frozen = [name for name, trainable in zip(engine.names, engine.mask.now(), strict=True) if not trainable]
+        frozen = [
+            name
+            for name, trainable in zip(engine.names, engine.mask.now(), strict=True)
+            if not trainable
+        ]
         facts["frozen parameters"] = ", ".join(frozen)
     tensors |= dict(engine.holdings.replicas())
     return facts | dict(zip(tensors, digests(tensors.values()), strict=True))
@@ -202,7 +222,19 @@ def _group_values(engine: Engine) -> Iterator[tuple[str, Any]]:
 
 
 #: Other values of groups, such as functions, may have different texts on equal ranks.
-_COMPARED: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None), tuple, list, dict)
+_COMPARED: Final = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    type(None),
+    tuple,
+    list,
+    dict,
+)
 
 
 def _difference(by_rank: Sequence[Mapping[str, str | int]]) -> str:

@@ -267,7 +267,9 @@ class Engine(ABC):
     # -- forwards --------------------------------------------------------------------------------
 
     @abstractmethod
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call ``function`` through the backend.
 
         ``function is self.entry`` for a forward. Otherwise it is a method of the user's model,
@@ -281,7 +283,9 @@ class Engine(ABC):
         self.module.compile(*args, **kwargs)
 
     @final
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a forward (``entry``) or a method of the user's model in the engine's precision."""
         if self.restructured:
             refuse_changes(self)
@@ -290,7 +294,9 @@ class Engine(ABC):
                 return self.call(function, args, kwargs)
         watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
         if watches_mask:
-            with torch._C.DisableTorchFunctionSubclass():  # inline, because every forward comes here
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # inline, because every forward comes here
                 changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask.known
             if changed:
                 self.refresh()

@@ -50,17 +50,26 @@ def gather(
     for item in held:
         local.add(*item)
     rank = process.place.rank
-    by_rank = agree(title, (local.rows(process.device, device), {key: local.is_tensor(key) for key in local.forms}))
+    by_rank = agree(
+        title,
+        (local.rows(process.device, device), {key: local.is_tensor(key) for key in local.forms}),
+    )
     holders: dict[tuple[str, Any], list[int]] = {}
     for holder, (_, keys) in enumerate(by_rank):
         for key in keys:
             holders.setdefault(key, []).append(holder)
     # Few values are neither a tensor nor on all ranks.
-    lacking = [k for k, ranks in holders.items() if len(ranks) < len(by_rank) and not by_rank[ranks[0]][1][k]]
+    lacking = [
+        k
+        for k, ranks in holders.items()
+        if len(ranks) < len(by_rank) and not by_rank[ranks[0]][1][k]
+    ]
     forms: dict[tuple[str, Any], Any] = {}
     if lacking:
         # In host memory, because the device of a pickled tensor would be the sender's.
-        first = {key: to_device(local.forms[key], "cpu") for key in lacking if holders[key][0] == rank}
+        first = {
+            key: to_device(local.forms[key], "cpu") for key in lacking if holders[key][0] == rank
+        }
         for sent in agree(f"{title}: values", first):
             forms |= {key: to_device(form, device or process.device) for key, form in sent.items()}
     tensors = _assemble([rows for rows, _ in by_rank], local.shards, process, keep)
@@ -121,7 +130,17 @@ class _LocalValues:
             stays = device is None or (device.type != "cpu" and not tensor.dim())
             target = tensor.device if stays or device is None else device
             on_device = target.type == process_device.type
-            rows.append(_Row(key, shard.shape, tensor.dtype, on_device, shard.start, tensor.numel(), shard.box))
+            rows.append(
+                _Row(
+                    key,
+                    shard.shape,
+                    tensor.dtype,
+                    on_device,
+                    shard.start,
+                    tensor.numel(),
+                    shard.box,
+                )
+            )
         return rows
 
 
@@ -143,7 +162,11 @@ class _FullTensor:
         self._line = self.tensor.view(-1) if self.tensor is not None and in_place else None
 
     def _cover(self, rows: Sequence[tuple[int, _Row]]) -> Iterator[tuple[int, int, int]]:
-        ranges = [(self.grid.first(row.box) + row.start, rank, row.numel) for rank, row in rows if row.numel]
+        ranges = [
+            (self.grid.first(row.box) + row.start, rank, row.numel)
+            for rank, row in rows
+            if row.numel
+        ]
         end = 0
         for start, rank, numel in sorted(ranges):
             if start > end:
@@ -174,7 +197,10 @@ class _FullTensor:
 
 @torch.no_grad()
 def _assemble(
-    rows_by_rank: Sequence[Sequence[_Row]], shards: Mapping[Any, Shard], process: Process, keep: bool
+    rows_by_rank: Sequence[Sequence[_Row]],
+    shards: Mapping[Any, Shard],
+    process: Process,
+    keep: bool,
 ) -> dict[Any, torch.Tensor]:
     """Return full tensors from the shards that the ranks described. Collective."""
     rows: dict[Any, list[tuple[int, _Row]]] = {}

@@ -140,7 +140,9 @@ class Gradients:
         """True if there are gradients, on any rank if they are ``partial``."""
         gradients = [here(a.grad) for a in self.holders() if a.grad is not None]
         exists = bool(gradients) if zeros else any(bool(grad.any()) for grad in gradients)
-        return any(agree(f"the gradients ({self.engine.label})", exists)) if self.partial else exists
+        return (
+            any(agree(f"the gradients ({self.engine.label})", exists)) if self.partial else exists
+        )
 
     def pending(self) -> bool:
         """True if ``settle`` would reduce something. Local."""
@@ -176,7 +178,9 @@ class Gradients:
         """True if final gradients are sharded, and ``parts`` returns this rank's. Local."""
         return self.engine.placements.gradients.sharded
 
-    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the local gradients that this rank counts in a norm, and the copies. Local."""
         raise NotImplementedError
 
@@ -190,7 +194,9 @@ class Gradients:
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     @final
-    def clip_parts(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_parts(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Clip sharded gradients that are final. Collective."""
         part = part_of(self, self.engine.parameters)
         return clip_parts_([part], (), max_norm, norm_type, error_if_nonfinite)
@@ -248,9 +254,7 @@ def other_parameters(given: Sequence[Sequence[str]]) -> str:
     """Return which parameters some ranks clip and others don't."""
     common = set(given[0]).intersection(*given)
     missing = set().union(*given) - common
-    return (
-        f"some were not given {', '.join(sorted(missing)[:5])} (their p.grad was None?); give all of model.parameters()"
-    )
+    return f"some were not given {', '.join(sorted(missing)[:5])} (their p.grad was None?); give all of model.parameters()"
 
 
 def refuse_inside_backward() -> None:

@@ -19,7 +19,15 @@ from ...errors import BackendError, OptimizerError
 from ...gradients.hooks import remove_hooks
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_, writable
-from ...shard import Raw, Shard, StateEntry, fill_module_values, named_tensors, parameters_of, state_device
+from ...shard import (
+    Raw,
+    Shard,
+    StateEntry,
+    fill_module_values,
+    named_tensors,
+    parameters_of,
+    state_device,
+)
 from ...trees import inner_tensors, map_tensors, to_device
 from .digest import digest, digest_values
 from .gather import Item, gather
@@ -129,7 +137,9 @@ class Holdings(Raw):
                 "state_dict(keep_vars=True) would return parameters that are sharded. Leave keep_vars out."
             )
         # If a rank calls it alone, this text is in the error of the other ranks.
-        advice = f"which every rank calls: write state = {kind}.state_dict() above an `if` of one rank"
+        advice = (
+            f"which every rank calls: write state = {kind}.state_dict() above an `if` of one rank"
+        )
         return self._full_state(f"{kind}.state_dict(), {advice},", optimizer, *args, **kwargs)
 
     def _full_state(
@@ -179,7 +189,9 @@ class Holdings(Raw):
         if not keep:
             return {}
         replaced = {id(entry.parameter) for entry in entries}.union(names)
-        state: Any = {p: full[names[id(p)]] for p in parameters_of(optimizer) if names[id(p)] in full}
+        state: Any = {
+            p: full[names[id(p)]] for p in parameters_of(optimizer) if names[id(p)] in full
+        }
         state |= {key: value for key, value in optimizer.state.items() if id(key) not in replaced}
         shards, optimizer.state = optimizer.state, defaultdict(dict, state)
         try:
@@ -199,7 +211,9 @@ class Holdings(Raw):
             memo |= full
         with as_author_made(self.module, self.snapshot, self.engine.replaced_modules):
             made = copy.deepcopy(self.module, memo)
-        fill_module_values(made, {name: value for name, value in extra.items() if not self.has(name)})
+        fill_module_values(
+            made, {name: value for name, value in extra.items() if not self.has(name)}
+        )
         return made
 
     @final
@@ -219,7 +233,9 @@ class Holdings(Raw):
     # -- loading full state -----------------------------------------------------------------------------------------
 
     @final
-    def load_state_dict(self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def load_state_dict(
+        self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Load a full state, the same on every rank, by the raw object's own method. Collective like ``filled``.
 
         Hooks, checks and messages are the raw object's. Each rank keeps its own shards.
@@ -258,7 +274,9 @@ class Holdings(Raw):
         fill()
         return out
 
-    def _load_optimizer(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _load_optimizer(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         full: dict[str, Any] = {}
         calls = []
 
@@ -266,7 +284,9 @@ class Holdings(Raw):
             """Keep the state of parameters from torch, which checks and loads the groups."""
             names = self.parameter_names
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-            name_of = {n: names[id(p)] for n, p in zip(numbers, parameters_of(optimizer), strict=False)}
+            name_of = {
+                n: names[id(p)] for n, p in zip(numbers, parameters_of(optimizer), strict=False)
+            }
             rest = {}
             for number, state in state_dict["state"].items():
                 if number in name_of:
@@ -279,7 +299,9 @@ class Holdings(Raw):
             calls.append(True)
             self.take(optimizer, full)
             # Some classes update the state of older versions there.
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+            optimizer.__setstate__(
+                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+            )
 
         hooks = [
             optimizer.register_load_state_dict_pre_hook(take_state),
@@ -303,7 +325,9 @@ class Holdings(Raw):
         for entry in self.entries(optimizer):
             if state := whole.get(entry.name):
                 group = groups[entry.name]
-                parts = {key: self.own_part(entry, key, value, group) for key, value in state.items()}
+                parts = {
+                    key: self.own_part(entry, key, value, group) for key, value in state.items()
+                }
                 optimizer.state[entry.parameter] = parts
 
     @final
@@ -355,7 +379,9 @@ class Holdings(Raw):
         return {name: state for name, state in full.items() if state}
 
     @final
-    def give_back(self, what: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    def give_back(
+        self, what: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
         """Make a raw optimizer's state full on every rank, also of parameters in no group. Collective."""
         entries, names = self.entries(optimizer), self.parameter_names
         known = {*map(id, parameters_of(optimizer)), *(id(entry.parameter) for entry in entries)}
@@ -369,17 +395,27 @@ class Holdings(Raw):
         for name, state in full.items():
             if self.offloads:  # numbers are still beside the shards
                 group = groups.get(name, {})
-                state = {key: to_device(value, state_device(key, device, group)) for key, value in state.items()}
+                state = {
+                    key: to_device(value, state_device(key, device, group))
+                    for key, value in state.items()
+                }
             optimizer.state[parameters[name]] = state
 
     @final
     def gather(
-        self, what: str, held: Iterable[Item], *, device: torch.device | None = None, keep: bool = True
+        self,
+        what: str,
+        held: Iterable[Item],
+        *,
+        device: torch.device | None = None,
+        keep: bool = True,
     ) -> dict[tuple[str, Any], Any]:
         """Return full values by name and key from the values on each rank, as ``gather`` does. Collective."""
         process = self.engine.process
         device = process.device if device is None and self.offloads else device
-        return gather(f"{what} ({self.engine.label})", held, self.part, process, device=device, keep=keep)
+        return gather(
+            f"{what} ({self.engine.label})", held, self.part, process, device=device, keep=keep
+        )
 
     @final
     def synchronize(self, source: int = 0) -> None:
@@ -397,9 +433,13 @@ class Holdings(Raw):
             )
         values = inner_tensors(weights) + writable(engine.module.buffers())
         # In host memory a digest takes less time than a broadcast, and ranks usually start with equal weights.
-        on_host = all(type(t) is torch.Tensor and t.layout is torch.strided and t.device.type == "cpu" for t in values)
+        on_host = all(
+            type(t) is torch.Tensor and t.layout is torch.strided and t.device.type == "cpu"
+            for t in values
+        )
         digests = agree(
-            f"the weights of {engine.label}", digest_values([digest(t) for t in values]) if on_host else None
+            f"the weights of {engine.label}",
+            digest_values([digest(t) for t in values]) if on_host else None,
         )
         if digests[0] is None or len(set(digests)) > 1:
             broadcast_(values, engine.process.group, source)

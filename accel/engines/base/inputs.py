@@ -29,11 +29,15 @@ class SameInputs:
         self._label, self._place = label, place
         self._calls: dict[str, int] = {}
 
-    def call(self, run: Callable[[], R], args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> R:
+    def call(
+        self, run: Callable[[], R], args: tuple[Any, ...], kwargs: dict[str, Any], method: str = ""
+    ) -> R:
         """Run a forward or method. Collective if it is one of the first calls."""
         number = self._calls[method] = self._calls.get(method, 0) + 1
         tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
-        if number > _FIRST_CALLS or not tensors:  # a method without inputs may be called on one rank
+        if (
+            number > _FIRST_CALLS or not tensors
+        ):  # a method without inputs may be called on one rank
             return run()
         prints = Prints(tensors)  # of the inputs as they are before a forward that writes to them
         out = run()

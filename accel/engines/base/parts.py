@@ -25,7 +25,19 @@ from ...precision import here
 #: Optimizers that treat each element by itself, so a part is stepped as in the whole parameter.
 ELEMENTWISE: Final = frozenset(
     getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "Adagrad",
+        "Adadelta",
+        "ASGD",
+    )
 )
 #: Methods that a subclass may override without changing what ``step`` computes.
 _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
@@ -43,7 +55,12 @@ def _steps_elementwise(kind: type[Optimizer]) -> bool:
     if theirs is None or not _is_of_torch(kind.step):
         return False
     subclasses = kind.__mro__[: kind.__mro__.index(theirs)]
-    overrides = {name for c in subclasses for name in vars(c) if hasattr(theirs, name) and not name.startswith("__")}
+    overrides = {
+        name
+        for c in subclasses
+        for name in vars(c)
+        if hasattr(theirs, name) and not name.startswith("__")
+    }
     return overrides <= _OUTSIDE
 
 
@@ -98,7 +115,9 @@ class PartsInGroups:
             group["params"] = parameters
         self._groups.clear()
 
-    def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if torch.compiler.is_compiling():  # a compiled step works on the parameters themselves
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -113,7 +132,9 @@ class PartsInGroups:
             self.put_in(optimizer)
             return loss
 
-        return (optimizer, closure_without_parts, *args[2:]), {k: v for k, v in kwargs.items() if k != "closure"}
+        return (optimizer, closure_without_parts, *args[2:]), {
+            k: v for k, v in kwargs.items() if k != "closure"
+        }
 
     def _end_step(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -180,7 +201,9 @@ def parts_of(tensors: Sequence[Any]) -> list[Any]:
 class LocalSteps(PartsInGroups):
     """Steps on local tensors. ``stepping`` is called with the DTensors that are about to change."""
 
-    def __init__(self, optimizer: Optimizer, stepping: Callable[[list[torch.Tensor]], None]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, stepping: Callable[[list[torch.Tensor]], None]
+    ) -> None:
         super().__init__(optimizer, parts_of)
         self._stepping = stepping
         #: Of the step that runs: the local tensors that have gradients, the optimizer with the
@@ -203,7 +226,10 @@ class LocalSteps(PartsInGroups):
         self._stepping(written)
         local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for parameter, values in optimizer.state.items():
-            part, kind = local_of(parameter), type(parameter)  # `local_of` of each value would be slow
+            part, kind = (
+                local_of(parameter),
+                type(parameter),
+            )  # `local_of` of each value would be slow
             if part is not parameter:
                 values = {k: v._local_tensor if type(v) is kind else v for k, v in values.items()}  # type: ignore[attr-defined]
             local[part] = values
@@ -223,7 +249,9 @@ class LocalSteps(PartsInGroups):
         self._stepped.clear()
         super().take_out()
 
-    def _adopt_state(self, local: defaultdict[torch.Tensor, Any], state: defaultdict[torch.Tensor, Any]) -> None:
+    def _adopt_state(
+        self, local: defaultdict[torch.Tensor, Any], state: defaultdict[torch.Tensor, Any]
+    ) -> None:
         """Take what the step has added to the state, or replaced."""
         everything = chain(state, *(parameters for _, parameters in self._groups))
         parameters = {id(local_of(p)): p for p in everything}
@@ -241,7 +269,11 @@ class LocalSteps(PartsInGroups):
 
 
 def _values_of(state: defaultdict[torch.Tensor, Any]) -> list[Any]:
-    return list(chain.from_iterable(values.values() for values in state.values() if isinstance(values, dict)))
+    return list(
+        chain.from_iterable(
+            values.values() for values in state.values() if isinstance(values, dict)
+        )
+    )
 
 
 def _local_gradient(gradient: Any, parameter: Any) -> torch.Tensor:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def in_place_of(
-    module: nn.Module, others: Mapping[int, torch.Tensor], before_hooks: Callable[[], None] | None = None
+    module: nn.Module,
+    others: Mapping[int, torch.Tensor],
+    before_hooks: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Temporarily replace parameters and buffers of ``module``. ``others`` maps ``id(tensor)`` to its replacement.
 
@@ -62,12 +64,20 @@ def in_place_of(
                 if id(tensor) in others
             ]
             for container, name, other, _ in places[id(part)]:
-                dict.__setitem__(container, name, other)  # DeepSpeed's container gathers in its own methods
+                dict.__setitem__(
+                    container, name, other
+                )  # DeepSpeed's container gathers in its own methods
             own_hooks = part._load_state_dict_post_hooks
             if before_hooks is not None and own_hooks:
-                kept = {k: h for k, h in own_hooks.items() if not str(h.__module__).startswith("torch.distributed.")}
+                kept = {
+                    k: h
+                    for k, h in own_hooks.items()
+                    if not str(h.__module__).startswith("torch.distributed.")
+                }
                 hooks.append((vars(part), own_hooks))
-                vars(part)["_load_state_dict_post_hooks"] = OrderedDict({-1: loaded, **kept} if kept else {})
+                vars(part)["_load_state_dict_post_hooks"] = OrderedDict(
+                    {-1: loaded, **kept} if kept else {}
+                )
         yield
     finally:
         put_back(module)
@@ -163,7 +173,9 @@ class Guard:
         self._watched[id(raw)] = weakref.ref(raw)
         for name in _METHODS if isinstance(raw, nn.Module) else _METHODS[:-1]:
             # The program may have put a method of its own there.
-            vars(raw)[name] = functools.partial(self._call, name, weakref.ref(raw), vars(raw).get(name))
+            vars(raw)[name] = functools.partial(
+                self._call, name, weakref.ref(raw), vars(raw).get(name)
+            )
 
     def watch_modules(self, module: nn.Module) -> None:
         """Put the methods on a model. The ``state_dict()`` of a submodule has the keys and shapes of shards."""
@@ -199,7 +211,9 @@ class Guard:
         finally:
             self._is_open = was_open
 
-    def _call(self, name: str, reference: weakref.ref[Any], replaced: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, name: str, reference: weakref.ref[Any], replaced: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         raw: Any = reference()
         holdings = self._holdings()
         optimizer = raw if isinstance(raw, Optimizer) else None
@@ -209,7 +223,9 @@ class Guard:
             return holdings.copy_to_pickle().__getstate__()
         if holdings is not None and (self._is_open or not holdings.partial(optimizer)):
             return (replaced or functools.partial(getattr(type(raw), name), raw))(*args, **kwargs)
-        if holdings is None or name == "__getstate__":  # an optimizer doesn't keep its model and engine
+        if (
+            holdings is None or name == "__getstate__"
+        ):  # an optimizer doesn't keep its model and engine
             raise OptimizerError(
                 f"{type(raw).__name__} holds only this rank's part of its state, so it can't be copied. Call "
                 "accel.full_state_dict(optimizer) on every rank."
@@ -222,7 +238,10 @@ class Guard:
         """Return ``module.state_dict()`` with stand-ins for values: peft asks a submodule for its keys."""
         holdings = self._holdings()
         is_sharded = (
-            not self._is_open and holdings is not None and holdings.partial(None) and id(module) in self._watched
+            not self._is_open
+            and holdings is not None
+            and holdings.partial(None)
+            and id(module) in self._watched
         )
         tensors = [*module.parameters(), *module.buffers()] if is_sharded else []
         with in_place_of(module, {id(tensor): NotGathered.of(tensor) for tensor in tensors}):
@@ -306,7 +325,9 @@ class Snapshot:
         added = self.added(self._module)
         return [hook for key, hook in getattr(self._module, table).items() if (table, key) in added]
 
-    def change_hooks(self, table: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def change_hooks(
+        self, table: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         """Replace the library's hooks of all modules."""
         for owner, _, marks in self._changes.values():
             hooks = getattr(owner, table, {})
@@ -329,7 +350,9 @@ class Snapshot:
 
 
 @contextlib.contextmanager
-def as_author_made(module: nn.Module, snapshot: Snapshot | None, replaced: Replaced) -> Iterator[None]:
+def as_author_made(
+    module: nn.Module, snapshot: Snapshot | None, replaced: Replaced
+) -> Iterator[None]:
     """Temporarily undo all that accel and the libraries did to a module, but for its tensors.
 
     ``replaced`` has the BatchNorms that a SyncBatchNorm replaced, with their parents and names.
@@ -339,7 +362,12 @@ def as_author_made(module: nn.Module, snapshot: Snapshot | None, replaced: Repla
     try:
         for part, _, names in before:
             tables = {name: names[name].copy() for name in _HOOKS}
-            keys = {key for table in tables.values() for key, hook in table.items() if _is_from_accel(hook)}
+            keys = {
+                key
+                for table in tables.values()
+                for key, hook in table.items()
+                if _is_from_accel(hook)
+            }
             marks: set[_Mark] = {(name, key) for name in tables for key in keys}
             marks |= {name for name in _REPLACED if _is_from_accel(names.get(name))}
             if snapshot is not None:

@@ -44,7 +44,9 @@ def sequence_size(options: Any, process: Process) -> int:
     size = getattr(options, "sequence_parallel", 1)
     world = process.place.world_size
     if world > 1 and world % size:
-        raise BackendError(f"sequence_parallel={size}: {world} processes do not divide into groups of {size}")
+        raise BackendError(
+            f"sequence_parallel={size}: {world} processes do not divide into groups of {size}"
+        )
     return size if world > 1 else 1
 
 
@@ -80,7 +82,12 @@ class SequenceParallel:
     """The sequences of one engine: cuts its batches and exchanges heads in its attention."""
 
     def __init__(self, engine: Engine, size: int) -> None:
-        self._engine, self.process, self.label, self.size = engine, engine.process, engine.label, size
+        self._engine, self.process, self.label, self.size = (
+            engine,
+            engine.process,
+            engine.label,
+            size,
+        )
         replica, self.rank = divmod(engine.process.place.rank, size)
         #: True inside ``accel.whole_sequences``.
         self.whole = False
@@ -123,22 +130,34 @@ class SequenceParallel:
         def cut(_: str, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.dim() <= dim or leaf.shape[dim] != length:
                 return leaf
-            shard = leaf.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
+            shard = leaf.chunk(self.size, dim)[self.rank].clone(
+                memory_format=torch.contiguous_format
+            )
             HiddenAttribute.put(shard, length)  # forward accepts marked tensors only
             return shard
 
         return walk(cut, batch, "")
 
     @contextlib.contextmanager
-    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def forward(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         """Exchange heads in the attention of a forward, or of a user's method, that is given shards."""
         tensors = [t for _, t in all_tensors((args, kwargs), "input")]
         lengths = {length for t in tensors if isinstance(length := HiddenAttribute.get(t), int)}
         if len(lengths) > 1:
-            raise BackendError(f"{self.label} got shards of sequences of different lengths: {sorted(lengths)}.")
+            raise BackendError(
+                f"{self.label} got shards of sequences of different lengths: {sorted(lengths)}."
+            )
         if lengths and self.whole:
-            raise BackendError(f"{self.label} got shards inside accel.whole_sequences. Pass full sequences there.")
-        if not lengths and not self.whole and (any(t.dim() for t in tensors) or function is self._engine.entry):
+            raise BackendError(
+                f"{self.label} got shards inside accel.whole_sequences. Pass full sequences there."
+            )
+        if (
+            not lengths
+            and not self.whole
+            and (any(t.dim() for t in tensors) or function is self._engine.entry)
+        ):
             raise BackendError(
                 f"{self.label} with sequence_parallel={self.size} got tensors that are not shards. Call "
                 "batch = accel.shard_sequence(model, batch) last, after .to(device) and slices."
@@ -162,7 +181,13 @@ class SequenceParallel:
     # -- attention ------------------------------------------------------------------------------------------------
 
     def attention(
-        self, original: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        self,
+        original: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Compute attention of some heads over the full sequence."""
         kwargs |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
@@ -181,7 +206,10 @@ class SequenceParallel:
     def _check_attention(self, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None) -> None:
         query, key, _ = tensors
         problem = ""
-        if any(t.dim() != 4 or t.shape[2] not in self.lengths for t in tensors) or key.shape[2] != query.shape[2]:
+        if (
+            any(t.dim() != 4 or t.shape[2] not in self.lengths for t in tensors)
+            or key.shape[2] != query.shape[2]
+        ):
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
             problem = (
                 f"got {shapes}, expected (batch, heads, {min(self.lengths)}, size). Cross attention, caches of "
@@ -190,13 +218,17 @@ class SequenceParallel:
         elif query.shape[1] % math.lcm(key.shape[1], self.size):
             heads = f"{query.shape[1]} heads of queries and {key.shape[1]} of keys"
             problem = f"has {heads}, which do not divide over {self.size} ranks"
-        elif mask is not None and any(n not in (1, query.shape[2] * self.size) for n in mask.shape[-2:]):
+        elif mask is not None and any(
+            n not in (1, query.shape[2] * self.size) for n in mask.shape[-2:]
+        ):
             problem = (
                 f"got a mask of shape {tuple(mask.shape)}, expected all {query.shape[2] * self.size} tokens. Pass "
                 "the full mask, which is not cut, or is_causal=True"
             )
         if problem:
-            raise BackendError(f"sequence_parallel={self.size}: attention of {self.label} {problem}.")
+            raise BackendError(
+                f"sequence_parallel={self.size}: attention of {self.label} {problem}."
+            )
 
     def cross_entropy(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the mean over the tokens of all shards, which may ignore different numbers of tokens."""
@@ -223,7 +255,9 @@ class SequenceParallel:
         with Waiting(self.process, f"the exchange of an attention ({self.label})"):
             dist.all_to_all_single(received, sent, group=self.group)
         flat = received.split([piece[0].numel() for piece in pieces], 1)
-        blocks = [f.view(piece.shape).movedim(0, after) for f, piece in zip(flat, pieces, strict=True)]
+        blocks = [
+            f.view(piece.shape).movedim(0, after) for f, piece in zip(flat, pieces, strict=True)
+        ]
         return [block.flatten(after, after + 1) for block in blocks]
 
 
@@ -242,7 +276,9 @@ def _drop_mask(batch: Any, tokens: Tensor) -> None:
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sequence: SequenceParallel, inward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, sequence: SequenceParallel, inward: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.sequence, ctx.inward = sequence, inward
         return tuple(sequence.swap(inward, tensors))
 
@@ -262,7 +298,11 @@ _live: weakref.WeakSet[SequenceParallel] = weakref.WeakSet()
 def _sequence_of(length: int | None = None) -> SequenceParallel | None:
     """Return the engine that computes, if it was given shards."""
     sequence: SequenceParallel | None = getattr(_now, "sequence", None)
-    if sequence is not None or torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    if (
+        sequence is not None
+        or torch.compiler.is_compiling()
+        or torch._C._current_graph_task_id() == -1
+    ):
         return sequence
     # Activation checkpointing computes a forward again in backward, perhaps in a thread of autograd's.
     return next((s for s in _live if length is None or length in s.lengths), None)
@@ -277,4 +317,8 @@ def _attention(original: Callable[..., Any], query: Tensor, *args: Any, **kwargs
 
 def _cross_entropy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     sequence = _sequence_of()
-    return original(*args, **kwargs) if sequence is None else sequence.cross_entropy(original, *args, **kwargs)
+    return (
+        original(*args, **kwargs)
+        if sequence is None
+        else sequence.cross_entropy(original, *args, **kwargs)
+    )

@@ -47,7 +47,9 @@ def refuse_changes(engine: Engine) -> None:
     engine.restructured = False
 
 
-def prepare(engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False) -> None:
+def prepare(
+    engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False
+) -> None:
     """Make the gradients final that ``optimizer`` is about to step. Collective.
 
     Args:
@@ -134,7 +136,9 @@ class Stepper:
             self._num_parameters = num_parameters
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():  # the step; of what ranks tell each other there is no graph
+        if (
+            torch.compiler.is_compiling()
+        ):  # the step; of what ranks tell each other there is no graph
             return _outside_graphs(self._before, optimizer, args, kwargs)
         engine = self._engine()
         if engine is None:
@@ -148,7 +152,9 @@ class Stepper:
             num_parameters += len(group["params"])
         if num_parameters != self._num_parameters:
             self.look(engine)
-        replaced = self._with_global_closure(engine, args, kwargs) if len(args) > 1 or kwargs else None
+        replaced = (
+            self._with_global_closure(engine, args, kwargs) if len(args) > 1 or kwargs else None
+        )
         if replaced is not None:
             engine.gradients.before_step(optimizer)
         elif optimizer.__dict__.get("found_inf") is not None:
@@ -189,7 +195,9 @@ class Stepper:
         if skipped is True:
             self._hide_gradients()
 
-    def _with_global_closure(self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_global_closure(
+        self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return the arguments of ``step`` with its closure replaced, or None without a closure."""
         at = self._closure_at
         if kwargs.get("closure") is not None:
@@ -219,7 +227,9 @@ class Stepper:
         scale, self.optimizer.grad_scale = self.optimizer.grad_scale, None  # type: ignore[attr-defined]
         self.optimizer.found_inf = None  # type: ignore[attr-defined]
         if scale is not None and (grads := gradients_of(self.optimizer)):
-            torch._foreach_mul_(list(map(here, grads)), scale.double().reciprocal().float().to(grads[0].device))
+            torch._foreach_mul_(
+                list(map(here, grads)), scale.double().reciprocal().float().to(grads[0].device)
+            )
         return bool(found_inf.item())
 
     def _loading(self, optimizer: Optimizer, _: object) -> None:
@@ -255,7 +265,9 @@ class Stepper:
     def _global(self, engine: Engine, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure with final gradients and the mean of the ranks' losses."""
         if engine.precision.scaled:
-            raise PrecisionError("optimizer.step(closure) has no loss scaling. Use 'bf16-mixed' or '32-true'.")
+            raise PrecisionError(
+                "optimizer.step(closure) has no loss scaling. Use 'bf16-mixed' or '32-true'."
+            )
         process = engine.process
 
         def global_closure() -> Any:

@@ -34,7 +34,13 @@ def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
     # 2.13.1 is not newer than 2.13.
     tested = _numbers(newest)
     if _numbers(version)[: len(tested)] > tested:
-        logger.warning("backend=%r was tested with %s up to %s, and %s is installed", backend, package, newest, version)
+        logger.warning(
+            "backend=%r was tested with %s up to %s, and %s is installed",
+            backend,
+            package,
+            newest,
+            version,
+        )
 
 
 def _numbers(version: str) -> list[int]:

@@ -199,7 +199,9 @@ class ZeROGradients(Gradients):
     def in_parts(self) -> bool:
         return self.engine.zero is not None
 
-    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         zero = self.engine.zero
         assert zero is not None  # `in_parts`
         return zero.gradients({zero.numbers[id(p)] for p in parameters})
@@ -315,7 +317,9 @@ class DeepSpeedEngine(Engine):
             refuse_overlaps(module, cls.name)
 
     @classmethod
-    def predict(cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int) -> MemoryUse:
+    def predict(
+        cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
+    ) -> MemoryUse:
         return Configuration(options).predict(tensors, world_size)
 
     def wrap(self) -> None:
@@ -323,9 +327,15 @@ class DeepSpeedEngine(Engine):
         self.configuration.check_precision(self.precision.name)
         if not self.distributed:
             return
-        refuse_parameters({n: p for n, p in self.named.items() if self.stage == 3 or p.requires_grad})
-        if self.stage == 3 and any("_orig_mod" in m._modules for m in (self.entry, *self.module.modules())):
-            raise BackendError("DeepSpeed stage 3 can't gather weights inside a torch.compile wrapper. Use stage=2.")
+        refuse_parameters(
+            {n: p for n, p in self.named.items() if self.stage == 3 or p.requires_grad}
+        )
+        if self.stage == 3 and any(
+            "_orig_mod" in m._modules for m in (self.entry, *self.module.modules())
+        ):
+            raise BackendError(
+                "DeepSpeed stage 3 can't gather weights inside a torch.compile wrapper. Use stage=2."
+            )
         put_zero_grad(self.module, self)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
@@ -351,7 +361,9 @@ class DeepSpeedEngine(Engine):
         transport = self.process.backends.get(device.type)
         zero.start(self.configuration.complete(dtype, numel, transport), device)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call a forward or method. At stage 3 each module gathers its weights."""
         if self.zero is None:
             return function(*args, **kwargs)
@@ -379,7 +391,11 @@ class DeepSpeedEngine(Engine):
 
     def indices(self, optimizer: Optimizer) -> list[int]:
         numbers = {id(p): i for i, p in enumerate(self.parameters)}
-        return [numbers[id(p)] for g in optimizer.param_groups for p in self.gradients.placed.parameters(g)]
+        return [
+            numbers[id(p)]
+            for g in optimizer.param_groups
+            for p in self.gradients.placed.parameters(g)
+        ]
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         remove_zero_grad(self.module)

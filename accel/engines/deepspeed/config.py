@@ -29,7 +29,9 @@ _READ: Final = frozenset({
     "zero_allow_untested_optimizer",
 })  # fmt: skip
 _LOSSY: Final = "quantized communication changes the result: remove the key"
-_NO_MICS: Final = "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP(replicas=...)"
+_NO_MICS: Final = (
+    "DeepSpeed has no MiCS any more: use 'zero_hpz_partition_size', or accel.FSDP(replicas=...)"
+)
 _OLD_OFFLOAD: Final = "use 'offload_optimizer' or 'offload_param' with {'device': 'cpu'}"
 #: Refused keys and the reasons. Any other key that is not listed above is refused too.
 _REFUSED: Final = {
@@ -67,7 +69,11 @@ def _given(section: Any) -> Any:
     """Return a section without the values that are left to accel."""
     if not isinstance(section, Mapping):
         return section
-    return {key: _given(value) for key, value in section.items() if value is not None and value != "auto"}
+    return {
+        key: _given(value)
+        for key, value in section.items()
+        if value is not None and value != "auto"
+    }
 
 
 def _contradiction(key: str, value: Any, reason: str) -> BackendError:
@@ -80,7 +86,9 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     try:
         return dict(json.loads(Path(config).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError) as error:
-        raise BackendError(f"DeepSpeed(config={config!r}) can't be read as a JSON object: {error}") from error
+        raise BackendError(
+            f"DeepSpeed(config={config!r}) can't be read as a JSON object: {error}"
+        ) from error
 
 
 def check_stage(stage: Any) -> None:
@@ -108,7 +116,9 @@ class Configuration:
         self._config = _read(options.config)
         self._zero = _given(self._config.get("zero_optimization", {}))
         if not isinstance(self._zero, dict):
-            raise _contradiction("zero_optimization", self._zero, "a dict was expected, such as {'stage': 2}")
+            raise _contradiction(
+                "zero_optimization", self._zero, "a dict was expected, such as {'stage': 2}"
+            )
         self.stage = self._stage(options.stage)
         #: The weights that the optimizer updates are in CPU memory, and the shards of the model's weights.
         self.offload_optimizer = self._offloads("offload_optimizer", options.offload_optimizer)
@@ -130,7 +140,11 @@ class Configuration:
     def _stage(self, stage: int | None) -> int:
         given = self._zero.get("stage")
         if stage is not None and given not in (None, stage):
-            raise _contradiction("zero_optimization.stage", given, f"DeepSpeed(stage={stage}) was asked for: drop one")
+            raise _contradiction(
+                "zero_optimization.stage",
+                given,
+                f"DeepSpeed(stage={stage}) was asked for: drop one",
+            )
         chosen = stage if stage is not None else 2 if given is None else given
         check_stage(chosen)
         return int(chosen)
@@ -139,53 +153,76 @@ class Configuration:
         given = self._zero.get(key, "none")
         device = given.get("device", "none") if isinstance(given, dict) else given or "none"
         if device not in ("cpu", "none"):
-            raise _contradiction(f"zero_optimization.{key}.device", device, "accel offloads to CPU memory: use 'cpu'")
+            raise _contradiction(
+                f"zero_optimization.{key}.device", device, "accel offloads to CPU memory: use 'cpu'"
+            )
         return bool(option or device != "none")
 
     def check(self, world_size: int) -> None:
         """Raise BackendError for what would be ignored, has no effect, or contradicts the loop."""
         for key, value in self._config.items():
             if key not in _PASSED and key not in _READ and not _is_off(value):
-                reason = _REFUSED.get(key, "accel does not use it, so it would be ignored: remove the key")
-                raise BackendError(f"DeepSpeed configuration: {key!r} has no place in a raw loop: {reason}")
+                reason = _REFUSED.get(
+                    key, "accel does not use it, so it would be ignored: remove the key"
+                )
+                raise BackendError(
+                    f"DeepSpeed configuration: {key!r} has no place in a raw loop: {reason}"
+                )
         self._check_zero(world_size)
         half = self._config.get("bf16")
         if self.masters and _given(half) != {"enabled": True}:
             raise _contradiction("bf16", half, "{'enabled': True} was expected")
         steps = self._config.get("gradient_accumulation_steps", 1)
         if steps not in (1, "auto", None) or steps is True:
-            raise _contradiction("gradient_accumulation_steps", steps, "a raw loop accumulates by itself: drop the key")
-        total, each = (self._config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+            raise _contradiction(
+                "gradient_accumulation_steps",
+                steps,
+                "a raw loop accumulates by itself: drop the key",
+            )
+        total, each = (
+            self._config.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
+        )
         if isinstance(total, int) and isinstance(each, int) and total != each * world_size:
             reason = f"{world_size} batches of {each} are a step, and a raw loop accumulates by itself: drop the key"
             raise _contradiction("train_batch_size", total, reason)
         if self.offload_parameters and self.stage != 3:
-            raise BackendError(f"DeepSpeed(offload_parameters=True) needs stage 3, but the stage is {self.stage}")
+            raise BackendError(
+                f"DeepSpeed(offload_parameters=True) needs stage 3, but the stage is {self.stage}"
+            )
         for option, wanted in (
             ("offload_parameters=True", self.offload_parameters),
             ("offload_optimizer=True", self.offload_optimizer),
             ("config={'bf16': ...}", self.masters),
         ):
             if wanted and world_size == 1:
-                raise BackendError(f"DeepSpeed({option}) on one process has no effect. Use more ranks or remove it.")
+                raise BackendError(
+                    f"DeepSpeed({option}) on one process has no effect. Use more ranks or remove it."
+                )
 
     def _check_zero(self, world_size: int) -> None:
         """Check ``zero_optimization`` against the table of refused keys, and then against DeepSpeed's own schema."""
         offload = self._zero.get("offload_optimizer")
-        for start, section in (("", self._zero), ("offload_optimizer.", offload if isinstance(offload, dict) else {})):
+        for start, section in (
+            ("", self._zero),
+            ("offload_optimizer.", offload if isinstance(offload, dict) else {}),
+        ):
             for name, value in section.items():
                 key = f"zero_optimization.{start}{name}"
                 if key in _REFUSED and not _is_off(value) and (name, value) != ("ratio", 1):
                     raise _contradiction(key, value, _REFUSED[key])
         # "offload_optimizer": "cpu" is a short form of accel's.
         short = [
-            name for name in ("offload_optimizer", "offload_param") if isinstance(self._zero.get(name), str | bool)
+            name
+            for name in ("offload_optimizer", "offload_param")
+            if isinstance(self._zero.get(name), str | bool)
         ]
         given = {key: value for key, value in self._zero.items() if key not in short}
         if not given:  # DeepSpeed need not be installed to predict memory
             return
         try:
-            schema = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(**{**given, "stage": self.stage})
+            schema = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig(
+                **{**given, "stage": self.stage}
+            )
         except (AssertionError, TypeError, ValueError) as error:
             raise BackendError(f"DeepSpeed configuration: zero_optimization: {error}") from error
         near = schema.zero_hpz_partition_size
@@ -236,12 +273,17 @@ class Configuration:
         zero.pop("offload_optimizer", None)  # accel's optimizer steps where the fragments are
         offload = zero.pop("offload_param", None)
         if self.offload_parameters:
-            zero["offload_param"] = {**(offload if isinstance(offload, dict) else {}), "device": "cpu"}
+            zero["offload_param"] = {
+                **(offload if isinstance(offload, dict) else {}),
+                "device": "cpu",
+            }
         size = min(_GLOO_BUCKET if transport == "gloo" else _BUCKET, numel + numel % 2)
         buckets = {"reduce_bucket_size": size, "allgather_bucket_size": size}
         half: dict[torch.dtype, dict[str, Any]] = {
             torch.bfloat16: {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
-            torch.float16: {"data_types": {"grad_accum_dtype": "fp16"}},  # DeepSpeed doesn't scale the loss
+            torch.float16: {
+                "data_types": {"grad_accum_dtype": "fp16"}
+            },  # DeepSpeed doesn't scale the loss
         }
         return {
             "steps_per_print": None,
@@ -268,9 +310,13 @@ def refuse_optimizer(optimizer: Optimizer, settings: Configuration) -> None:
     by_deepspeed = type(optimizer).__module__.startswith("deepspeed.ops.")
     if by_deepspeed and name == "FusedAdam":
         # It counts the steps of a group in its last parameter, which can be on a different rank.
-        raise OptimizerError("DeepSpeed's FusedAdam can't step shards. Use torch.optim.AdamW(fused=True).")
+        raise OptimizerError(
+            "DeepSpeed's FusedAdam can't step shards. Use torch.optim.AdamW(fused=True)."
+        )
     known = by_deepspeed and name in _ELEMENTWISE
-    if not (known or type(optimizer) in ELEMENTWISE or elementwise(optimizer) or settings.any_optimizer):
+    if not (
+        known or type(optimizer) in ELEMENTWISE or elementwise(optimizer) or settings.any_optimizer
+    ):
         raise OptimizerError(
             f"{name} can't step flat shards of parameters unless it treats each element alone, as AdamW does. "
             "If it does, set config={'zero_allow_untested_optimizer': True}."
@@ -284,7 +330,9 @@ def refuse_parameters(named: Mapping[str, nn.Parameter]) -> None:
         dtype = parameter.dtype
         if dtype is torch.float64 or dtype.is_complex or not parameter.numel():
             problem = str(dtype) if parameter.numel() else f"empty (shape {tuple(parameter.shape)})"
-            raise BackendError(f'DeepSpeed can\'t shard {name}, which is {problem}. Use backend="fsdp".')
+            raise BackendError(
+                f'DeepSpeed can\'t shard {name}, which is {problem}. Use backend="fsdp".'
+            )
         if dtype.is_floating_point:
             kinds.setdefault(dtype, name)
     if len(kinds) > 1:

@@ -26,7 +26,9 @@ from ...process.startup import unseen_group
 from ..base.versions import check_version
 
 #: What torch says, in every step, about functions that DeepSpeed calls.
-_renamed: Final = ignored(r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`", FutureWarning)
+_renamed: Final = ignored(
+    r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`", FutureWarning
+)
 
 
 def _quiet(record: logging.LogRecord) -> bool:
@@ -35,7 +37,9 @@ def _quiet(record: logging.LogRecord) -> bool:
 
 def _compile(original: Callable[..., Any], model: Any = None, **options: Any) -> Any:
     """``torch.compile``, which leaves alone what the library's own modules define."""
-    if not str(sys._getframe(2).f_globals.get("__name__")).startswith("deepspeed"):  # who has called the patch
+    if not str(sys._getframe(2).f_globals.get("__name__")).startswith(
+        "deepspeed"
+    ):  # who has called the patch
         return original(model, **options)
     return model if model is not None else lambda function: function
 
@@ -78,7 +82,10 @@ def _compare(original: Callable[..., Any], values: Any) -> Any:
 @functools.cache
 def _comparisons() -> list[Patch]:
     table = vars(library("deepspeed.runtime.zero.utils"))
-    return [around(table, name, _compare) for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")]
+    return [
+        around(table, name, _compare)
+        for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
+    ]
 
 
 @contextlib.contextmanager
@@ -157,11 +164,18 @@ def release_groups(roots: Iterable[Any]) -> None:
         seen.add(id(owner))
         attributes = getattr(owner, "__dict__", {})
         for name, value in list(attributes.items()):
-            if any(isinstance(v, dist.ProcessGroup) for v in (value if isinstance(value, list) else [value])):
+            if any(
+                isinstance(v, dist.ProcessGroup)
+                for v in (value if isinstance(value, list) else [value])
+            ):
                 attributes[name] = None
         cells = [cell.cell_contents for cell in getattr(owner, "__closure__", None) or ()]
         reached = (*attributes.values(), *cells)
-        todo += [v for v in reached if isinstance(v, FunctionType) or type(v).__module__.startswith("deepspeed.")]
+        todo += [
+            v
+            for v in reached
+            if isinstance(v, FunctionType) or type(v).__module__.startswith("deepspeed.")
+        ]
 
 
 def without_groups() -> contextlib.AbstractContextManager[None]:
@@ -172,14 +186,20 @@ def without_groups() -> contextlib.AbstractContextManager[None]:
 
 
 def initialise(
-    module: nn.Module, groups: list[list[nn.Parameter]], config: dict[str, Any], device: torch.device
+    module: nn.Module,
+    groups: list[list[nn.Parameter]],
+    config: dict[str, Any],
+    device: torch.device,
 ) -> Any:
     """Call ``deepspeed.initialize``, which shards ``groups``. Its own optimizer never steps. Collective."""
     with _undisturbed(device):
         with unseen_group():
             deepspeed = _import(device)
         # It keeps process groups for good, also those of a process group that ended.
-        if library("deepspeed.utils.groups")._WORLD_GROUP not in (None, *distributed_c10d._world.pg_map):
+        if library("deepspeed.utils.groups")._WORLD_GROUP not in (
+            None,
+            *distributed_c10d._world.pg_map,
+        ):
             forget_groups()
         # It raises if an earlier model has set one.
         library("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
@@ -190,20 +210,31 @@ def initialise(
         config = {**config, "zero_optimization": {**divided, "memory_efficient_linear": False}}
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
         # All ranks have rank 0's weights, or wait for their own.
-        kind = type("DeepSpeedEngine", (deepspeed.DeepSpeedEngine,), {"_broadcast_model": lambda engine: None})
+        kind = type(
+            "DeepSpeedEngine",
+            (deepspeed.DeepSpeedEngine,),
+            {"_broadcast_model": lambda engine: None},
+        )
         # Its shared-memory op takes a minute to compile and serves only inference.
-        ops = replaced(vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool))
+        ops = replaced(
+            vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)
+        )
         with ops, replaced(vars(deepspeed), kind.__name__, kind):
             if divided["stage"] == 3:
                 # One weight after the other, or else it would bring all of them to the device first.
                 deepspeed.zero.Init(module=module, config_dict_or_path=config)
-            engine = deepspeed.initialize(model=module, optimizer=stand_in, config=config, dist_init_required=False)[0]
+            engine = deepspeed.initialize(
+                model=module, optimizer=stand_in, config=config, dist_init_required=False
+            )[0]
     _renamed.need(engine)
     for patch in _comparisons() if divided["stage"] == 3 else ():
         patch.need(engine)
     if divided["stage"] == 3 and divided.get("memory_efficient_linear", True):
         _efficient.need(engine)
-    zero, forward = engine.optimizer, [engine.module_forward_pre_hook, engine.module_forward_post_hook]
+    zero, forward = (
+        engine.optimizer,
+        [engine.module_forward_pre_hook, engine.module_forward_post_hook],
+    )
     for hooks in (forward, zero._grad_acc_hooks, getattr(zero, "_leaf_module_hooks", [])):
         remove_hooks(hooks)
     library("deepspeed.utils.debug").debug_clear_module_and_param_names()

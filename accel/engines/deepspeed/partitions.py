@@ -201,7 +201,9 @@ class Partitions(ABC):
         weights = weights.pin_memory() if pinned else weights
         self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
 
-    def announced(self, reduce: Callable[..., None], came: Callable[..., Any]) -> Callable[..., None]:
+    def announced(
+        self, reduce: Callable[..., None], came: Callable[..., Any]
+    ) -> Callable[..., None]:
         """Return DeepSpeed's ``reduce`` of a bucket, announced before. ``came`` lists its contents."""
         process, what = self.process, f"the reduction of a bucket of gradients ({self.label})"
         waiting = Waiting(process, what)
@@ -353,7 +355,13 @@ class Partitions(ABC):
     def gather(self) -> None:
         """Give every rank what is in the homes. Collective."""
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: bool,
+    ) -> Any:
         """Call the root module, which is a forward, or a method of it."""
         return function(*args, **kwargs)
 

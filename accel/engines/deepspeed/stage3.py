@@ -87,7 +87,9 @@ class _Gradients(dict[int, torch.Tensor]):
         shard, fragment = self._owned[ds_id]
         weights, pinned = fragment.weights, fragment.pinned
         if ds_id not in self:
-            self[ds_id] = torch.zeros(shard.ds_numel, dtype=shard.dtype, device=weights.device, pin_memory=pinned)
+            self[ds_id] = torch.zeros(
+                shard.ds_numel, dtype=shard.dtype, device=weights.device, pin_memory=pinned
+            )
         elif (grad := super().__getitem__(ds_id)).dtype is not weights.dtype:
             if pinned:  # the CPU reads it, and it may still be copied
                 accelerator().synchronize()
@@ -378,7 +380,13 @@ class Stage3(Partitions):
             for table in self._tables:
                 table._in_forward = self._running > 0
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], forward: bool) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        forward: bool,
+    ) -> Any:
         """Call a forward, or a method with DeepSpeed's hooks around it, and none of the program's."""
         with self._forward():
             if forward:

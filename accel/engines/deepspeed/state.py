@@ -72,7 +72,11 @@ class DeepSpeedHoldings(Holdings):
             if fragment is None:  # of a parameter without elements no rank has one
                 return None if torch.Size(shape).numel() else super().part(name, tensor)
             return Shard(name, shape, fragment.start, fragment.weights)
-        if fragment is None or tensor.shape != fragment.weights.shape or (key == "step" and tensor.numel() == 1):
+        if (
+            fragment is None
+            or tensor.shape != fragment.weights.shape
+            or (key == "step" and tensor.numel() == 1)
+        ):
             return super().part(name, tensor, key)
         return Shard(f"{name}/{key}", shape, fragment.start, tensor)
 
@@ -87,7 +91,9 @@ class DeepSpeedHoldings(Holdings):
                 found.append(StateEntry(name, tuple(zero.shapes[index]), fragment.weights, state))
         return found
 
-    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def new_state(
+        self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         divided, _ = self._fragment(entry.name)
         shape = tuple(entry.parameter.shape) if divided and shape == entry.shape else shape
         return super().new_state(entry, key, shape, dtype)
@@ -106,7 +112,9 @@ class DeepSpeedHoldings(Holdings):
         """Give the user's own objects full weights, gradients and optimizer state. Collective."""
         engine, what = self.engine, "the end of a divided model"
         if lost := zero.take_edits():
-            logger.warning("%s changed in place, which is lost", ", ".join(engine.names[i] for i in lost[:5]))
+            logger.warning(
+                "%s changed in place, which is lost", ", ".join(engine.names[i] for i in lost[:5])
+            )
         named = engine.named
         held = [*((name, "", p) for name, p in named.items()), *self.gradients()]
         whole = self.gather(what, held, device=torch.device("cpu"))
@@ -134,5 +142,9 @@ class DeepSpeedHoldings(Holdings):
             refuse_steps(optimizer, self.engine.ended)
         with without_groups():
             divided = zero.divides_weights
-            copy = (lambda p: without_values(p, p.device)) if divided else (lambda p: p.detach().clone())
+            copy = (
+                (lambda p: without_values(p, p.device))
+                if divided
+                else (lambda p: p.detach().clone())
+            )
             zero.end([copy(p) for p in self.engine.parameters])

@@ -166,7 +166,9 @@ def unmark(weight: Any) -> None:
         weight.__class__ = weight._own_kind
 
 
-def _announced(gather: Callable[..., Any], weight: Any, process: Process, what: str) -> Callable[..., Any]:
+def _announced(
+    gather: Callable[..., Any], weight: Any, process: Process, what: str
+) -> Callable[..., Any]:
     def all_gather(param_list: Any = None, **options: Any) -> Any:
         weights = [weight] if param_list is None else param_list
         announce(process, what, len(weights))

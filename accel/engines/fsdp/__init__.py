@@ -39,7 +39,18 @@ from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
-from .plan import Mesh, Plan, axes_of, blocks, check_cut, check_mesh, check_module, check_plan, cut_dims, text_of
+from .plan import (
+    Mesh,
+    Plan,
+    axes_of,
+    blocks,
+    check_cut,
+    check_mesh,
+    check_module,
+    check_plan,
+    cut_dims,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,11 +102,18 @@ class FSDP(SequenceOptions):
         check_plan(self.plan)
         check_mesh(self)
         if self.plan is not None and self.tensor_parallel == 1 and self.mesh is None:
-            raise BackendError("FSDP(plan=...) cuts nothing with tensor_parallel=1. Pass tensor_parallel=n too.")
-        for name, allowed in (("param_dtype", (torch.bfloat16,)), ("reduce_dtype", (torch.float32, torch.bfloat16))):
+            raise BackendError(
+                "FSDP(plan=...) cuts nothing with tensor_parallel=1. Pass tensor_parallel=n too."
+            )
+        for name, allowed in (
+            ("param_dtype", (torch.bfloat16,)),
+            ("reduce_dtype", (torch.float32, torch.bfloat16)),
+        ):
             value = getattr(self, name)
             if value not in (None, *allowed):
-                raise BackendError(f"FSDP({name}={value!r}): expected None or {' or '.join(map(str, allowed))}")
+                raise BackendError(
+                    f"FSDP({name}={value!r}): expected None or {' or '.join(map(str, allowed))}"
+                )
 
     # A notebook cell that runs twice makes new style objects, so texts are compared.
     def __eq__(self, other: object) -> bool:
@@ -120,7 +138,11 @@ class FSDP(SequenceOptions):
                 f"FSDP(replicas={self.replicas}, tensor_parallel={self.tensor_parallel}) needs a multiple of {ranks} processes, "
                 f"and there are {world_size}."
             )
-        return {"replicate": self.replicas, "shard": world_size // ranks, "tensor": self.tensor_parallel}
+        return {
+            "replicate": self.replicas,
+            "shard": world_size // ranks,
+            "tensor": self.tensor_parallel,
+        }
 
 
 FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
@@ -151,7 +173,9 @@ class FSDPHoldings(Holdings):
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         return self.engine.parts.part(f"{name}/{key}" if key else name, tensor)
 
-    def new_state(self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def new_state(
+        self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         return self.engine.parts.new(entry.parameter, shape, dtype)
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -168,7 +192,9 @@ class FSDPHoldings(Holdings):
             shard, state = parts.known.get(id(parameter), parameter), optimizer.state.pop(parameter)
             entry = StateEntry(names[id(shard)], tuple(shard.shape), shard, {})
             settings = groups.get(entry.name, {})
-            optimizer.state[shard] = {key: self.own_part(entry, key, v, settings) for key, v in state.items()}
+            optimizer.state[shard] = {
+                key: self.own_part(entry, key, v, settings) for key, v in state.items()
+            }
 
     def restore(self, parts: Conversion, optimizers: Sequence[Optimizer]) -> None:
         """Put full values into the old parameters: NaN if a rank can't be reached. Collective."""
@@ -185,7 +211,10 @@ class FSDPHoldings(Holdings):
                 for optimizer in optimizers:
                     self.give_back(what, optimizer, engine.named | old)
         except (RuntimeError, AccelError) as error:
-            engine.ended, whole = str(error) if isinstance(error, AccelError) else reason_of(error), None
+            engine.ended, whole = (
+                str(error) if isinstance(error, AccelError) else reason_of(error),
+                None,
+            )
         parts.restore(whole, optimizers)
         if whole is None:
             for optimizer in optimizers:
@@ -201,7 +230,9 @@ class FSDPHoldings(Holdings):
             if id(p) not in shards:
                 found.append((name, p))
             elif any(mesh.sizes[axis] > 1 for axis in copies):
-                found.append((f"{name} (part {' of part '.join(place)})" if place else name, here(p)))
+                found.append(
+                    (f"{name} (part {' of part '.join(place)})" if place else name, here(p))
+                )
         return found
 
     def _shards(self) -> set[int]:
@@ -239,7 +270,9 @@ class FSDPGradients(Gradients):
             self.announce("the broadcast of buffers")
             self.buffers.synchronize()
 
-    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.engine.parts.gradients(parameters)
 
     def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor:
@@ -291,14 +324,20 @@ class FSDPEngine(Engine):
                 refuse(module, cls.name)
         if sizes["tensor"] > 1:
             if sequence_size(options, process) > 1:
-                raise BackendError("sequence_parallel and tensor_parallel exclude each other: both divide the heads")
+                raise BackendError(
+                    "sequence_parallel and tensor_parallel exclude each other: both divide the heads"
+                )
             check_cut(module, options.plan, sizes["tensor"])
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """Let ranks that split a layer read the same batches."""
         place, size = process.place, axes_of(options, process.place.world_size)["tensor"]
-        return super().replica(options, process) if size == 1 else (place.rank // size, place.world_size // size)
+        return (
+            super().replica(options, process)
+            if size == 1
+            else (place.rank // size, place.world_size // size)
+        )
 
     @classmethod
     def predict(
@@ -387,9 +426,15 @@ class FSDPEngine(Engine):
             self._same_inputs = SameInputs(self.label, place)
             states = torch_states() if mesh.place["tensor"] == 0 else None
             from_ranks = agree(f"the random numbers of {self.label}", (place, states))
-            put_torch_states(next(states for other, states in from_ranks if other == place and states is not None))
+            put_torch_states(
+                next(
+                    states for other, states in from_ranks if other == place and states is not None
+                )
+            )
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not self.divided:
             return function(*args, **kwargs)
         sharded, grad = self.parts.sharded, torch.is_grad_enabled()
@@ -397,11 +442,17 @@ class FSDPEngine(Engine):
         name = "" if is_forward else getattr(function, "__name__", type(function).__name__)
 
         def compute() -> Any:
-            return function(*args, **kwargs) if is_forward else sharded.compute(function, args, kwargs)
+            return (
+                function(*args, **kwargs) if is_forward else sharded.compute(function, args, kwargs)
+            )
 
         self.parts.notice_exception()
         try:
-            out = compute() if self._same_inputs is None else self._same_inputs.call(compute, args, kwargs, name)
+            out = (
+                compute()
+                if self._same_inputs is None
+                else self._same_inputs.call(compute, args, kwargs, name)
+            )
         except BaseException as error:
             sharded.reset()
             if text := _explained(str(error), self.label):

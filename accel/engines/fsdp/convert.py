@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from ...deferred import borrowing, refuse_without_values, reset_own, resetting, swap, weights_of, without_values
+from ...deferred import (
+    borrowing,
+    refuse_without_values,
+    reset_own,
+    resetting,
+    swap,
+    weights_of,
+    without_values,
+)
 from ...errors import BackendError
 from ...gradients.totals import average_gradients_
 from ...precision import here
@@ -38,7 +46,12 @@ class Conversion:
         self.known: dict[int, nn.Parameter] = {}
         #: The parameter objects that shards replaced, each with its shard, by name.
         self.replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._places = [(m, n, p) for m in self.module.modules() for n, p in m._parameters.items() if p is not None]
+        self._places = [
+            (m, n, p)
+            for m in self.module.modules()
+            for n, p in m._parameters.items()
+            if p is not None
+        ]
         #: Every rank has these whole. ``_averaged``: their last averaged gradients and versions.
         self._scalars: dict[str, nn.Parameter] = {}
         self._averaged: list[tuple[torch.Tensor | None, int]] = []
@@ -58,7 +71,9 @@ class Conversion:
         for parameter in old.values():
             if not parameter.is_contiguous():  # FSDP2 takes no others
                 parameter.data = parameter.data.contiguous()
-        average_gradients_(f"gradients before accel.setup ({self.label})", [*old.values()], [*old], self.process)
+        average_gradients_(
+            f"gradients before accel.setup ({self.label})", [*old.values()], [*old], self.process
+        )
         gradients = {name: p.grad for name, p in old.items() if p.grad is not None}
         children = [self.module.get_submodule(name) for name in blocks]
         borrowed, weights = borrowing(self.module), weights_of(self.module)
@@ -77,7 +92,9 @@ class Conversion:
             if shard is not parameter:
                 self._replace(name, parameter, shard, gradients.get(name))
 
-    def _replace(self, name: str, parameter: nn.Parameter, shard: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def _replace(
+        self, name: str, parameter: nn.Parameter, shard: nn.Parameter, gradient: torch.Tensor | None
+    ) -> None:
         self.known[id(parameter)] = shard
         self.replaced[name] = parameter, shard
         parameter.grad = None
@@ -93,9 +110,13 @@ class Conversion:
         try:
             act()
         except Exception as caught:
-            error = BackendError(f"torch's fully_shard refuses {self.label}: {type(caught).__name__}: {caught}")
+            error = BackendError(
+                f"torch's fully_shard refuses {self.label}: {type(caught).__name__}: {caught}"
+            )
             error.__cause__ = caught
-        problems = agree(f"accel.setup (fully_shard of {self.label})", "" if error is None else str(error))
+        problems = agree(
+            f"accel.setup (fully_shard of {self.label})", "" if error is None else str(error)
+        )
         raise_together("accel.setup", error, problems, BackendError)
 
     def begin(self) -> None:
@@ -105,7 +126,9 @@ class Conversion:
         self.known.update((id(gathered), shard) for gathered, shard in self.sharded.gathered())
         mesh, shards = self.sharded.mesh, [*self._shards()]
         #: This rank counts these in a norm: no rank before it has the same part.
-        self._counted = {id(p) for p in shards if not any(mesh.place[axis] for axis in mesh.copies(p))}
+        self._counted = {
+            id(p) for p in shards if not any(mesh.place[axis] for axis in mesh.copies(p))
+        }
         self._counts_all = len(self._counted) == len(shards)
 
     # -- first values of parameters on the meta device (accel.deferred_init) -----------------------
@@ -121,7 +144,10 @@ class Conversion:
 
     @torch.no_grad()
     def _initialize(
-        self, waiting: set[int], borrowed: dict[int, set[str]], gather: Callable[[nn.Parameter], torch.Tensor]
+        self,
+        waiting: set[int],
+        borrowed: dict[int, set[str]],
+        gather: Callable[[nn.Parameter], torch.Tensor],
     ) -> None:
         """Make rank 0's values by ``reset_parameters`` of one module at a time. Collective.
 
@@ -142,7 +168,12 @@ class Conversion:
             for key, shard in shards.items():
                 value = without_values(shard, device) if key in empty else gather(shard)
                 whole[key] = nn.Parameter(value, requires_grad=shard.requires_grad)
-            places = [(m, n, p) for m in child.modules() for n, p in m._parameters.items() if p is not None]
+            places = [
+                (m, n, p)
+                for m in child.modules()
+                for n, p in m._parameters.items()
+                if p is not None
+            ]
             for owner, name, shard in places:
                 owner._parameters[name] = whole[id(shard)]
             try:
@@ -154,7 +185,9 @@ class Conversion:
             for key, shard in shards.items():
                 self._fill(shard, whole[key])
             empty -= shards.keys()
-        refuse_without_values((n, here(p)) for n, p in self.module.named_parameters() if id(p) in waiting)
+        refuse_without_values(
+            (n, here(p)) for n, p in self.module.named_parameters() if id(p) in waiting
+        )
 
     # -- which tensor is which ---------------------------------------------------------------------
 
@@ -176,7 +209,9 @@ class Conversion:
             return torch.empty(shape, dtype=dtype, device=parameter.device)
         local = torch.empty_like(parameter.to_local(), dtype=dtype)
         mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
 
     @torch.no_grad()  # then to_local() gives the very tensor
     def part(self, name: str, tensor: torch.Tensor) -> Shard | None:
@@ -188,7 +223,9 @@ class Conversion:
         if not len(local):
             return None
         row, box = (
-            _place_of(tensor) if mesh.parallel else (mesh.place["shard"] * -(-shape[0] // mesh.sizes["shard"]), ())
+            _place_of(tensor)
+            if mesh.parallel
+            else (mesh.place["shard"] * -(-shape[0] // mesh.sizes["shard"]), ())
         )
         return Shard(name, shape, row * (local.numel() // len(local)), local, box)
 
@@ -226,17 +263,25 @@ class Conversion:
             return
         gradients = [p.grad for p in self._scalars.values()]
         for gradient, (known, version) in zip(gradients, self._averaged, strict=True):
-            if gradient is not None and (gradient is not known or (edited and gradient._version != version)):
+            if gradient is not None and (
+                gradient is not known or (edited and gradient._version != version)
+            ):
                 break
         else:
             return
         what = f"the reduction of scalars ({self.label})"
         announce(self.process, what)
-        average_gradients_(what, [*self._scalars.values()], [*self._scalars], self.process, self.sharded.mesh.add)
+        average_gradients_(
+            what, [*self._scalars.values()], [*self._scalars], self.process, self.sharded.mesh.add
+        )
         gradients = [p.grad for p in self._scalars.values()]
-        self._averaged = [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+        self._averaged = [
+            (gradient, 0 if gradient is None else gradient._version) for gradient in gradients
+        ]
 
-    def gradients(self, parameters: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def gradients(
+        self, parameters: Iterable[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this rank's parts of gradients: those that it counts in a norm, and the rest."""
         having = [p for p in parameters if p.grad is not None]
         parts = parts_of([p.grad for p in having])
@@ -252,7 +297,9 @@ class Conversion:
         mesh = self.sharded.mesh
         if mesh.parallel:
             return value
-        return DTensor.from_local(value, mesh.whole, [Replicate()] * mesh.whole.ndim, run_check=False)
+        return DTensor.from_local(
+            value, mesh.whole, [Replicate()] * mesh.whole.ndim, run_check=False
+        )
 
     def age(self, shards: Iterable[torch.Tensor]) -> None:
         """Let a backward from an earlier forward raise, as it does after a step in one process."""
@@ -266,7 +313,9 @@ class Conversion:
 
     # -- back to whole parameters ------------------------------------------------------------------
 
-    def restore(self, whole: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]) -> None:
+    def restore(
+        self, whole: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]
+    ) -> None:
         """Put the parameter objects of before in the shards' places.
 
         Args:
@@ -302,7 +351,9 @@ def _place_of(tensor: DTensor) -> tuple[int, Box]:
 
 
 def _of_shard(name: str) -> Any:
-    return property(lambda old: getattr(old.shard, name), lambda old, value: setattr(old.shard, name, value))
+    return property(
+        lambda old: getattr(old.shard, name), lambda old, value: setattr(old.shard, name, value)
+    )
 
 
 class StandIn(Absent, nn.Parameter):
@@ -328,7 +379,9 @@ class StandIn(Absent, nn.Parameter):
         )
 
 
-def _bring_back(parameter: nn.Parameter, value: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def _bring_back(
+    parameter: nn.Parameter, value: torch.Tensor, gradient: torch.Tensor | None
+) -> None:
     """Make a stand-in the parameter that it was, with these values."""
     trainable = parameter.requires_grad  # its shard's
     bring_back(parameter)

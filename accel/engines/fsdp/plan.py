@@ -37,11 +37,19 @@ def check_mesh(options: Any) -> None:
         return
     names = getattr(mesh, "mesh_dim_names", None)
     if not names:
-        raise BackendError(f"mesh={mesh!r}: expected a torch.distributed.DeviceMesh with mesh_dim_names")
+        raise BackendError(
+            f"mesh={mesh!r}: expected a torch.distributed.DeviceMesh with mesh_dim_names"
+        )
     roles = [role for name in names for role, known in AXES.items() if name in known]
     what = f"mesh with the axes {', '.join(map(repr, names))}: expected"
-    if len(roles) < len(names) or roles != [role for role in AXES if role in roles] or "shard" not in roles:
-        raise BackendError(f"{what}, in this order, some of 'replicate', 'shard' and 'tensor', with 'shard'")
+    if (
+        len(roles) < len(names)
+        or roles != [role for role in AXES if role in roles]
+        or "shard" not in roles
+    ):
+        raise BackendError(
+            f"{what}, in this order, some of 'replicate', 'shard' and 'tensor', with 'shard'"
+        )
     if options.plan is not None and "tensor" not in roles:
         raise BackendError(f"{what} one that the plan cuts layers along, named 'tensor'")
     for option in ("replicas", "tensor_parallel"):
@@ -56,7 +64,9 @@ def axes_of(options: Any, world_size: int) -> dict[str, int]:
     if options.mesh is None:
         return options.axes(world_size)  # type: ignore[no-any-return]
     if options.mesh.mesh.flatten().tolist() != list(range(world_size)):
-        raise BackendError(f"{options.mesh!r}: expected one of the ranks 0 to {world_size - 1}, in this order")
+        raise BackendError(
+            f"{options.mesh!r}: expected one of the ranks 0 to {world_size - 1}, in this order"
+        )
     sizes = dict(zip(options.mesh.mesh_dim_names, options.mesh.shape, strict=True))
     return {role: math.prod(sizes.get(name, 1) for name in known) for role, known in AXES.items()}
 
@@ -69,16 +79,24 @@ class Mesh:
         self.sizes = axes_of(options, process.place.world_size)
         self.whole: DeviceMesh = options.mesh
         if options.mesh is None:  # FSDP2 needs an axis to shard along, even if it has one rank
-            self.whole = mesh_of(process, {role: n for role, n in self.sizes.items() if n > 1 or role == "shard"})
+            self.whole = mesh_of(
+                process, {role: n for role, n in self.sizes.items() if n > 1 or role == "shard"}
+            )
         else:
-            process.given_groups += [g for g in self.whole.get_all_groups() if g not in process.given_groups]
+            process.given_groups += [
+                g for g in self.whole.get_all_groups() if g not in process.given_groups
+            ]
         dims = self.whole.mesh_dim_names
         assert dims is not None
         #: The axes that it has, as the mesh calls them.
-        self.names = {role: n for n in dims for role, known in AXES.items() if n.partition(" ")[0] in known}
+        self.names = {
+            role: n for n in dims for role, known in AXES.items() if n.partition(" ")[0] in known
+        }
         coordinate: Any = self.whole.get_coordinate()
         #: This rank's place along each axis.
-        self.place = dict.fromkeys(AXES, 0) | {role: coordinate[dims.index(n)] for role, n in self.names.items()}
+        self.place = dict.fromkeys(AXES, 0) | {
+            role: coordinate[dims.index(n)] for role, n in self.names.items()
+        }
 
     @property
     def parallel(self) -> bool:
@@ -100,7 +118,11 @@ class Mesh:
         """Return the axes along which all ranks have the same of a tensor."""
         placements = getattr(tensor, "placements", ())  # none of a plain tensor
         names = tensor.device_mesh.mesh_dim_names if placements else ()
-        sharded = {name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()}
+        sharded = {
+            name
+            for name, placement in zip(names, placements, strict=True)
+            if not placement.is_replicate()
+        }
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
     def add(self, flat: torch.Tensor) -> None:
@@ -147,13 +169,19 @@ def _group(module: nn.Module, path: str, groups: dict[str, nn.Module]) -> str:
 
 def check_module(module: nn.Module) -> None:
     """Raise BackendError if something of the module would be lost without an error."""
-    embeddings = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = [
+        (n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+    ]
     if limited := [name for name, embedding in embeddings if embedding.max_norm is not None]:
         raise BackendError(
             f"{limited[0]} has max_norm, which writes to its weight in forward, and FSDP2 would drop these writes. "
             'Leave max_norm out, or use backend="ddp".'
         )
-    if hooked := [n for n, p in module.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]:
+    if hooked := [
+        n
+        for n, p in module.named_parameters()
+        if p._backward_hooks or p._post_accumulate_grad_hooks
+    ]:
         raise BackendError(
             f"{hooked[0]} has gradient hooks, which its shard would not have. "
             "Register them after accel.setup, on model.parameters()."
@@ -213,8 +241,12 @@ def check_plan(plan: Any) -> None:
 def text_of(plan: Plan) -> str:
     """Return a plan as text. Styles with the same settings have the same text on all ranks."""
     styles = {} if plan is None else plan
-    without_repr = [name for name, style in styles.items() if type(style).__repr__ is object.__repr__]
-    texts = {name: f"{type(styles[name]).__qualname__}({vars(styles[name])})" for name in without_repr}
+    without_repr = [
+        name for name, style in styles.items() if type(style).__repr__ is object.__repr__
+    ]
+    texts = {
+        name: f"{type(styles[name]).__qualname__}({vars(styles[name])})" for name in without_repr
+    }
     return str({**styles, **texts} or None)
 
 
@@ -246,7 +278,9 @@ def cut(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
         parallelize_module(layer, mesh, _style(planned.style), src_data_rank=None)
         layer._buffers.update(buffers)  # torch makes DTensors of them, which can't be broadcast
         for key, parameter in parameters.items():
-            if parameter is not None and layer._parameters[key] is not parameter:  # tied parameters stay tied
+            if (
+                parameter is not None and layer._parameters[key] is not parameter
+            ):  # tied parameters stay tied
                 layer._parameters[key] = parts.setdefault(id(parameter), layer.get_parameter(key))
 
 
@@ -267,16 +301,26 @@ def _cuts(module: nn.Module, plan: Plan) -> list[_Cut]:
     for pattern, style in (plan or _own_plan(module)).items():
         matching = [name for name in modules if _matches(name, pattern)]
         if not matching:
-            raise BackendError(f"the plan's {pattern!r} names no module of this {type(module).__name__}")
+            raise BackendError(
+                f"the plan's {pattern!r} names no module of this {type(module).__name__}"
+            )
         for name in matching:
             kind = _STYLES[style][0] if isinstance(style, str) else type(style).__name__
-            dims = [d for (s, layer), d in _DIMS.items() if s == kind and isinstance(modules[name], layer)]
+            dims = [
+                d
+                for (s, layer), d in _DIMS.items()
+                if s == kind and isinstance(modules[name], layer)
+            ]
             cuts[name] = _Cut(name, modules[name], style, next(iter(dims), None))
     found: dict[int, set[int | None]] = {}
     for name, child in modules.items():
         for parameter in child.parameters(recurse=False):
             found.setdefault(id(parameter), set()).add(cuts[name].dim if name in cuts else None)
-    tied = [n for n, c in cuts.items() if any(len(found[id(p)]) > 1 for p in c.layer.parameters(recurse=False))]
+    tied = [
+        n
+        for n, c in cuts.items()
+        if any(len(found[id(p)]) > 1 for p in c.layer.parameters(recurse=False))
+    ]
     if tied and plan:
         raise BackendError(
             f"{tied[0]} is tied to another layer, and the plan cuts them differently. Name both, or none."
@@ -305,6 +349,8 @@ def _style(style: Any) -> ParallelStyle:
     if not isinstance(style, str):
         return style  # type: ignore[no-any-return]
     name, whole = _STYLES[style]
-    if name == "SequenceParallel":  # a norm looks along the last dimension only, so any other may be cut
+    if (
+        name == "SequenceParallel"
+    ):  # a norm looks along the last dimension only, so any other may be cut
         return parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
     return getattr(parallel, name)(**dict.fromkeys(whole, Replicate()))  # type: ignore[no-any-return]

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -50,7 +55,9 @@ def _set_data(tensor: Any, value: torch.Tensor) -> bool:
 _patches: Final[tuple[Patch, ...]] = (
     *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _gather),
     data_patch(_set_data),
-    ignored("FSDP2-wrapped module .* returned a view tensor"),  # `_watch_group` registers hooks for these
+    ignored(
+        "FSDP2-wrapped module .* returned a view tensor"
+    ),  # `_watch_group` registers hooks for these
 )
 
 
@@ -113,9 +120,14 @@ class ShardedModule:
         self._by_shard = {id(param.sharded_param): param for param in self.params}
         self.snapshot.changed()
 
-    def watch(self, label: str, begin_backward: Callable[[], None], end_backward: Callable[[], None]) -> None:
+    def watch(
+        self, label: str, begin_backward: Callable[[], None], end_backward: Callable[[], None]
+    ) -> None:
         """Announce what FSDP2 gathers and reduces, and call functions around each backward."""
-        names = {id(m): n or "the parameters outside of all blocks" for n, m in self.module.named_modules()}
+        names = {
+            id(m): n or "the parameters outside of all blocks"
+            for n, m in self.module.named_modules()
+        }
         inside: set[int] = set()
         for state in self.states:
             _watch_backward(state, self.root._state_ctx, begin_backward, end_backward)
@@ -137,7 +149,9 @@ class ShardedModule:
 
     # -- training ----------------------------------------------------------------------------------
 
-    def compute(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def compute(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call a method as if it were the root's forward, so that its parameters are gathered."""
         if self.root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
@@ -175,7 +189,9 @@ class ShardedModule:
         if param is None or param.sharded_param is not tensor:
             return False
         if not isinstance(value, DTensor) and value.shape == tensor.shape:
-            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            value = distribute_tensor(
+                value, tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
         if getattr(value, "_spec", None) != tensor._spec or value.dtype is not tensor.dtype:
             raise BackendError(
                 f"p.data = ... of a sharded parameter of shape {tuple(tensor.shape)} got a tensor of another shape, dtype or "
@@ -200,7 +216,10 @@ class ShardedModule:
             patch.drop(self)
         remove_hooks(self._hooks)
         for state in self.states:
-            for name in ("_register_root_post_backward_final_callback", "_root_post_backward_final_callback"):
+            for name in (
+                "_register_root_post_backward_final_callback",
+                "_root_post_backward_final_callback",
+            ):
                 vars(state).pop(name, None)
         self.snapshot.restore()
         for child in self.module.modules():
@@ -215,7 +234,9 @@ def unsharded(module: nn.Module) -> list[nn.Parameter]:
 def _prepare(param: Any, world_size: int, device: torch.device) -> None:
     """Make the gathered tensors now: those made in inference mode could not be trained."""
     inputs = param.all_gather_inputs
-    param.init_all_gather_outputs([t.numel() for t in inputs], [t.dtype for t in inputs], world_size, device)
+    param.init_all_gather_outputs(
+        [t.numel() for t in inputs], [t.dtype for t in inputs], world_size, device
+    )
     param.init_unsharded_param()
     param.free_unsharded_param()
 
@@ -226,11 +247,15 @@ def _watch_group(state: Any, group: Any, process: Process, name: str, label: str
     gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
     weights = {id(param._unsharded_param) for param in group.fsdp_params}
-    places = [(p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params]
+    places = [
+        (p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params
+    ]
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         for parameters, key, param in places:
-            if (tensor := parameters.get(key)) is not param.sharded_param and tensor is not param._unsharded_param:
+            if (
+                tensor := parameters.get(key)
+            ) is not param.sharded_param and tensor is not param._unsharded_param:
                 refuse_other_tensor(param._param_fqn or key, "FSDP2")
         if group._all_gather_result is not None or group.is_unsharded:
             return unshard(*args, **kwargs)
@@ -244,7 +269,9 @@ def _watch_group(state: Any, group: Any, process: Process, name: str, label: str
         if torch.is_grad_enabled():
             tensors = [t if t._base is None else t._base for _, t in all_tensors(output)]
             if any(id(tensor) in weights for tensor in tensors):  # using it would crash the process
-                raise BackendError(f"{name} returns a weight, which is freed after the forward. Return weight.clone().")
+                raise BackendError(
+                    f"{name} returns a weight, which is freed after the forward. Return weight.clone()."
+                )
             state._register_pre_backward_hook(tensors)
         return post_forward(module, inputs, output)
 
@@ -264,9 +291,14 @@ def _has_gradient(param: Any) -> bool:
     return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
 
 
-def _watch_backward(state: Any, context: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+def _watch_backward(
+    state: Any, context: Any, begin: Callable[[], None], end: Callable[[], None]
+) -> None:
     """Call ``begin`` when a backward first reaches FSDP2, and ``end`` at its end."""
-    register, finish = state._register_root_post_backward_final_callback, state._root_post_backward_final_callback
+    register, finish = (
+        state._register_root_post_backward_final_callback,
+        state._root_post_backward_final_callback,
+    )
 
     def begin_backward() -> None:
         if not context.post_backward_final_callback_queued:
@@ -302,7 +334,10 @@ def _enter_by(child: nn.Module, root: Any) -> list[Any]:
         entered.clear()
         return root._post_forward(module, args, output)
 
-    return [child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True), child.register_forward_hook(leave)]
+    return [
+        child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        child.register_forward_hook(leave),
+    ]
 
 
 def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:

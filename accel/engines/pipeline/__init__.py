@@ -26,7 +26,18 @@ from ..base.options import Options
 from ..base.placement import Placement, Placements
 from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass
-from .stages import Named, Rows, Stage, check_batchnorm, check_module, flatten, predict, run_all, split, split_rows
+from .stages import (
+    Named,
+    Rows,
+    Stage,
+    check_batchnorm,
+    check_module,
+    flatten,
+    predict,
+    run_all,
+    split,
+    split_rows,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +216,9 @@ class PipelineGradients(Gradients):
             self.channel.end()
         super().backward_ends(completed, outermost)
 
-    def parts(self, parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return [p.grad for p in parameters if p.grad is not None], []
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -304,7 +317,9 @@ class PipelineEngine(Engine):
         if function is not self.entry:
             return function(*args, **kwargs)
         if len(args) != 1 or kwargs:
-            raise TypeError(f"nn.Sequential takes one input, but got {len(args)} and {list(kwargs)}")
+            raise TypeError(
+                f"nn.Sequential takes one input, but got {len(args)} and {list(kwargs)}"
+            )
         tensors, form = flatten(args[0], "input")
         rows = split_rows(tensors, self.options.chunks)
         if len(rows) > 1:
@@ -315,7 +330,9 @@ class PipelineEngine(Engine):
             return self._run_over_ranks(tensors, form, rows, keep)
         return run_all(self._stages, tensors, form, rows, keep)
 
-    def _run_over_ranks(self, tensors: list[torch.Tensor], form: Any, rows: Rows, keep: list[bool]) -> Any:
+    def _run_over_ranks(
+        self, tensors: list[torch.Tensor], form: Any, rows: Rows, keep: list[bool]
+    ) -> Any:
         mask = self.mask.now()
         self._num_forwards += 1
         what = f"forward {self._num_forwards} of a pipeline ({self.label})"

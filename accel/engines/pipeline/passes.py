@@ -84,7 +84,12 @@ class Channel:
         self._num_passes = Counter[str]()
 
     def compare(
-        self, what: str, facts: dict[str, Any], kind: str, tensors: Sequence[torch.Tensor], advice: str
+        self,
+        what: str,
+        facts: dict[str, Any],
+        kind: str,
+        tensors: Sequence[torch.Tensor],
+        advice: str,
     ) -> None:
         """Raise RankMismatchError if facts differ, or the tensors of a checked pass. Collective."""
         self._num_passes[kind] += 1
@@ -176,7 +181,9 @@ class Channel:
         try:
             with Waiting(self.process, "a message of a pipeline"):
                 yield
-        except AccelError:  # The connections are closed, and gloo's threads must not free tensors at exit.
+        except (
+            AccelError
+        ):  # The connections are closed, and gloo's threads must not free tensors at exit.
             self._sent.clear()
             raise
 

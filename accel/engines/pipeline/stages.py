@@ -121,7 +121,11 @@ class Stage:
 
 
 def run_all(
-    stages: Sequence[Stage], tensors: Sequence[torch.Tensor], form: Any, rows: Rows, keep: Sequence[bool]
+    stages: Sequence[Stage],
+    tensors: Sequence[torch.Tensor],
+    form: Any,
+    rows: Rows,
+    keep: Sequence[bool],
 ) -> Any:
     """Return the output of all stages in one process. ``keep`` is for each micro-batch."""
     values = [put_back(form, batch) for batch in micro_batches(tensors, rows)]
@@ -169,7 +173,9 @@ def split(module: nn.Module, balance: Balance, world_size: int) -> list[list[Nam
     return [list(itertools.islice(rest, count)) for count in counts]
 
 
-def predict(module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, world_size: int) -> MemoryUse | None:
+def predict(
+    module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, world_size: int
+) -> MemoryUse | None:
     """Return the bytes of the largest stage, or None if there are fewer children than ranks."""
     count = len(module._modules)
     if not is_sequential(module) or count < world_size:
