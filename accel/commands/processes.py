@@ -21,7 +21,8 @@ from torch import nn
 from ..engines import ENGINES, resolve
 from ..errors import AccelError, LaunchError
 from ..memory import memory_report
-from ..process.environments import available, detect
+from ..process.devices import available
+from ..process.launchers import detect
 from . import Command
 
 

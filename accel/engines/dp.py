@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ..process.environments import available
+from ..process.devices import available
 from .base.engine import Engine
 from .base.options import LayerOptions
 

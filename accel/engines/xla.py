@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import BackendError
 from ..process import Process
-from ..process.environments import available
+from ..process.devices import available
 from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 

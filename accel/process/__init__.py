@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, DeviceError, RankMismatchError
-from .environments import Place, parse_backend, pick, resolve, unserved
+from .devices import parse_backend, pick, resolve, why_unserved
 from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks
+from .launchers import Place
 from .startup import UNKNOWN, Rendezvous, destroy_groups, place_now, select, start
 from .startup import Process as Process
 
@@ -231,7 +232,7 @@ def use_devices(devices: object) -> None:
             f"devices={devices!r} is {found}, but this process uses {known}; call accel.teardown() before using others"
         )
     if mine != process.devices and process.control is not None:
-        if problem := unserved(mine[0], process.backends):
+        if problem := why_unserved(mine[0], process.backends):
             raise DeviceError(f"devices={devices!r}: {problem}")
         if len(asked) < place.local_world_size and not process.shares(mine[0]):
             raise DeviceError(

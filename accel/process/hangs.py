@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .environments import Place
+from .launchers import Place
 from .packing import framed, to_bytes, to_tensor, unframed
 
 if TYPE_CHECKING:

@@ -25,20 +25,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from ..errors import AccelError, DeviceError, LaunchError
-from .environments import (
-    ALONE,
-    Place,
+from .devices import (
     available,
+    check_not_shared,
     default_backend,
-    detect,
     identity,
     parse_backend,
     pick,
-    refuse_shared,
     resolve,
-    unserved,
+    why_unserved,
 )
 from .hangs import HangDetector, accelerator_backends, counts
+from .launchers import ALONE, Place, detect
 from .packing import begin_gather, gather_framed, to_bytes
 
 logger = logging.getLogger("accel")
@@ -473,7 +471,7 @@ def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelt
 def _agree_on_devices(process: Process, problem: str) -> None:
     """Picks this rank's device; where a rank has a problem, or two ranks one device, all raise."""
     host, first = socket.gethostname(), process.asked[0]
-    problem = problem or unserved(first, process.backends)
+    problem = problem or why_unserved(first, process.backends)
     reports = exchange(
         process, (problem, host, f"{first.type} by {process.backends.get(first.type)}")
     )
@@ -492,7 +490,7 @@ def _agree_on_devices(process: Process, problem: str) -> None:
         process.place = replace(process.place, local_rank=local_rank, local_world_size=len(mates))
     process.devices = pick(process.asked, process.place.local_rank, process.place.local_world_size)
     if not process.shares(first):
-        refuse_shared(exchange(process, identity(process.device, host)))
+        check_not_shared(exchange(process, identity(process.device, host)))
 
 
 def exchange(process: Process, value: object) -> list[Any]:

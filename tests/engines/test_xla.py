@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel.process import environments
+from accel.process import devices
 from tests.distributed import refusals, run
 
-ON_XLA = environments.available()[0] in ("tpu", "xla")
+ON_XLA = devices.available()[0] in ("tpu", "xla")
 needs_xla = pytest.mark.skipif(not ON_XLA, reason="no XLA device: torch-tpu and a TPU, or torch_xla and PJRT_DEVICE")
 
 
@@ -62,5 +62,5 @@ def train() -> tuple[str, str, float]:
 @needs_xla
 def test_the_whole_loop_on_the_device() -> None:
     ((name, device, distance),) = run(1, train, timeout=240)
-    assert (name, device) == ("ModelHandle[xla]", environments.available()[0])
+    assert (name, device) == ("ModelHandle[xla]", devices.available()[0])
     assert distance < 1e-5

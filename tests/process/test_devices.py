@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from accel.errors import AccelError, DeviceError
 from accel.process import hangs, startup
-from accel.process.environments import (
-    Place,
+from accel.process.devices import (
     available,
+    check_not_shared,
     default_backend,
     identity,
     parse_backend,
     parse_devices,
     pick,
-    refuse_shared,
     resolve,
 )
+from accel.process.launchers import Place
 
 CPU = (torch.device("cpu"),)
 
@@ -87,11 +87,11 @@ def test_free_devices() -> None:
         asked.append(number)
         return number in (0, 2)
 
-    assert parse_devices("free:2", 4, probe=probe) == cuda(1, 3)
+    assert parse_devices("free:2", 4, is_occupied=probe) == cuda(1, 3)
     assert asked == [0, 1, 2, 3]
-    assert parse_devices("free:1", 4, probe=probe) == cuda(1)
+    assert parse_devices("free:1", 4, is_occupied=probe) == cuda(1)
     with pytest.raises(DeviceError, match=r"3 free accelerators are asked for, free are \[1, 3\]"):
-        parse_devices("free:3", 4, probe=probe)
+        parse_devices("free:3", 4, is_occupied=probe)
 
 
 def test_pick() -> None:
@@ -103,9 +103,9 @@ def test_pick() -> None:
 
 def test_one_device_for_two_ranks_is_refused() -> None:
     owners = [identity(torch.device("mps", 0), host) for host in ("a", "b", "a")]
-    refuse_shared(owners[:2])
+    check_not_shared(owners[:2])
     with pytest.raises(DeviceError, match=r"ranks \[0, 2\] would share one device"):
-        refuse_shared(owners)
+        check_not_shared(owners)
 
 
 def test_default_backends() -> None:

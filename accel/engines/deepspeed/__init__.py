@@ -17,7 +17,7 @@ from ...errors import BackendError, PrecisionError
 from ...gradients.totals import average_gradients_
 from ...precision import Accumulator
 from ...process import Process
-from ...process.environments import available
+from ...process.devices import available
 from ..base.engine import Context, Engine, lost_weights
 from ..base.gradients import (
     Gradients,

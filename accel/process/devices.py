@@ -1,0 +1,217 @@
+"""The devices of this node, and the devices that a request such as ``devices=2`` means.
+
+====================  ==========================================================
+``None, 0, "cpu"``    the CPU
+``3, -1``             the first three accelerators, or all of them
+``[1, 3], "1, 3"``    these accelerators. ``"3"`` is the accelerator numbered 3
+``"-1"``              all accelerators
+``"auto"``            all accelerators, or the CPU without any
+``"free:2"``          two GPUs that no other process uses
+``"cuda:1"``          a device by its name. A ``torch.device`` and lists work too
+====================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..errors import AccelError, DeviceError
+
+_CPU = (torch.device("cpu"),)
+_IDLE_MEMORY = 64  # MiB. The driver uses less, and any CUDA context uses more
+
+
+def available() -> tuple[str, int]:
+    """Return the type and number of this node's accelerators, or ``("cpu", 0)``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        return accelerator.type, torch.accelerator.device_count()
+    # torch.accelerator doesn't know the devices of torch_xla.
+    if os.environ.get("PJRT_DEVICE") and importlib.util.find_spec("torch_xla"):
+        torch_xla = importlib.import_module("torch_xla")
+        return torch_xla.device().type, torch_xla.device_count()
+    return "cpu", 0
+
+
+def resolve(devices: object) -> tuple[torch.device, ...]:
+    """Return the devices of this node that a request means. ACCEL_DEVICES replaces ``"auto"``."""
+    if isinstance(devices, str) and devices == "auto":
+        devices = os.environ.get("ACCEL_DEVICES") or "auto"
+    kind, count = available()
+    return parse_devices(devices, count, kind)
+
+
+def parse_devices(
+    devices: object,
+    count: int,
+    kind: str = "cuda",
+    is_occupied: Callable[[int], bool] | None = None,
+) -> tuple[torch.device, ...]:
+    """Return the devices that a request means, on a node with ``count`` accelerators.
+
+    Args:
+        is_occupied: tells for the number of a GPU if other processes use it. None: ask the driver.
+
+    Raises:
+        DeviceError: the request has a different form, or the devices don't exist.
+    """
+    try:
+        return _parse(devices, count, kind, is_occupied or _is_occupied)
+    except ValueError as error:
+        names = ", ".join(f"{kind}:{index}" for index in range(count))
+        existing = f"{names} and cpu" if names else "no accelerator, only cpu"
+        raise DeviceError(
+            f"devices={devices!r}: {error}; this machine has {existing}. Pass a number of "
+            'devices, -1, a list ([0, 1]), numbers ("0, 1"), "free:2", "cpu" or "auto".'
+        ) from None
+
+
+def _parse(
+    devices: object, count: int, kind: str, is_occupied: Callable[[int], bool]
+) -> tuple[torch.device, ...]:
+    if isinstance(devices, str):
+        devices = _parse_text(devices.strip(), count, is_occupied)
+    if devices is None or (isinstance(devices, torch.device) and devices.type == "cpu"):
+        return _CPU
+    if isinstance(devices, bool):
+        raise ValueError("a bool is not a number of devices")
+    if isinstance(devices, int):
+        if devices == 0:
+            return _CPU
+        number = count if devices == -1 else devices
+        if not 0 < number <= count:
+            raise ValueError(f"there are {count} accelerators")
+        indices = list(range(number))
+    elif isinstance(devices, list | tuple):
+        indices = [_index(device, count, kind) for device in devices]
+    else:
+        indices = [_index(devices, count, kind)]
+    if not indices or len(set(indices)) < len(indices):
+        raise ValueError("expected each device once, and at least one")
+    return tuple(torch.device(kind, index) for index in indices)
+
+
+def _parse_text(text: str, count: int, is_occupied: Callable[[int], bool]) -> object:
+    """Return the object that a string stands for."""
+    if text == "auto":
+        return -1 if count else None
+    if text == "-1":
+        return -1
+    if re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
+        return [int(number) for number in text.split(",")]
+    if re.fullmatch(r"free:[1-9]\d*", text):
+        wanted = int(text.removeprefix("free:"))
+        free = [index for index in range(count) if not is_occupied(index)]
+        if len(free) < wanted:
+            raise ValueError(f"{wanted} free accelerators are asked for, free are {free}")
+        return free[:wanted]
+    return _device(text)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"{name!r} is not a device") from None
+
+
+def _index(device: object, count: int, kind: str) -> int:
+    """Return the number of an accelerator that is given by its number, name or torch.device."""
+    if isinstance(device, str):
+        device = _device(device)
+    if isinstance(device, torch.device):
+        if device.type != kind or (device.index is None and count != 1):
+            raise ValueError(f"{str(device)!r} is not a single accelerator of this machine")
+        device = device.index or 0
+    if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < count:
+        raise ValueError(f"there is no accelerator number {device!r}")
+    return device
+
+
+def _is_occupied(index: int) -> bool:
+    """True if other processes use this GPU. Asks the driver, because allocating would occupy it."""
+    query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
+    try:
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        result = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
+        rows = [row.split(",") for row in result.stdout.splitlines()]
+        used = {name.strip().removeprefix("GPU-"): int(memory) for name, memory in rows}
+        return used[uuid] > _IDLE_MEMORY
+    except (OSError, RuntimeError, KeyError, ValueError, subprocess.SubprocessError) as error:
+        raise DeviceError(
+            f'devices="free:n" needs nvidia-smi, which failed ({error}). Name the devices.'
+        ) from error
+
+
+# -- the devices of one rank, and the process group backends that serve them -------------------------
+
+
+def pick(
+    devices: tuple[torch.device, ...], local_rank: int, local_world_size: int
+) -> tuple[torch.device, ...]:
+    """Return the devices of one rank: all if it is alone on its node, else one."""
+    if local_world_size == 1:
+        return devices
+    # A launcher may show each rank its own device only, always as number 0.
+    return (devices[local_rank % len(devices)],)
+
+
+def identity(device: torch.device, host: str) -> str:
+    """Return a name of the physical device. Its number depends on the devices a process sees."""
+    if device.type == "cuda":
+        return f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    return f"{device} of {host}"
+
+
+def check_not_shared(owners: Sequence[str]) -> None:
+    """Raise DeviceError if two ranks use a physical device. ``owners`` are their identities."""
+    for owner in owners:
+        ranks = [rank for rank, other in enumerate(owners) if other == owner]
+        if len(ranks) > 1:
+            raise DeviceError(
+                f"ranks {ranks} would share one device ({owner}). Start fewer processes, set "
+                'LOCAL_RANK, or call accel.init(process_group="gloo") to share it.'
+            )
+
+
+def why_unserved(device: torch.device, backends: Mapping[str, str]) -> str:
+    """Return why the process group can't send this device's tensors, or an empty string."""
+    if device.type in backends:
+        return ""
+    return f"the process group has no backend for {device.type} tensors, only {dict(backends)}"
+
+
+def default_backend(kind: str) -> str:
+    """Return the process group backend for a type of device, beside gloo for CPU tensors."""
+    if kind == "cpu" or (kind == "cuda" and not dist.is_nccl_available()):
+        return "gloo"
+    backends = dist.Backend.default_device_backend_map
+    if kind not in backends:
+        raise DeviceError(
+            f'torch.distributed has no backend for {kind} devices. Use devices="cpu".'
+        )
+    return f"cpu:gloo,{kind}:{backends[kind]}"
+
+
+def parse_backend(text: str) -> dict[str, str]:
+    """Return the backend of each device type, from ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    names = [part.rpartition(":")[2] for part in str(text).lower().split(",")]
+    try:
+        if not set(names) <= set(known):
+            raise ValueError(f"the backends are {', '.join(known)}")
+        served = dist.BackendConfig(dist.Backend(text)).get_device_backend_map()
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise AccelError(
+            f'process_group={text!r}: {reason}. Pass a backend or "cpu:gloo,cuda:nccl".'
+        ) from error
+    return {device: str(name) for device, name in served.items()}
