@@ -238,7 +238,7 @@ class Words:
 
     def _end_of(self, rank: int) -> str:
         """Why nothing more comes of a rank; the thread that trains may wait for this save, and notice nothing."""
-        detector = self._process.detector
+        detector = self._process.watchdog
         how = "" if detector is None else detector.left.get(rank, "")
         return ended() or (how and f"rank {rank} {how}")
 

@@ -1,19 +1,19 @@
-"""This process: its place among the ranks, its devices, its process groups."""
+"""This process: its rank, its devices and its process groups."""
 
 from __future__ import annotations
 
 import atexit
 import builtins
-import ctypes
 import gc
 import logging
+import math
 import os
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 import torch
 import torch.distributed as dist
@@ -21,40 +21,44 @@ from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, DeviceError, RankMismatchError
 from .devices import parse_backend, pick, resolve, why_unserved
-from .hangs import HangDetector, abort_kernels, disconnect, missing_ranks
 from .launchers import Place
 from .startup import UNKNOWN, Rendezvous, destroy_groups, place_now, select, start
 from .startup import Process as Process
+from .watchdog import Watchdog, disconnect_all, missing_ranks
 
 logger = logging.getLogger("accel")
 
 #: How long a restart waits for the other ranks, which may be waking up from a collective.
-_RESTART = timedelta(minutes=1)
-#: Seconds for which this rank waits at its end for exchanges that others may come to, and then for what breaks them off.
-_MOMENT = 2.0
-#: How a rank ends, as the others hear it.
-TORN_DOWN = "called accel.teardown(), and does not come"
+_RESTART: Final = timedelta(minutes=1)
+#: How a rank leaves, in the errors of the ranks that wait for it.
+TORN_DOWN: Final = "called accel.teardown(), and does not come"
+_RETURNED: Final = (
+    "ended its program, by its end or sys.exit, and does not come. Its loop was shorter (use "
+    "accel.any_rank or accel.join), or the other ranks make a call that it doesn't make"
+)
 
 
 @dataclass
 class _State:
-    """The one process, and why its groups were ended."""
+    """The process while accel runs, and why its groups were ended.
+
+    Attributes:
+        mismatch: the groups were ended because the ranks were at different collectives.
+        over: accel has ended at the interpreter's exit.
+    """
 
     process: Process | None = None
     ended: str = ""
-    #: They were ended because the ranks are in different places.
     mismatch: bool = False
-    #: Accel's own function of atexit has run.
     over: bool = False
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
-    #: One thread at a time starts it.
-    starting: Any = field(default_factory=threading.RLock)
+    start_lock: Any = field(default_factory=threading.RLock)
 
 
 _state = _State()
 
 
-# -- start and end ----------------------------------------------------------------------------------------------------
+# -- start -----------------------------------------------------------------------------------------
 
 
 def init(
@@ -63,19 +67,22 @@ def init(
     timeout: float | timedelta | None = None,
     devices: object = "auto",
 ) -> None:
-    """Starts accel in this process: finds its place and devices and brings the process group up. Collective.
+    """Start accel in this process: find its rank and devices, and start the process group. Collective.
 
-    ``accel.setup`` does it by itself; call it to say more. Called again, it only checks that nothing else is asked.
+    ``accel.setup`` calls it for you. Call it first to choose different settings. A second call only
+    checks that it asks for the same settings.
 
     Args:
-        process_group: The backend of torch.distributed, such as "gloo" or "cpu:gloo,cuda:nccl"; by the devices if None.
-        timeout: Seconds (or a timedelta) after which a collective that misses a rank fails; 30 minutes if None.
-        devices: The devices of this host's processes; see docs/environments.md.
+        process_group: a backend of torch.distributed, such as "gloo" or "cpu:gloo,cuda:nccl". None:
+            the backend for the devices.
+        timeout: how long a collective waits for other ranks, in seconds or as a timedelta. None:
+            30 minutes.
+        devices: the devices of this node's processes; see docs/environments.md.
 
     Raises:
-        AccelError: accel runs already with another process group or timeout, or the launcher's variables are wrong.
-        DeviceError: the devices do not exist, are too few, or others are in use already; on every rank.
-        LaunchError: the process group cannot come up.
+        AccelError: accel runs with different settings, or the launcher's variables are wrong.
+        DeviceError: the devices don't exist or are too few, on any rank.
+        LaunchError: the process group doesn't start.
     """
     refuse_fork()
     served = None if process_group is None else parse_backend(process_group)
@@ -86,52 +93,50 @@ def init(
     process = current()
     if served is not None and process.group is not None and served != process.backends:
         raise AccelError(
-            f"accel.init(process_group={process_group!r}): the process group runs with {dict(process.backends)}; "
-            "call accel.teardown() before another one"
+            f"accel.init(process_group={process_group!r}): the process group runs with "
+            f"{dict(process.backends)}. Call accel.teardown() before you change it."
         )
     if limit is not None and limit != process.timeout:
         raise AccelError(
-            f"accel.init(timeout={timeout!r}): accel runs with {process.timeout.total_seconds():g} s; "
-            "call accel.teardown() before changing it"
+            f"accel.init(timeout={timeout!r}): accel runs with {process.timeout.total_seconds():g} "
+            "s. Call accel.teardown() before you change it."
         )
     use_devices(devices)
 
 
 def _begin(backend: str | None, timeout: timedelta | None, devices: object) -> Process:
-    with _state.starting:
-        if _state.process is not None:  # another thread was first
+    with _state.start_lock:
+        if _state.process is not None:  # a different thread was first
             return _state.process
-        if _state.over:  # gloo's threads would outlive what is left of the interpreter
+        if _state.over:
+            # gloo's threads would outlive the interpreter.
             raise AccelError(
-                "the program is at its end: register with atexit after accel.setup what is to call accel there"
+                "The program is ending. To call accel at exit, register with atexit after "
+                "accel.setup."
             )
         process = _state.process = start(backend, timeout, devices, _state.rendezvous)
     if process.control is not None:
-        _detect_hangs(process, process.control)
+        process.watchdog = Watchdog(process, _notice)
+        process.watchdog.start()
         atexit.register(_at_exit)
     return process
 
 
-def _detect_hangs(process: Process, control: dist.ProcessGroup) -> None:
-    process.detector = HangDetector(process, control, _noticed)
-    process.detector.start()
-
-
 def refuse_fork() -> None:
-    """Raise AccelError in a process that was forked from one in which accel runs."""
+    """Raise AccelError in a process that was forked from a process in which accel runs."""
     process = _state.process
     if process is not None and os.getpid() != process.pid:
         raise AccelError(
-            f"This process was forked from rank {rank()}, as DataLoader workers are, and can't use its connections to "
-            "other ranks. Call accel in the process that called accel.setup."
+            f"This process was forked from rank {rank()}, as DataLoader workers are, and can't use "
+            "its connections to other ranks. Call accel in the process that called accel.setup."
         )
 
 
 def current() -> Process:
-    """The running process; started from the environment where it is not, which is collective.
+    """Return the running process. Start it from the environment if needed, which is collective.
 
-    AccelError where the process groups were ended, replaced outside accel, or are those of a process that this one was forked
-    from.
+    Raises:
+        AccelError: the process groups were ended or replaced, or this is a forked process.
     """
     refuse_fork()
     if _state.ended:
@@ -142,78 +147,30 @@ def current() -> Process:
     process = _state.process or _begin(None, None, "auto")
     if dist.group.WORLD is not process.group:
         raise AccelError(
-            "torch.distributed's default process group was made or destroyed while accel ran; call accel.teardown() "
-            "before that, and accel.setup after it"
+            "torch.distributed's default process group was made or destroyed while accel ran. Call "
+            "accel.teardown() before you change it."
         )
     return process
 
 
 def running() -> Process | None:
-    """The process if accel runs in it and its groups are whole; starts nothing."""
+    """Return the process if accel runs in it. Start nothing."""
     return None if _state.ended else _state.process
 
 
-def ended() -> str:
-    """Why the process groups were ended; empty where they were not."""
-    return _state.ended
-
-
-def lost(what: str, error: RuntimeError) -> AccelError:
-    """The error of a collective that another rank's end broke; ends the groups."""
-    reason = reason_of(error)
-    end_groups(reason)
-    kind = RankMismatchError if _state.mismatch else AccelError
-    return kind(f"rank {rank()} cannot go on in {what}: {reason}")
-
-
-def reason_of(error: RuntimeError) -> str:
-    """Why a collective failed, as far as the ranks tell each other; waits a moment for their word."""
-    process, limit = _state.process, time.monotonic() + 2
-    left: dict[int, str] = (
-        {} if process is None or process.detector is None else process.detector.left
-    )
-    while not _state.ended and not left and time.monotonic() < limit:
-        time.sleep(0.02)
-    if _state.ended:
-        return _state.ended
-    if process is None:
-        return "accel does not run"
-    if left:
-        return "; ".join(
-            f"rank {number} (host {process.hosts[number]}) {how}"
-            for number, how in sorted(left.items())
-        )
-    reason = _who_is_missing(process, error)
-    return _state.ended or reason or "a connection between the ranks broke, and no rank says why"
-
-
-def who_is_missing(error: BaseException) -> str:
-    """``_who_is_missing`` of this process, for an error that ends it."""
-    # One of gloo's is a RuntimeError; what connections of the program's own raise tells of no rank.
-    ours = isinstance(error, RuntimeError) and not _state.ended
-    return _who_is_missing(_state.process, error) if _state.process is not None and ours else ""
-
-
-def _who_is_missing(process: Process, error: object) -> str:
-    """Which ranks do not say that they failed too; empty where ``error`` is not about other ranks."""
-    text = str(error)
-    # A closed connection is noticed at once, a timeout by each rank in its own time.
-    wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
-    if not wait:
-        return ""
-    missing = missing_ranks(lambda: process.store("failed"), process.place, wait)
-    if missing is None:
-        return f"rank 0 (host {process.hosts[0]}) cannot be reached, or the host of the launcher's store"
-    if not missing:
-        return "all ranks waited in vain"
-    silent = [f"{rank} (host {process.hosts[rank]})" for rank in missing]
-    return f"rank {', '.join(silent)} did not answer: it ended or hangs, or the link to it is cut"
+def _duration(timeout: float | timedelta) -> timedelta:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not math.isfinite(seconds) or seconds <= 0:
+        raise AccelError(f"timeout={timeout!r}: expected a positive number of seconds.")
+    return timedelta(seconds=seconds)
 
 
 def use_devices(devices: object) -> None:
-    """Takes the devices that a call asks for; ``"auto"`` asks for nothing. Local, where accel runs already.
+    """Use the devices that a call asks for. ``"auto"`` changes nothing.
 
-    DeviceError where they do not exist, are too few, or others are in use already.
+    Raises:
+        DeviceError: the devices don't exist, are too few, or different devices are in use.
     """
     if isinstance(devices, str) and devices == "auto":
         return
@@ -222,62 +179,56 @@ def use_devices(devices: object) -> None:
         return
     process, place = current(), _state.process.place
     if isinstance(devices, str) and devices == process.request:
-        return  # "free:2" would find the devices taken, by this process
+        return  # "free:2" would find that this process uses the devices
     asked = resolve(devices)
-    mine = pick(asked, place.local_rank, place.local_world_size)
-    used = process.asked if process.request != "auto" or process.dependents else asked
-    if asked != used:
-        found, known = (", ".join(map(str, several)) for several in (asked, used))
+    own = pick(asked, place.local_rank, place.local_world_size)
+    in_use = process.asked if process.request != "auto" or process.dependents else asked
+    if asked != in_use:
         raise DeviceError(
-            f"devices={devices!r} is {found}, but this process uses {known}; call accel.teardown() before using others"
+            f"devices={devices!r} is {', '.join(map(str, asked))}, but this process uses "
+            f"{', '.join(map(str, in_use))}. Call accel.teardown() before you change it."
         )
-    if mine != process.devices and process.control is not None:
-        if problem := why_unserved(mine[0], process.backends):
-            raise DeviceError(f"devices={devices!r}: {problem}")
-        if len(asked) < place.local_world_size and not process.shares(mine[0]):
-            raise DeviceError(
-                f"devices={devices!r}: {len(asked)} for {place.local_world_size} processes of this host"
-            )
-    process.request, process.asked, process.devices = devices, asked, mine
+    if own != process.devices and process.control is not None:
+        problem = why_unserved(own[0], process.backends)
+        if problem:
+            raise DeviceError(f"devices={devices!r}: {problem}.")
+        if len(asked) < place.local_world_size and not process.shares(own[0]):
+            count = f"{len(asked)} devices for {place.local_world_size} processes of this node"
+            raise DeviceError(f"devices={devices!r}: {count}. Start fewer processes.")
+    process.request, process.asked, process.devices = devices, asked, own
     select(process.device)
 
 
+# -- end -------------------------------------------------------------------------------------------
+
+
 def shutdown(how: str = TORN_DOWN) -> None:
-    """Ends accel's control group, and the default group if accel made it; everything can start again. The others hear ``how``."""
+    """End accel's process groups, so that accel can start again. The other ranks hear ``how``."""
     process = _state.process
     atexit.unregister(_at_exit)
     if process is not None:
-        if process.detector is not None:
+        if process.watchdog is not None:
             if not _state.ended:
-                process.exchanges_over(
-                    _MOMENT
-                )  # of this rank's part of them others may not have heard
-                process.detector.tell_leave(how)
-            process.detector.stop()
-            process.detector = None
-        # gloo does not wake a thread that sends where the connection has just broken: it waits for as long as the group may.
-        stuck = not process.exchanges_over(_MOMENT)
+                process.watchdog.tell_leave(how)
+            process.watchdog.stop()
+            process.watchdog = None
         if _state.ended:
             _finish_end()
         else:
             if process.control is not None:
-                _let_go(process, "the processes were shut down")
+                _release(process, "the processes were shut down")
             if dist.group.WORLD is process.group:
                 destroy_groups(process)
-        if process.control is not None:
-            gc.collect()  # of what held the groups some sits in cycles
-        if stuck:  # the end of a group waits for its threads
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(process.control))
-        # The last references, so that gloo's threads end here and not at exit, where one that frees a tensor aborts.
-        process.begun_exchanges.clear()
+        # The last references must go now. A gloo thread that frees a tensor while the interpreter
+        # ends aborts the process.
         process.group = process.control = None
         process.meshes.clear()
         process.subgroups.clear()
-        process.given_groups.clear()
+        gc.collect()
     _state.process, _state.ended, _state.mismatch = None, "", False
 
 
-def _let_go(process: Process, reason: str) -> None:
+def _release(process: Process, reason: str) -> None:
     for dependent in list(process.dependents):
         dependent.abandon(reason)
     process.dependents.clear()
@@ -287,22 +238,62 @@ def _let_go(process: Process, reason: str) -> None:
 
 
 def end_groups(reason: str, *, mismatch: bool = False) -> None:
-    """Ends all process groups, so that ranks blocked in any collective fail instead of hanging. Local.
+    """End all process groups, so that ranks in any collective raise instead of hanging. Local.
 
-    Those that wait for this rank fail at once, the others within a second or two.
-    ``current`` then raises with the reason, until ``shutdown``.
+    Ranks that wait for this rank raise at once, others within two seconds. ``current`` raises with
+    the reason until ``shutdown``.
     """
     process = _state.process
-    _note_end(reason, mismatch)
+    _mark_ended(reason, mismatch)
     if process is not None:
-        _let_go(process, _state.ended)
+        _release(process, _state.ended)
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
 
 
+def _mark_ended(reason: str, mismatch: bool) -> None:
+    """Do the part of an end that the watchdog can do while this thread waits in a collective."""
+    if not _state.ended:
+        _state.mismatch, _state.ended = mismatch, reason
+        if _state.process is not None:
+            _state.process.ended = reason
+            if _state.process.watchdog is not None:
+                _state.process.watchdog.tell_end(reason, mismatch)
+    disconnect_all()
+
+
+def _notice(reason: str, mismatch: bool) -> None:
+    """Called by the watchdog when the groups have to end."""
+    if not _state.ended:
+        logger.error("rank %d: the process groups were ended: %s", rank(), reason)
+    _mark_ended(reason, mismatch)
+
+
+def _finish_end() -> None:
+    """Do the part of an end that needs the training thread."""
+    if _state.process is not None and dist.group.WORLD is _state.process.group:
+        end_groups(_state.ended)
+
+
+def _at_exit() -> None:
+    if _state.process is None or os.getpid() != _state.process.pid:
+        return
+    # The other ranks must not wait for a rank that ends with an error.
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        reason = f"rank {rank()} ended with {type(error).__name__}"
+        missing = who_is_missing(error)
+        if missing and not _state.ended:
+            reason = f"{reason}: {missing}"
+            logger.error(reason)
+        end_groups(reason)
+    shutdown(_RETURNED)
+    _state.over = True
+
+
 @dataclass(frozen=True)
 class StartOptions:
-    """How accel was started in this process."""
+    """The settings with which accel was started."""
 
     backend: str | None
     timeout: timedelta
@@ -310,7 +301,7 @@ class StartOptions:
 
 
 def start_options() -> StartOptions | None:
-    """Return how accel was started, to start it alike after ``shutdown``; None if it does not run."""
+    """Return the settings for ``restart``, or None if accel doesn't run."""
     process = _state.process
     if process is None:
         return None
@@ -321,120 +312,126 @@ def start_options() -> StartOptions | None:
 def restart(options: StartOptions | None) -> None:
     """Start accel again after ``shutdown``. Collective.
 
-    Raises LaunchError if a rank does not arrive within a minute: it may have been killed.
+    Raises:
+        LaunchError: a rank doesn't arrive within a minute. It may have been killed.
     """
     if options is not None:
         _state.rendezvous.meet_again(min(options.timeout, _RESTART))
         _begin(options.backend, options.timeout, options.devices)
 
 
-def _note_end(reason: str, mismatch: bool) -> None:
-    """The first part of an end, also done by the hang detector while this thread waits in a collective."""
-    if not _state.ended:
-        _state.mismatch, _state.ended = mismatch, reason
-        if _state.process is not None:
-            _state.process.ended = reason
-            if _state.process.detector is not None:
-                _state.process.detector.tell_end(reason, mismatch)
-    for group in list(distributed_c10d._world.pg_map):
-        disconnect(group)
-    abort_kernels()
+# -- why a collective failed -----------------------------------------------------------------------
 
 
-def _noticed(reason: str, mismatch: bool) -> None:
-    if not _state.ended:
-        logger.error("rank %d: the process groups were ended: %s", rank(), reason)
-    _note_end(reason, mismatch)
+def ended() -> str:
+    """Return why the process groups were ended, or an empty string."""
+    return _state.ended
 
 
-def _finish_end() -> None:
-    """What the hang detector leaves to this thread, because this thread may be using it."""
-    if _state.process is not None and dist.group.WORLD is _state.process.group:
-        end_groups(_state.ended)
+def lost(call: str, error: RuntimeError) -> AccelError:
+    """Return the error for a collective that failed because of a different rank. Ends the groups."""
+    reason = reason_of(error)
+    end_groups(reason)
+    kind = RankMismatchError if _state.mismatch else AccelError
+    return kind(f"rank {rank()} cannot go on in {call}: {reason}")
 
 
-def _at_exit() -> None:
-    if _state.process is not None and os.getpid() != _state.process.pid:
-        return
-    # An error ends this process: the other ranks must not wait for what its last collectives still wait for.
-    error = getattr(sys, "last_value", None)
-    if error is not None:
-        reason = f"rank {rank()} ended with {type(error).__name__}"
-        missing = who_is_missing(error)
-        if (
-            missing and not _state.ended
-        ):  # the hang detector may have heard a better reason in the meantime
-            reason = f"{reason}: {missing}"
-            logger.error(reason)
-        end_groups(reason)
-    why = "its loop was shorter, for which there are accel.any_rank and accel.join, or others make a call that it does not"
-    shutdown(f"ended its program, by its end or sys.exit, and does not come ({why})")
-    _state.over = True
+def reason_of(error: RuntimeError) -> str:
+    """Return why a collective failed. Waits some seconds for a word of the other ranks."""
+    process = _state.process
+    watchdog = None if process is None else process.watchdog
+    deadline = time.monotonic() + 3
+    while not _state.ended and watchdog is not None and time.monotonic() < deadline:
+        if watchdog.left or not watchdog.is_alive():
+            break
+        time.sleep(0.02)
+    if _state.ended:
+        return _state.ended
+    if process is None:
+        return "accel does not run"
+    if watchdog is not None and watchdog.left:
+        texts = []
+        for number, how in sorted(watchdog.left.items()):
+            texts.append(f"rank {number} (host {process.hosts[number]}) {how}")
+        return "; ".join(texts)
+    missing = _who_is_missing(process, error)
+    return _state.ended or missing or "a connection between the ranks broke, and no rank says why"
 
 
-def _duration(timeout: float | timedelta) -> timedelta:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, int | float)
-        or not 0.001 <= seconds < 1e9
-    ):
-        raise AccelError(
-            f"timeout={timeout!r}: expected a number of seconds above 0, or a timedelta"
-        )
-    return timedelta(seconds=seconds)
+def who_is_missing(error: BaseException) -> str:
+    """Return the ranks because of which an error ends this rank, or an empty string."""
+    # gloo raises RuntimeErrors. Connections of the program itself raise other classes.
+    process = _state.process
+    if process is None or _state.ended or not isinstance(error, RuntimeError):
+        return ""
+    return _who_is_missing(process, error)
 
 
-# -- the place of this process ----------------------------------------------------------------------------------------
+def _who_is_missing(process: Process, error: BaseException) -> str:
+    text = str(error)
+    # All ranks notice a closed connection at once, but each has its own timeout.
+    wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
+    if not wait:
+        return ""
+    missing = missing_ranks(lambda: process.store("failed"), process.place, wait)
+    if missing is None:
+        return f"rank 0 (host {process.hosts[0]}) can't be reached, or the launcher's node"
+    if not missing:
+        return "all ranks waited in vain"
+    silent = ", ".join(f"{rank} (host {process.hosts[rank]})" for rank in missing)
+    return f"rank {silent} did not answer: it ended or hangs, or the link to it is cut"
 
 
-def _here() -> Place:
+# -- rank and devices ------------------------------------------------------------------------------
+
+
+def _place() -> Place:
     return place_now() if _state.process is None else _state.process.place
 
 
 def rank() -> int:
-    """The number of this process among all of the job. Starts nothing."""
-    return _here().rank
+    """Return the number of this process in the job. Starts nothing."""
+    return _place().rank
 
 
 def world_size() -> int:
-    """The number of processes of the job. Starts nothing."""
-    return _here().world_size
+    """Return the number of processes in the job. Starts nothing."""
+    return _place().world_size
 
 
 def local_rank() -> int:
-    """The number of this process among those of its host. Starts nothing.
+    """Return the number of this process on its node. Starts nothing.
 
     Raises:
-        AccelError: a process group made outside accel does not tell before ``accel.init``.
+        AccelError: you started the process group, LOCAL_RANK isn't set, and accel doesn't run yet.
     """
-    number = _here().local_rank
+    number = _place().local_rank
     if number == UNKNOWN:
         raise AccelError(
-            "the local rank is known only after accel.init() or accel.setup(), or set LOCAL_RANK"
+            "The local rank is unknown before accel.init(). Call it, or set LOCAL_RANK."
         )
     return number
 
 
 def is_main() -> bool:
-    """Whether this is rank 0. Starts nothing."""
+    """True on rank 0. Starts nothing."""
     return rank() == 0
 
 
 def device() -> torch.device:
-    """The device of this rank. Starts nothing: before the start, the device that it would take.
+    """Return the device of this rank. Starts nothing.
 
     Raises:
-        DeviceError: ``ACCEL_DEVICES`` asks for devices that do not exist.
+        DeviceError: ``ACCEL_DEVICES`` asks for devices that don't exist.
     """
     return own_devices()[0]
 
 
 def own_devices() -> tuple[torch.device, ...]:
-    """All devices of this rank, of which some engines use more than the first; otherwise as ``device``."""
+    """Return all devices of this rank. Some engines use several."""
     if _state.process is not None:
         return _state.process.devices
-    return pick(resolve("auto"), local_rank(), _here().local_world_size)
+    return pick(resolve("auto"), local_rank(), _place().local_world_size)
 
 
 def print(
@@ -445,9 +442,9 @@ def print(
     flush: bool = False,
     every_rank: bool = False,
 ) -> None:
-    """Prints on rank 0 only; with ``every_rank`` on all, each with its rank in front."""
+    """Print on rank 0 only, or with ``every_rank`` on all ranks, with the rank in front."""
     if every_rank:
-        # One write, since the ranks write to one terminal.
+        # One write, because the ranks write to the same terminal.
         text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
         builtins.print(f"[rank {rank()}] {text}", end="", file=file, flush=flush)
     elif is_main():

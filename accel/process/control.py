@@ -25,8 +25,8 @@ from torch.distributed import distributed_c10d
 from ..errors import AccelError, RankMismatchError, TimeoutError, described
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
-from .hangs import missing_ranks
 from .packing import gather_framed, to_bytes
+from .watchdog import missing_ranks
 
 #: In the texts of gloo's and nccl's errors if another rank is gone. gloo's begin with the path of its source file.
 _LOST: Final = ("gloo/transport", "NCCL")
@@ -114,7 +114,6 @@ def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> li
         process.doing = before
     if late:
         raise _too_late(process, what, limit, arrivals, patience)
-    process.note_common_point()
     return list(map(to_bytes, theirs))
 
 

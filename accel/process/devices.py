@@ -43,10 +43,14 @@ def available() -> tuple[str, int]:
 
 def resolve(devices: object) -> tuple[torch.device, ...]:
     """Return the devices of this node that a request means. ACCEL_DEVICES replaces ``"auto"``."""
-    if isinstance(devices, str) and devices == "auto":
-        devices = os.environ.get("ACCEL_DEVICES") or "auto"
     kind, count = available()
-    return parse_devices(devices, count, kind)
+    variable = os.environ.get("ACCEL_DEVICES")
+    if devices != "auto" or not variable:
+        return parse_devices(devices, count, kind)
+    try:
+        return parse_devices(variable, count, kind)
+    except DeviceError as error:
+        raise DeviceError(f"ACCEL_DEVICES={variable!r}: {error}") from None
 
 
 def parse_devices(

@@ -13,10 +13,10 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -35,183 +35,100 @@ from .devices import (
     resolve,
     why_unserved,
 )
-from .hangs import HangDetector, accelerator_backends, counts
 from .launchers import ALONE, Place, detect
+from .order import Order
 from .packing import begin_gather, gather_framed, to_bytes
+from .watchdog import Watchdog, accelerator_backends
 
 logger = logging.getLogger("accel")
-
-# -- order -------------------------------------------------------------------------------------------------------------
-# Whether all ranks do the same collectives in the same order: they carry no names, so that they would be mixed up.
-
-#: What is done, by name, and what else must be equal on all ranks.
-Event: TypeAlias = tuple[str, Hashable]
-_MOST: Final = 10_000
-
-
-@final
-class Order:
-    """What this rank does with all others, one event after the other, and what it expects to come next.
-
-    The expectation follows from the events before alone. So ranks with equal events expect the same, and an event that
-    was expected needs no comparison: if another rank does something else instead, that one did not expect it, and
-    compares before it does it. What is not expected is compared once and learned, so that a program that repeats itself
-    compares nothing, and yet no collective meets another one's.
-    """
-
-    def __init__(self) -> None:
-        #: What came after an event, and after it had come a number of times since the last ``restart``.
-        self._after: dict[Event | None, Event] = {}
-        self._after_number: dict[tuple[Event | None, int], Event] = {}
-        self._numbers: dict[Event, int] = {}
-        self._last: tuple[Event | None, int] = (None, 0)
-
-    @property
-    def expected(self) -> Event | None:
-        """What comes next, as far as the events before tell."""
-        return self._after_number.get(self._last) or self._after.get(self._last[0])
-
-    def expects(self, event: Event) -> bool:
-        """Whether this comes next; if so, it is noted."""
-        if self.expected != event:
-            return False
-        self._note(event)
-        return True
-
-    def learn(self, event: Event) -> None:
-        """Note what was not expected; all ranks have it."""
-        if len(self._after_number) > _MOST or len(self._after) > _MOST:
-            self._after_number.clear()
-            self._after.clear()
-        self._after_number[self._last] = self._after[self._last[0]] = event
-        self._note(event)
-
-    def restart(self) -> None:
-        """Begin to count anew: what follows an event may depend on how often it came since, as a step on its backwards."""
-        self._numbers.clear()
-
-    def forget(self) -> None:
-        """Expect nothing: the ranks may have been at different points before, and are now at one."""
-        self.__init__()
-
-    def _note(self, event: Event) -> None:
-        number = self._numbers.get(event, 0) + 1
-        self._numbers[event] = number
-        self._last = (event, number)
 
 
 @final
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """What accel knows of this process. There is one, from ``init`` to ``shutdown``."""
+    """This process as accel knows it, from ``init`` to ``shutdown``.
+
+    Attributes:
+        pid: a forked child has a different number.
+        request: ``devices=`` as the user passed it.
+        asked: the devices of this node that the request means.
+        devices: the devices of this rank among them.
+        group: the default process group. accel destroys it if ``owns_group``.
+        control: accel's own gloo group, for small messages.
+        backends: the backend of ``group`` for each device type.
+        explicit: the user named the backend. Ranks may then share an accelerator through gloo.
+        token: the name of this start, for keys in the store that all ranks share.
+        ended: why the groups were ended. The watchdog sets it while this thread waits.
+        hosts: the host names of all ranks.
+        rounds: the number of messages exchanged on the control group.
+        doing: the accel call in which this rank waits for others, for the watchdog.
+        order: the collectives of the engines, to predict the next.
+        dependents: objects that use the groups. ``abandon(reason)`` tells them of the end.
+        meshes: device meshes of all ranks, by their axes.
+        subgroups: the process groups along the axes of the meshes.
+        releases: functions that make other libraries let go of the groups.
+    """
 
     place: Place
     timeout: timedelta
-    #: A child that was forked from this process has a different one.
     pid: int = field(default_factory=os.getpid)
-    #: ``devices=`` as it was asked for, what that means on this host, and what this rank has of it.
     request: object
     asked: tuple[torch.device, ...]
     devices: tuple[torch.device, ...]
     group: dist.ProcessGroup | None
     owns_group: bool = False
     control: dist.ProcessGroup | None = None
-    #: Device type to the backend that serves it in ``group``.
     backends: Mapping[str, str] = field(default_factory=dict)
-    #: Whether the backend was asked for by name; where that is gloo, ranks may share an accelerator.
     explicit: bool = False
-    #: Names this start among all, for keys in the store that all ranks share.
     token: str = ""
-    detector: HangDetector | None = None
-    #: Why its groups were ended, also by the detector while the thread that trains does not know of it yet.
+    watchdog: Watchdog | None = None
     ended: str = ""
-    #: The hosts of all ranks.
     hosts: tuple[str, ...] = ()
-    #: How many exchanges the control group has seen; after how many of them all ranks were together last, and what this
-    #: rank had begun on the other groups then, where messages between two ranks are counted too.
     rounds: int = 0
-    common: tuple[int, Mapping[str, int]] = field(default_factory=lambda: (0, {}))
-    #: Of these exchanges, those that were not over when the last one began, and that one.
-    begun_exchanges: list[Any] = field(default_factory=list)
-    #: What of accel's the thread that trains is in that needs the other ranks; for the detector.
     doing: str = ""
-    #: The collectives of the engines, one after the other.
     order: Order = field(default_factory=Order)
-    #: What uses the process groups: ``abandon(reason)`` makes it let go of them when they are ended.
     dependents: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    #: By their axes, meshes of all ranks; and the process groups along these that were made for them.
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
     subgroups: list[dist.ProcessGroup] = field(default_factory=list)
-    #: The groups of meshes that the user made, and an engine uses.
-    given_groups: list[dist.ProcessGroup] = field(default_factory=list)
-    #: What lets go of the groups that other libraries keep for themselves.
     releases: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank; the first one where it has several."""
+        """The first device of this rank."""
         return self.devices[0]
 
     @property
     def carrier(self) -> torch.device:
-        """Where what travels between the ranks lies."""
-        through_cpu = "cpu" in self.backends and self.backends.get(self.device.type) in (
-            None,
-            "gloo",
-        )
-        return torch.device("cpu") if through_cpu else self.device
+        """The device on which tensors travel between ranks."""
+        through_gloo = self.backends.get(self.device.type) in (None, "gloo")
+        return torch.device("cpu") if "cpu" in self.backends and through_gloo else self.device
 
     def begin_exchange(self, message: bytes) -> tuple[Any, list[torch.Tensor]]:
-        """Give every rank the messages of all, which are equally long: what waits for it, and where they come."""
+        """Start to gather all ranks' messages of equal lengths on the control group."""
         assert self.control is not None
-        work, theirs = begin_gather(message, self.control)
-        self.begun_exchanges = [
-            *(one for one in self.begun_exchanges if not one.is_completed()),
-            work,
-        ]
-        return work, theirs
-
-    def exchanges_over(self, seconds: float) -> bool:
-        """Whether all exchanges are over, well or not, after so many seconds at most."""
-        limit = time.monotonic() + seconds
-        while (
-            not (over := all(one.is_completed() for one in self.begun_exchanges))
-            and time.monotonic() < limit
-        ):
-            time.sleep(0.001)
-        return over
-
-    def note_common_point(self) -> None:
-        self.common = self.rounds, self._counts()
-
-    def begun(self) -> dict[str, int]:
-        """How many collectives this rank has begun, by group, so that ranks can compare: since they were together last."""
-        number, before = self.common
-        since = {
-            f"{name} since {number}": count - before.get(name, 0)
-            for name, count in self._counts().items()
-        }
-        return {"accel": self.rounds, **since}
-
-    def _counts(self) -> dict[str, int]:
-        return counts(self.control, self.place.world_size, [*self.subgroups, *self.given_groups])
+        return begin_gather(message, self.control)
 
     def shares(self, device: torch.device) -> bool:
-        """Whether ranks may use one such device together."""
+        """True if several ranks may use this device."""
         return device.type == "cpu" or (self.explicit and self.backends.get(device.type) == "gloo")
 
     def store(self, *names: str, aside: bool = False) -> distributed_c10d.Store:
-        """Keys of this start alone, in the store that all ranks share; ``aside`` for other threads than the one that trains."""
-        path = "/".join(("accel", self.token, *names))
-        return distributed_c10d.PrefixStore(
-            path, self._aside if aside else distributed_c10d._get_default_store()
-        )
+        """Return the keys of this start in the store that all ranks share.
+
+        Args:
+            aside: use the connection for threads other than the training thread.
+        """
+        store = self._aside if aside else distributed_c10d._get_default_store()
+        return distributed_c10d.PrefixStore("/".join(("accel", self.token, *names)), store)
+
+    def new_store(self, name: str) -> distributed_c10d.Store:
+        """Return a store with its own connection. Connects while all ranks are there."""
+        store: Any = distributed_c10d._get_default_store()
+        return distributed_c10d.PrefixStore(f"accel/{self.token}/{name}", store.clone())
 
     @functools.cached_property
     def _aside(self) -> Any:
-        """By a connection of its own: one does one thing at a time, and on that of the start the thread that trains may wait for
-        another rank, which waits for the other thread. Made once, as all ranks are there: where the process that has the store
-        has ended, a new one would be tried for longer than the timeout."""
+        # A connection does one thing at a time, and the training thread's may be waiting.
         store: Any = distributed_c10d._get_default_store()
         return store.clone()
 

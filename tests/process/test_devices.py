@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accel.errors import AccelError, DeviceError
-from accel.process import hangs, startup
+from accel.process import startup, watchdog
 from accel.process.devices import (
     available,
     check_not_shared,
@@ -156,13 +156,14 @@ def test_backends_are_asked_for_what_they_can_do(monkeypatch: pytest.MonkeyPatch
     gloo, nccl = Backend("gloo"), Backend("nccl2")
     devices = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
     group: Any = SimpleNamespace(_device_types=list(devices), _get_backend=devices.__getitem__)
-    assert hangs.accelerator_backends(group) == [nccl]
+    assert watchdog.accelerator_backends(group) == [nccl]
     startup._give_margin(group, timedelta(minutes=2))
     assert (nccl.timeout, gloo.timeout) == (timedelta(minutes=3), timedelta(0))
     assert startup._patience(group) == timedelta(minutes=9)
     groups = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
-    monkeypatch.setattr(hangs, "distributed_c10d", groups)
-    hangs.abort_kernels()
+    monkeypatch.setattr(watchdog, "distributed_c10d", groups)
+    monkeypatch.setattr(watchdog, "_close_gloo", lambda group: None)
+    watchdog.disconnect_all()
     assert (nccl.aborted, gloo.aborted) == (True, False)
 
 

@@ -97,7 +97,7 @@ def test_a_killed_agent_ends_the_other_host_with_an_error(tmp_path: Path) -> Non
     ):
         assert agents[0].wait(GUARD) == 1
     assert re.search(r"RuntimeError: .* by peer", log(tmp_path, 0)), log(tmp_path, 0)
-    assert re.search(r"AccelError: .*rank 1 \(host \S+\) is gone without a word", log(tmp_path, 0))
+    assert re.search(r"AccelError: .*rank 1 \(host \S+\) did not answer", log(tmp_path, 0))
 
 
 def test_a_host_that_hangs_is_named(tmp_path: Path) -> None:

@@ -82,10 +82,6 @@ class Mesh:
             self.whole = mesh_of(
                 process, {role: n for role, n in self.sizes.items() if n > 1 or role == "shard"}
             )
-        else:
-            process.given_groups += [
-                g for g in self.whole.get_all_groups() if g not in process.given_groups
-            ]
         dims = self.whole.mesh_dim_names
         assert dims is not None
         #: The axes that it has, as the mesh calls them.

@@ -1,0 +1,65 @@
+"""Predict the next collective of an engine, so that ranks compare only the unexpected ones."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Final, TypeAlias, final
+
+#: The name of a collective, and what else must be equal on all ranks.
+Event: TypeAlias = tuple[str, Hashable]
+_MOST_EVENTS: Final = 10_000
+
+
+@final
+class Order:
+    """The sequence of this rank's collectives, and a prediction of the next.
+
+    Collectives carry no names, so ranks that are at different ones would mix their values. The
+    prediction depends only on the events before. Ranks with equal events therefore predict the same,
+    and a predicted event needs no comparison: a rank that does something else instead didn't predict
+    it, and compares before it goes on. Unexpected events are compared once and learned. A program
+    that repeats itself compares nothing.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[Event | None, Event] = {}
+        # The next event after an event has come a number of times since the last restart.
+        self._next_by_count: dict[tuple[Event | None, int], Event] = {}
+        self._counts: dict[Event, int] = {}
+        self._last: tuple[Event | None, int] = (None, 0)
+
+    @property
+    def expected(self) -> Event | None:
+        """The predicted event."""
+        return self._next_by_count.get(self._last) or self._next.get(self._last[0])
+
+    def expects(self, event: Event) -> bool:
+        """True if this is the predicted event. It is counted then."""
+        if self.expected != event:
+            return False
+        self._count(event)
+        return True
+
+    def learn(self, event: Event) -> None:
+        """Learn an unexpected event that all ranks have."""
+        if len(self._next_by_count) > _MOST_EVENTS or len(self._next) > _MOST_EVENTS:
+            self._next_by_count.clear()
+            self._next.clear()
+        self._next_by_count[self._last] = self._next[self._last[0]] = event
+        self._count(event)
+
+    def restart(self) -> None:
+        """Count from zero. A step depends on the number of backwards since the last step."""
+        self._counts.clear()
+
+    def forget(self) -> None:
+        """Predict nothing, because the ranks may have been at different points."""
+        self._next.clear()
+        self._next_by_count.clear()
+        self._counts.clear()
+        self._last = (None, 0)
+
+    def _count(self, event: Event) -> None:
+        count = self._counts.get(event, 0) + 1
+        self._counts[event] = count
+        self._last = (event, count)
