@@ -39,7 +39,8 @@ from .handles import raw as raw_of
 from .pickling import find_stateful, save_by_value
 from .process import who_is_missing
 from .process.devices import resolve
-from .process.startup import RETURNED, place_now
+from .process.rendezvous import RETURNED
+from .process.startup import place_now
 from .trees import map_leaves
 from .verbs import shut_down
 

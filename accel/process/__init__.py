@@ -22,7 +22,8 @@ from torch.distributed import distributed_c10d
 from ..errors import AccelError, DeviceError, RankMismatchError
 from .devices import parse_backend, pick, resolve, why_unserved
 from .launchers import Place
-from .startup import UNKNOWN, Rendezvous, destroy_groups, place_now, select, start
+from .rendezvous import Rendezvous
+from .startup import UNKNOWN, destroy_groups, place_now, select, start
 from .startup import Process as Process
 from .watchdog import Watchdog, disconnect_all, missing_ranks
 

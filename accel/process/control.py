@@ -1,11 +1,11 @@
-"""What the ranks tell each other: small values, on accel's own process group. Whatever all ranks do together is one of these.
+"""Small values that the ranks exchange on accel's own process group.
 
-``agree(what, value)``          every rank's value; all ranks are at one place, named by ``what``
-``raise_together(what, ...)``   after ``agree`` on what went wrong: one rank's failure is everyone's
-``require_equal(what, value)``  all ranks are here with one value, or every rank ends with an error
-``announce(process, what)``     a collective without names is next; compared only where what came before does not tell it
-``Waiting(process, what)``      around such a collective: tells the others where this rank is, and explains a lost connection
-``locked``                      of a function: one thread at a time, since the ranks match their calls by their order
+``agree(what, value)``          returns every rank's value. All ranks must be at the same place.
+``raise_together(what, ...)``   raises on every rank if a rank failed.
+``require_equal(what, value)``  raises on every rank if the values differ.
+``announce(process, what)``     names the next collective, and compares it if it was not predicted.
+``Waiting(process, what)``      marks such a collective, and explains a lost connection.
+``locked``                      lets one thread at a time call a function.
 """
 
 from __future__ import annotations
@@ -28,23 +28,21 @@ from . import lost as lost
 from .packing import gather_framed, to_bytes
 from .watchdog import missing_ranks
 
-#: In the texts of gloo's and nccl's errors if another rank is gone. gloo's begin with the path of its source file.
-_LOST: Final = ("gloo/transport", "NCCL")
-
-# -- One thread of a process at a time ---------------------------------------------------------------------------------
-
 P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E", bound=AccelError)
 
+# Errors of gloo begin with the path of its source file.
+_LOST: Final = ("gloo/transport", "NCCL")
 
-#: A rank's collectives have one order only if one thread at a time makes them.
+# Ranks match their collectives by order, so a rank must call them from one thread at a time.
 lock: Final = threading.RLock()
-os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]  # the child lacks the thread that held it
+# A forked child doesn't have the thread that held the lock.
+os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def locked(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which one thread at a time is in."""
+    """Let one thread at a time call the function."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -54,56 +52,53 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-# -- Every rank's values -----------------------------------------------------------------------------------------------
+# -- every rank's value ----------------------------------------------------------------------------
 
 
 @locked
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
-    """Every rank's value, by rank: small ones, pickled, on accel's own group. Collective; other threads wait.
+    """Return every rank's value, by rank. Collective.
 
-    ``what`` names the place in the program, the same on every rank; ``timeout`` is the process's if None. RankMismatchError on
-    every rank where another one is elsewhere, TimeoutError where a rank did not come, AccelError where one ended: no rank
-    hangs, the groups end.
+    Args:
+        what: names the place in the program. It must be the same on every rank.
+        value: a small object that can be pickled.
+        timeout: how long to wait for the other ranks. None: the timeout of the process.
+
+    Raises:
+        RankMismatchError: a rank is at a different place. Raised on every rank.
+        TimeoutError: a rank doesn't come in time. The process groups are ended.
+        AccelError: a rank has ended. The process groups are ended.
     """
     process = current()
     if process.control is None:
         return [value]
     limit = timeout or process.timeout
-    return _values(
-        what,
-        gather_framed(
-            _content(what, value), lambda message: _gather(process, what, message, limit)
-        ),
-    )
 
+    def gather(message: bytes) -> list[bytearray]:
+        return _gather(process, what, message, limit)
 
-def _content(what: str, value: object) -> bytes:
-    return pickle.dumps((what, value))
-
-
-def _values(what: str, contents: list[bytearray]) -> list[Any]:
+    contents = gather_framed(pickle.dumps((what, value)), gather)
     messages = [pickle.loads(content) for content in contents]
-    if any(theirs != what for theirs, _ in messages):
-        places = "; ".join(
-            f"rank {rank} is in {theirs!r}" for rank, (theirs, _) in enumerate(messages)
-        )
+    if any(place != what for place, _ in messages):
+        places = "; ".join(f"rank {r} is in {place!r}" for r, (place, _) in enumerate(messages))
         raise RankMismatchError(f"the ranks are at different points of the program: {places}")
-    return [theirs for _, theirs in messages]
+    return [value for _, value in messages]
 
 
 def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
-    """Every rank's message, which are equally long."""
+    """Return every rank's message. All have the same length."""
     process.rounds += 1
-    arrivals, patience = process.store(str(process.rounds)), min(timedelta(seconds=1), limit / 4)
+    arrivals = process.store(str(process.rounds))
+    patience = min(timedelta(seconds=1), limit / 4)
     before = process.doing
     process.doing = before or repr(what)
     try:
-        work, theirs = process.begin_exchange(message)
-        # To say who is missing, the ranks must say that they came; only those that wait for long do.
-        late = not _done(work, patience)
+        work, received = process.begin_exchange(message)
+        late = not _is_done(work, patience)
         if late:
+            # To name the missing ranks, the waiting ranks leave a key in the store.
             arrivals.set(str(process.place.rank), "")
-            late = not _done(work, limit - patience)
+            late = not _is_done(work, limit - patience)
     except RuntimeError as error:
         with contextlib.suppress(RuntimeError):
             arrivals.set(str(process.place.rank), "")
@@ -114,7 +109,18 @@ def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> li
         process.doing = before
     if late:
         raise _too_late(process, what, limit, arrivals, patience)
-    return list(map(to_bytes, theirs))
+    return [to_bytes(tensor) for tensor in received]
+
+
+def _is_done(work: Any, span: timedelta) -> bool:
+    try:
+        work.wait(span)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # It ended while this rank gave up, well or with its own error.
+        work.wait(span)
+    return True
 
 
 def _too_late(
@@ -126,52 +132,40 @@ def _too_late(
 ) -> TimeoutError:
     seconds = f"{limit.total_seconds():g} s"
     end_groups(f"not every rank came to {what!r} within {seconds}")
-    # Within its patience a rank that came in the meantime says so.
+    # A rank that arrived in the meantime says so within its patience.
     missing = missing_ranks(lambda: arrivals, process.place, patience.total_seconds())
-    who = (
-        f"rank {', '.join(map(str, missing))} did not come" if missing else "some rank did not come"
-    )
+    who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
     return TimeoutError(
-        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who}; the process groups were ended so that no "
-        "rank hangs. Every rank must make this call: look for a call on one rank only (`if accel.is_main():`), a rank "
-        "with fewer steps, or one that needs longer than accel.init(timeout=...)"
+        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who} did not come. Look for "
+        "a call under accel.is_main(), or raise accel.init(timeout=...)."
     )
 
 
-def _done(work: Any, span: timedelta) -> bool:
-    try:
-        work.wait(span)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait(span)  # it ended while this rank gave up: well, or with an error of its own
-    return True
-
-
-# -- Collectives without names -----------------------------------------------------------------------------------------
+# -- collectives of the engines --------------------------------------------------------------------
 
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
-    """Whether an error comes of connections that closed or ran out of time, which say nothing of the cause."""
+    """True if an error comes from a connection that closed or timed out."""
     if not isinstance(error, RuntimeError):
         return False
     process = running()
     if process is None or process.control is None:
         return bool(ended())
-    if isinstance(error, dist.DistError):
-        return True
-    return any(text in str(error) for text in _LOST)
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
 
 
 def raise_lost(what: str, error: BaseException | None) -> None:
-    """Raise ``lost`` where an error comes of that; the caller raises all others."""
+    """Raise accel's error with the reason if a connection was lost. Otherwise do nothing."""
     if is_lost(error):
         raise lost(what, error) from error
 
 
 @final
 class Waiting:
-    """Context: this rank is in what needs the others. The hang detector tells where; a lost connection raises accel's error."""
+    """A context in which this rank needs the other ranks.
+
+    The watchdog tells the others where this rank is. A lost connection raises accel's error.
+    """
 
     __slots__ = ("_before", "_process", "_what")
 
@@ -188,27 +182,33 @@ class Waiting:
 
 
 def announce(process: Process, what: str, details: Hashable = None) -> None:
-    """Say that a collective of an engine is next: ``what``, and what of it else must be equal on all ranks (``details``).
+    """Announce the next collective of an engine. Compare it over the ranks if it isn't predicted.
 
-    Compares where it is not the one that was to be expected; RankMismatchError where another rank is about to do something
-    else, AccelError where one ended, or did not come in time.
+    Args:
+        details: values that must be equal on all ranks, too.
+
+    Raises:
+        RankMismatchError: a rank is about to do something else. The process groups are ended.
+        AccelError: a rank has ended or doesn't come in time.
     """
     event = (what, details)
     if process.order.expects(event):
         return
     usual = process.order.expected
-    with Waiting(process, f"front of {what}{f', where {usual[0]} came before' if usual else ''}"):
+    place = f"front of {what}"
+    if usual is not None:
+        place += f", after which {usual[0]} came before"
+    with Waiting(process, place):
         try:
             agree(what if details is None else f"{what} {details}", None)
         except RankMismatchError as error:
-            end_groups(
-                str(error), mismatch=True
-            )  # a third rank may be in what these do not come to
+            # A third rank may wait in a collective that these ranks don't come to.
+            end_groups(str(error), mismatch=True)
             raise
     process.order.learn(event)
 
 
-# -- All ranks are well, and in the same place with the same value, or every rank ends with an error -------------------
+# -- errors on every rank --------------------------------------------------------------------------
 
 
 def raise_together(
@@ -217,23 +217,23 @@ def raise_together(
     problems: Sequence[str],
     kind: type[AccelError] = RankMismatchError,
 ) -> None:
-    """Raise where a rank failed: its ``own`` error there, on the others one of ``kind``, which names the rank.
+    """Raise if a rank failed: its own error there, and ``kind`` on the other ranks.
 
-    ``problems`` are all ranks' errors as text, which the ranks agreed on; empty where a rank is well.
+    Args:
+        problems: all ranks' errors as texts, which the ranks have exchanged. Empty: no error.
     """
     if own is not None:
         try:
             raise own
         finally:
-            del own  # with this frame it would live, and all that its frames hold, until garbage is collected
+            del own  # this frame would keep it alive, and with it all the frames of its traceback
     for number, text in enumerate(problems):
         if text:
-            raise _told_of(
-                number, kind(f"{what} failed on rank {number}, so on every rank: {text}")
-            )
+            error = kind(f"{what} failed on rank {number}, so on every rank: {text}")
+            raise _with_rank(number, error)
 
 
-def _told_of(rank: int, error: E) -> E:
+def _with_rank(rank: int, error: E) -> E:
     error.failed_rank = rank
     return error
 
@@ -241,71 +241,72 @@ def _told_of(rank: int, error: E) -> E:
 def require_equal(
     what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
 ) -> list[Any]:
-    """Compare ``value`` over the ranks; every rank's ``beside``, which may differ.
+    """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ.
 
-    RankMismatchError where another rank has another value, or did not come; the process groups are ended, so that a rank that
-    waits elsewhere fails too.
+    Raises:
+        RankMismatchError: the values differ, or a rank doesn't come. The process groups are ended,
+            so that ranks that wait elsewhere raise too.
     """
     try:
-        told = agree(what, (value, beside))
+        pairs = agree(what, (value, beside))
     except TimeoutError as error:
         raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
-    values = [theirs for theirs, _ in told]
-    if any(v != value for v in values):
+    values = [other for other, _ in pairs]
+    if any(other != value for other in values):
         message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
         end_groups(message, mismatch=True)
         raise RankMismatchError(message)
-    return [theirs for _, theirs in told]
+    return [other for _, other in pairs]
 
 
-# -- What a loop calls -------------------------------------------------------------------------------------------------
+# -- functions for training loops ------------------------------------------------------------------
 
 
 def barrier() -> None:
-    """Waits until every rank is here.
+    """Wait until every rank is here. Collective.
 
     Raises:
-        AccelError: a rank did not come in time (TimeoutError), ended, or is at another call (RankMismatchError).
+        AccelError: a rank doesn't come in time (TimeoutError), has ended, or is in a different call
+            (RankMismatchError).
     """
     agree("barrier", None)
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether any rank gives True: a stop that one rank decides on, and all see. Collective.
+    """True if the flag is true on any rank. Collective.
+
+    Use it if one rank decides to stop, and all must.
 
     Args:
-        flag: what this rank says, as ``loss.isnan().item()`` or ``time.time() > end``.
+        flag: this rank's flag, such as ``loss.isnan().item()`` or ``time.time() > end``.
 
     Raises:
-        AccelError: ``flag`` is no bool; or, as in ``barrier``, a rank did not come, ended, or is at another call.
+        AccelError: ``flag`` is not a bool; or a rank doesn't come, as in ``barrier``.
     """
-    plain = bool(flag) if type(flag).__name__ in ("bool", "bool_") else None  # numpy's too
-    problem = (
-        ""
-        if plain is not None
-        else f"accel.any_rank expects a bool, got {described(flag)}: any_rank(bool(condition))"
-    )
-    told = agree("any_rank", (plain, problem))
-    raise_together(
-        "any_rank",
-        AccelError(problem) if problem else None,
-        [theirs for _, theirs in told],
-        AccelError,
-    )
-    return any(theirs for theirs, _ in told)
+    problem = ""
+    if type(flag).__name__ not in ("bool", "bool_"):  # NumPy's, too
+        text = f"accel.any_rank expects a bool, got {described(flag)}"
+        problem = f"{text}. Write any_rank(bool(condition))."
+    answers = agree("any_rank", (not problem and bool(flag), problem))
+    own = AccelError(problem) if problem else None
+    raise_together("any_rank", own, [text for _, text in answers], AccelError)
+    return any(other for other, _ in answers)
 
 
 @contextlib.contextmanager
 def main_first(*, local: bool = False) -> Iterator[None]:
-    """Runs the body on rank 0 first, then on the others; with ``local`` on the first rank of each host. Collective.
+    """Run the body on rank 0 first, then on all other ranks. Collective.
+
+    Args:
+        local: run it on the first rank of each node first.
 
     Raises:
-        AccelError: the body failed on a rank that was first, so it does not run on the others.
+        AccelError: the body failed on a rank that was first. It doesn't run on the others.
     """
-    first = (local_rank() if local else rank()) == 0
+    is_first = (local_rank() if local else rank()) == 0
     problem = ""
     try:
-        if first:
+        if is_first:
             yield
     except BaseException as error:
         problem = f"{type(error).__name__}: {error}"
@@ -314,11 +315,7 @@ def main_first(*, local: bool = False) -> Iterator[None]:
         problems = agree("main_first", problem)
     for number, text in enumerate(problems):
         if text:
-            raise _told_of(
-                number,
-                AccelError(
-                    f"main_first: the body failed on rank {number}, which was first: {text}"
-                ),
-            )
-    if not first:
+            message = f"main_first: the body failed on rank {number}, which was first: {text}"
+            raise _with_rank(number, AccelError(message))
+    if not is_first:
         yield

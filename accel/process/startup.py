@@ -1,15 +1,13 @@
-"""How this process comes up: its place, its devices, its process groups; and how the groups come down."""
+"""Start the process groups of this rank, and end them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
-import logging
 import os
 import pickle
 import socket
-import threading
 import time
 import uuid
 import weakref
@@ -22,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous as rendezvous_at
 
 from ..errors import AccelError, DeviceError, LaunchError
 from .devices import (
@@ -38,9 +35,11 @@ from .devices import (
 from .launchers import ALONE, Place, detect
 from .order import Order
 from .packing import begin_gather, gather_framed, to_bytes
+from .rendezvous import MARGIN, Rendezvous, elapsed, give_margin, unreachable_hint
 from .watchdog import Watchdog, accelerator_backends
 
-logger = logging.getLogger("accel")
+#: The local rank if you started the process group, until the ranks have exchanged their hosts.
+UNKNOWN: Final = -1
 
 
 @final
@@ -133,15 +132,13 @@ class Process:
         return store.clone()
 
 
-UNKNOWN = (
-    -1
-)  # the local rank in a process group made outside accel, until the ranks have told their hosts
+# -- start -----------------------------------------------------------------------------------------
 
 
 def start(
     backend: str | None, timeout: timedelta | None, request: object, rendezvous: Rendezvous
 ) -> Process:
-    """Brings this rank up; what is wrong on one rank is told to all, so that all raise."""
+    """Start this rank. Collective. If a rank has a problem with its devices, all ranks raise it."""
     place, problem = place_now(), ""
     explicit = backend is not None or dist.is_initialized()
     try:
@@ -155,7 +152,7 @@ def start(
     group = dist.group.WORLD
     process = Process(
         place=place,
-        timeout=timeout or _patience(group),
+        timeout=timeout or _default_timeout(group),
         request=request,
         asked=asked,
         devices=asked,
@@ -164,266 +161,15 @@ def start(
         explicit=explicit,
     )
     if place.world_size > 1:
-        # As the other ranks, which may have no problem, choose it.
-        _connect(process, backend or default_backend(available()[0]), problem, rendezvous)
+        # A rank with a problem must choose the same backend as the others, to tell them.
+        backend = backend or default_backend(available()[0])
+        _connect(process, backend, problem, rendezvous)
     select(process.device)
     return process
 
 
-#: nccl's watchdog ends a process whose collective times out: accel's own error must come before, on every rank.
-_MARGIN: Final = timedelta(minutes=1)
-
-
-def _give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    for backend in accelerator_backends(group):
-        set_timeout = getattr(backend, "_set_default_timeout", None) or getattr(
-            backend, "set_timeout", None
-        )
-        if set_timeout is not None:
-            set_timeout(timeout + _MARGIN)
-
-
-def _patience(group: dist.ProcessGroup | None) -> timedelta:
-    """Return torch's default timeout, or less if an accelerator's backend in the user's group has a shorter one."""
-    limits = [distributed_c10d.default_pg_timeout]
-    for backend in accelerator_backends(group) if group is not None else ():
-        limit = getattr(getattr(backend, "options", None), "_timeout", None)
-        if limit is not None:
-            limits.append(max(limit - _MARGIN, limit / 2))
-    return min(limits)
-
-
-def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
-    begin = time.monotonic()
-    if process.group is None:
-        # Optimizers would import it when there is a group, which it would hold: `unseen_group`.
-        importlib.import_module("torch.distributed.nn")
-        device = None if problem else _accelerator_of(process)
-        process.group = rendezvous.make_group(process.place, backend, process.timeout, device)
-        process.owns_group = True
-        process.backends = parse_backend(dist.get_backend_config(process.group))
-    try:
-        process.control = dist.new_group(
-            timeout=process.timeout, backend="gloo", group_desc="accel control"
-        )
-        # A store outlives elastic restarts, with the keys of the ranks that failed.
-        process.token = exchange(process, uuid.uuid4().hex)[0]
-        _agree_on_devices(process, problem)
-    except BaseException as error:
-        destroy_groups(process)
-        if isinstance(error, RuntimeError):
-            raise LaunchError(
-                f"accel did not start on all {process.place.world_size} ranks, {_after(begin, process.timeout)} ({error}): "
-                "every rank must call accel.setup or accel.init"
-                f"{_unreachable(process.place)}"
-            ) from error
-        raise
-
-
-def _accelerator_of(process: Process) -> torch.device | None:
-    """Return the accelerator of this rank with its index. torch_xla's is none to ``torch.accelerator``."""
-    device = pick(process.asked, process.place.local_rank, process.place.local_world_size)[0]
-    accelerator = torch.accelerator.current_accelerator()
-    known = accelerator is not None and device.type == accelerator.type and device.index is not None
-    return device if known else None
-
-
-def _after(begin: float, timeout: timedelta) -> str:
-    return f"after {time.monotonic() - begin:.2g} of {timeout.total_seconds():g} s"
-
-
-def _unreachable(place: Place) -> str:
-    """A hint where gloo, which listens at the address of this host's name, cannot be reached there from another host."""
-    address = ""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-    if place.local_world_size == place.world_size or not address.startswith("127."):
-        return ""
-    return (
-        f"; this host's name {socket.gethostname()!r} is {address}, where other hosts do not reach it: set GLOO_SOCKET_IFNAME to "
-        "the network interface that leads to them, as `ip addr` names it"
-    )
-
-
-@dataclass
-class Rendezvous:
-    """Where the ranks meet. Its store is kept over restarts, so that no rank comes to one that is about to end."""
-
-    store: distributed_c10d.Store | None = None
-    where: Place | None = None
-    name: str = ""
-    starts: int = 0
-
-    def make_group(
-        self, place: Place, backend: str, timeout: timedelta, device: torch.device | None = None
-    ) -> dist.ProcessGroup:
-        """Create torch's default process group, bound to this rank's accelerator if it has one. Collective."""
-        if place.master_addr is None or place.master_port is None:
-            raise LaunchError(
-                f"{place.launcher} started {place.world_size} processes but does not tell where rank 0 is: set "
-                "MASTER_ADDR to its host and MASTER_PORT to a port that is free there, the same for all processes"
-            )
-        # torchrun's own store listens at the master port, and only env:// knows it.
-        url = (
-            "env://"
-            if place.launcher == "torchrun"
-            else f"tcp://{place.master_addr}:{place.master_port}"
-        )
-        rank, world, begin = place.rank, place.world_size, time.monotonic()
-        done = threading.Event()
-        threading.Thread(
-            target=_tell_of_waiting, args=(place, done, timeout), name="accel-start", daemon=True
-        ).start()
-        try:
-            if self.store is None or self.where != place:
-                found = next(rendezvous_at(url, rank, world, timeout=timeout))[0]
-                found.set_timeout(timeout)
-                self.name = meet(found, rank, world, timeout)
-                self.store, self.where, self.starts = found, place, 0
-            self.store.set_timeout(timeout)
-            self.starts += 1
-            store = distributed_c10d.PrefixStore(f"accel/{self.name}/{self.starts}", self.store)
-            bound = device if _have_a_device_each(store, place, device) else None
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=bound
-            )
-        except (RuntimeError, ValueError) as error:
-            raise LaunchError(
-                f"the process group {backend!r} of {world} ranks did not come up at {place.master_addr}:"
-                f"{place.master_port}, {_after(begin, timeout)} ({error}): start as many processes as "
-                "WORLD_SIZE says, and set MASTER_ADDR and MASTER_PORT to a free port of rank 0's host"
-                f"{_unreachable(place)}"
-            ) from error
-        finally:
-            done.set()
-        assert dist.group.WORLD is not None
-        _give_margin(dist.group.WORLD, timeout)
-        return dist.group.WORLD
-
-    def meet_again(self, timeout: timedelta) -> None:
-        """Wait until all ranks are ready to start again. Collective."""
-        if self.store is not None and self.where is not None:
-            try:
-                meet(self.store, self.where.rank, self.where.world_size, timeout)
-            except RuntimeError as error:
-                raise LaunchError(
-                    f"not every rank came to start again within {timeout.total_seconds():g} s ({error}). A rank may have "
-                    "been killed or have ended; see the log of torchrun."
-                ) from error
-
-
-def _have_a_device_each(
-    store: distributed_c10d.Store, place: Place, device: torch.device | None
-) -> bool:
-    """Return True if every rank has a different accelerator: nccl connects at once then, and would hang otherwise.
-
-    If not, all ranks raise after the start. Collective.
-    """
-    store.set(
-        f"device {place.rank}", "" if device is None else identity(device, socket.gethostname())
-    )
-    devices = store.multi_get([f"device {rank}" for rank in range(place.world_size)])
-    return all(devices) and len(set(devices)) == len(devices)
-
-
-def _tell_of_waiting(place: Place, done: threading.Event, timeout: timedelta) -> None:
-    """Log after 10 seconds, sooner with a short timeout, and then after twice the time each, that ranks are missing."""
-    first = waited = min(10.0, timeout.total_seconds() / 4)
-    while not done.wait(waited if waited == first else waited / 2):
-        logger.warning(
-            "rank %d has waited for %.0f s (of %.0f) at %s:%s until all %d ranks have come to accel.setup or accel.init: a "
-            "process that was not started, or has ended before that, does not come",
-            *(
-                place.rank,
-                waited,
-                timeout.total_seconds(),
-                place.master_addr,
-                place.master_port,
-                place.world_size,
-            ),
-        )
-        waited *= 2
-
-
-#: Under this key of the job's store ``accel.launch`` says which rank has ended well, in the first place of its own store.
-RETURNED: Final = "returned"
-
-
-def meet(store: distributed_c10d.Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A name that all ranks of this start have, and no other start. Collective.
-
-    torchrun's store outlives its restarts: there lie the addresses of processes that are gone, and names like this one. So rank
-    0 makes a new one, and the others go by it only once rank 0 tells what they themselves have just written.
-    """
-    own, pause, end = uuid.uuid4().hex, 0.001, time.monotonic() + timeout.total_seconds()
-    store = distributed_c10d.PrefixStore("accel", store)
-
-    def wait(most: float) -> None:
-        nonlocal pause
-        if store.check([RETURNED]):
-            raise LaunchError(
-                f"rank {store.get(RETURNED).decode()} has returned from its function and does not come to accel.setup or "
-                "accel.init, which every rank calls: not under accel.is_main()"
-            )
-        if time.monotonic() > end:
-            raise dist.DistStoreError("rank 0, or another rank, did not come")
-        time.sleep(pause)
-        pause = min(1.5 * pause, most)
-
-    if rank == 0:
-        store.set("start", own)
-        keys = [f"{own}/{other}" for other in range(1, world)]
-        while not store.check(keys):
-            wait(0.02)
-        store.set(f"{own}/all", "".join(value.decode() for value in store.multi_get(keys)))
-        return own
-    while True:
-        start = store.get("start").decode()
-        store.set(f"{start}/{rank}", own)
-        if store.check([f"{start}/all"]) and own in store.get(f"{start}/all").decode():
-            return start
-        wait(0.5)
-
-
-def _agree_on_devices(process: Process, problem: str) -> None:
-    """Picks this rank's device; where a rank has a problem, or two ranks one device, all raise."""
-    host, first = socket.gethostname(), process.asked[0]
-    problem = problem or why_unserved(first, process.backends)
-    reports = exchange(
-        process, (problem, host, f"{first.type} by {process.backends.get(first.type)}")
-    )
-    for rank, (text, *_) in enumerate(reports):
-        if text:
-            raise DeviceError(f"rank {rank}: {text}")
-    process.hosts = tuple(other for _, other, _ in reports)
-    kinds = [kind for _, _, kind in reports]
-    if len(set(kinds)) > 1:
-        raise DeviceError(
-            f"the ranks use different kinds of devices: {', '.join(kinds)}; ask for the same on all"
-        )
-    if process.place.local_rank == UNKNOWN:
-        mates = [rank for rank, (_, other, _) in enumerate(reports) if other == host]
-        local_rank = mates.index(process.place.rank)
-        process.place = replace(process.place, local_rank=local_rank, local_world_size=len(mates))
-    process.devices = pick(process.asked, process.place.local_rank, process.place.local_world_size)
-    if not process.shares(first):
-        check_not_shared(exchange(process, identity(process.device, host)))
-
-
-def exchange(process: Process, value: object) -> list[Any]:
-    """Every rank's value; torch's own all_gather_object needs NumPy."""
-
-    def gather(message: bytes) -> list[bytearray]:
-        assert process.control is not None
-        work, theirs = begin_gather(message, process.control)
-        work.wait()
-        return list(map(to_bytes, theirs))
-
-    return list(map(pickle.loads, gather_framed(pickle.dumps(value), gather)))
-
-
 def place_now() -> Place:
-    """From the default process group where there is one, else from the environment."""
+    """Return this process's place, from the default process group or else the environment."""
     if not dist.is_initialized():
         return detect(os.environ)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -438,17 +184,104 @@ def place_now() -> Place:
 
 
 def select(device: torch.device) -> None:
-    """Makes it the current device of its kind, which nccl and plain ``"cuda"`` go by."""
+    """Make a GPU the current device, which nccl and plain ``"cuda"`` use."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
+def _default_timeout(group: dist.ProcessGroup | None) -> timedelta:
+    """Return torch's default timeout, or less if your own process group has a shorter one."""
+    limits = [distributed_c10d.default_pg_timeout]
+    for backend in [] if group is None else accelerator_backends(group):
+        limit = getattr(getattr(backend, "options", None), "_timeout", None)
+        if limit is not None:
+            limits.append(max(limit - MARGIN, limit / 2))
+    return min(limits)
+
+
+def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
+    begin = time.monotonic()
+    if process.group is None:
+        # Optimizers import it later. Imported now, it can't hold on to the group: `unseen_group`.
+        importlib.import_module("torch.distributed.nn")
+        device = None if problem else _accelerator_of(process)
+        process.group = rendezvous.make_group(process.place, backend, process.timeout, device)
+        process.owns_group = True
+        process.backends = parse_backend(dist.get_backend_config(process.group))
+    try:
+        process.control = dist.new_group(
+            timeout=process.timeout, backend="gloo", group_desc="accel control"
+        )
+        # torchrun's store outlives restarts, with the keys of the ranks that failed.
+        process.token = exchange(process, uuid.uuid4().hex)[0]
+        _agree_on_devices(process, problem)
+    except BaseException as error:
+        destroy_groups(process)
+        if not isinstance(error, RuntimeError):
+            raise
+        world = process.place.world_size
+        raise LaunchError(
+            f"accel did not start on all {world} ranks, {elapsed(begin, process.timeout)} "
+            f"({error}): every rank must call accel.setup or accel.init."
+            f"{unreachable_hint(process.place)}"
+        ) from error
+
+
+def _accelerator_of(process: Process) -> torch.device | None:
+    """Return this rank's accelerator with its index. None for XLA, unknown to torch.accelerator."""
+    place = process.place
+    device = pick(process.asked, place.local_rank, place.local_world_size)[0]
+    accelerator = torch.accelerator.current_accelerator()
+    known = accelerator is not None and device.type == accelerator.type and device.index is not None
+    return device if known else None
+
+
+def _agree_on_devices(process: Process, problem: str) -> None:
+    """Choose this rank's device. All ranks raise if a rank has a problem or two share a device."""
+    host, first = socket.gethostname(), process.asked[0]
+    problem = problem or why_unserved(first, process.backends)
+    kind = f"{first.type} by {process.backends.get(first.type)}"
+    reports = exchange(process, (problem, host, kind))
+    for rank, (text, *_) in enumerate(reports):
+        if text:
+            raise DeviceError(f"rank {rank}: {text}")
+    process.hosts = tuple(host for _, host, _ in reports)
+    kinds = [kind for _, _, kind in reports]
+    if len(set(kinds)) > 1:
+        names = ", ".join(kinds)
+        raise DeviceError(f"The ranks use different devices: {names}. Use the same kind on all.")
+    if process.place.local_rank == UNKNOWN:
+        neighbors = [rank for rank, other in enumerate(process.hosts) if other == host]
+        local_rank = neighbors.index(process.place.rank)
+        process.place = replace(
+            process.place, local_rank=local_rank, local_world_size=len(neighbors)
+        )
+    process.devices = pick(process.asked, process.place.local_rank, process.place.local_world_size)
+    if not process.shares(first):
+        check_not_shared(exchange(process, identity(process.device, host)))
+
+
+def exchange(process: Process, value: object) -> list[Any]:
+    """Return every rank's value. torch's all_gather_object needs NumPy."""
+
+    def gather(message: bytes) -> list[bytearray]:
+        assert process.control is not None
+        work, received = begin_gather(message, process.control)
+        work.wait()
+        return [to_bytes(tensor) for tensor in received]
+
+    return [pickle.loads(content) for content in gather_framed(pickle.dumps(value), gather)]
+
+
+# -- meshes, and the end ---------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def unseen_group() -> Iterator[None]:
-    """Imports inside see no default process group.
+    """Hide the default process group from the imports inside.
 
-    Libraries have it as the default of parameters, which would hold it to the end of the interpreter. So would its threads
-    live on, and one that then is the last to let go of a tensor ends the process by SIGABRT.
+    Libraries have the group as a default argument. It would live until the interpreter ends, and
+    with it gloo's threads: a thread that then frees a tensor aborts the process.
     """
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
@@ -457,19 +290,19 @@ def unseen_group() -> Iterator[None]:
         dist.group.WORLD = group
 
 
-#: The tokens of the starts of this process that had a mesh.
+# The tokens of the starts of this process that made a mesh.
 _starts: Final[list[str]] = []
 
 
 def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
-    """The mesh of all ranks with these axes, by name and length, the last of which neighbours lie along.
+    """Return the mesh of all ranks with these named axes. Collective if it is new.
 
-    Collective where it is a new one: the process groups of a mesh live as long as accel's other groups do.
+    Neighboring ranks are along the last axis.
     """
     key = tuple(axes.items())
     if key not in process.meshes:
         mesh = process.meshes[key] = _new_mesh(process, axes)
-        # DTensor's caches keep it for ever, and with it the groups that it registers.
+        # DTensor's caches keep the mesh forever, and with it the groups that it registers.
         process.releases.append(getattr(mesh, "_pg_registry", {}).clear)
     return process.meshes[key]
 
@@ -486,10 +319,10 @@ def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
         group, _ = dist.new_subgroups_by_enumeration(
             lines, process.timeout, group_desc=f"accel {name}"
         )
-        _give_margin(group, process.timeout)
+        give_margin(group, process.timeout)
         groups.append(group)
     process.subgroups += groups
-    # Not equal to the mesh of an earlier start: what DTensor's caches have of that one names groups that are gone.
+    # DTensor's caches compare meshes, and an earlier start's mesh names groups that are gone.
     if process.token not in _starts:
         _starts.append(process.token)
     number = len(_starts)
@@ -498,7 +331,7 @@ def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
 
 
 def destroy_groups(process: Process) -> None:
-    """Destroys the groups that accel made."""
+    """Destroy the groups that accel made."""
     if process.owns_group:
         dist.destroy_process_group()
         return

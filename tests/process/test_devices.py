@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accel.errors import AccelError, DeviceError
-from accel.process import startup, watchdog
+from accel.process import rendezvous, startup, watchdog
 from accel.process.devices import (
     available,
     check_not_shared,
@@ -157,9 +157,9 @@ def test_backends_are_asked_for_what_they_can_do(monkeypatch: pytest.MonkeyPatch
     devices = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
     group: Any = SimpleNamespace(_device_types=list(devices), _get_backend=devices.__getitem__)
     assert watchdog.accelerator_backends(group) == [nccl]
-    startup._give_margin(group, timedelta(minutes=2))
+    rendezvous.give_margin(group, timedelta(minutes=2))
     assert (nccl.timeout, gloo.timeout) == (timedelta(minutes=3), timedelta(0))
-    assert startup._patience(group) == timedelta(minutes=9)
+    assert startup._default_timeout(group) == timedelta(minutes=9)
     groups = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
     monkeypatch.setattr(watchdog, "distributed_c10d", groups)
     monkeypatch.setattr(watchdog, "_close_gloo", lambda group: None)
@@ -174,7 +174,7 @@ def test_groups_are_bound_to_devices_if_each_rank_has_its_own() -> None:
         def rank_of(rank: int, devices: Any = devices, store: Any = store) -> bool:
             device = devices[rank]
             place = Place(rank=rank, world_size=2)
-            return startup._have_a_device_each(store, place, None if device is None else torch.device(device))
+            return rendezvous._have_own_devices(store, place, None if device is None else torch.device(device))
 
         with ThreadPoolExecutor(2) as threads:
             assert list(threads.map(rank_of, range(2))) == [bound, bound]

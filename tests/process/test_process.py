@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accel import process
 from accel.errors import AccelError, DeviceError, LaunchError
 from accel.process import rng
-from accel.process.startup import meet
+from accel.process.rendezvous import meet
 from tests.distributed import GUARD, outcomes, run, wait_for
 from tests.interpreters import executable
 from tests.programs import LAUNCHERS, by_hand, clean_environ, free_port, scripts
