@@ -36,18 +36,16 @@ def _positives(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
-# -- env ---------------------------------------------------------------------------------------------------------------
+def _cores() -> int:
+    # macOS has no sched_getaffinity.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
-_PACKAGES = (
-    "cloudpickle",
-    "fsspec",
-    "matplotlib",
-    "numpy",
-    "safetensors",
-    "torchao",
-    "transformers",
-    "xxhash",
-)
+
+# -- env -------------------------------------------------------------------------------------------
+
+_PACKAGES = ["cloudpickle", "deepspeed", "fairscale", "fsspec", "horovod", "matplotlib", "numpy"]
+_PACKAGES += ["safetensors", "torch_xla", "torchao", "transformers", "xxhash"]
 _VARIABLES = re.compile(
     r"(ACCEL_|CUDA_|GLOO_|MASTER_|NCCL_|OMP_|TORCH).*|(LOCAL_)?(RANK|WORLD_SIZE)"
 )
@@ -65,20 +63,15 @@ def env(args: argparse.Namespace) -> int:
 
 def _machine() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({sys.executable})"
-    yield (
-        "system",
-        f"{platform.platform()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
-    )
+    yield "system", f"{platform.platform()}, {_cores()} of {os.cpu_count()} cores"
     yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}"
     yield "accel", sys.modules[__name__.partition(".")[0]].__version__
     kind, count = available()
     yield "devices", f"{count} x {kind}" if count else "no accelerator, only cpu"
     for index in range(torch.cuda.device_count()):
         yield f"  cuda:{index}", str(torch.cuda.get_device_properties(index))
-    yield (
-        "process groups",
-        ", ".join(n for n in ("gloo", "mpi", "nccl", "ucc") if dist.is_backend_available(n)),
-    )
+    groups = filter(dist.is_backend_available, ("gloo", "mpi", "nccl", "ucc"))
+    yield "process groups", ", ".join(groups)
     try:
         place = detect(os.environ)
         yield "launcher", f"{place.launcher}, rank {place.rank} of {place.world_size}"
@@ -87,12 +80,7 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _packages() -> Iterator[tuple[str, str]]:
-    required = {
-        re.split("[<=>]", package)[0]
-        for engine in ENGINES.values()
-        for package in engine.requires.values()
-    }
-    for package in [*_PACKAGES, *sorted(required)]:
+    for package in _PACKAGES:
         try:
             yield package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -103,32 +91,24 @@ def _backends() -> Iterator[tuple[str, str]]:
     for name in ENGINES:
         try:
             limits = resolve(name)[0].probe()
-            yield f"backend {name}", f"can run{f', {limits}' if limits else ''}"
+            yield f"backend {name}", f"can run, {limits}" if limits else "can run"
         except Exception as error:  # the import of a library can raise anything
             kind = "" if isinstance(error, AccelError) else f"{type(error).__name__}: "
-            yield f"backend {name}", f"cannot run: {kind}{str(error).strip().partition(chr(10))[0]}"
+            yield f"backend {name}", f"cannot run: {kind}{str(error).strip().splitlines()[0]}"
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def _memory_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="module:factory",
-        help="a function without arguments that returns the model",
-    )
-    text = "numbers of ranks, separated by commas (%(default)s)"
-    parser.add_argument("--ranks", type=_positives, default="1,2,4,8,64", help=text)
-    parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        help="for example 'SGD(momentum=0.9)', or none (%(default)s)",
-    )
-    parser.add_argument(
-        "--plot", default="memory.png", metavar="PATH", help="file of the bar chart (%(default)s)"
-    )
-    parser.add_argument("--no-plot", action="store_true", help="print the table only")
+    def add(name: str, text: str, **options: Any) -> None:
+        parser.add_argument(name, help=text, **options)
+
+    add("model", "a function without arguments that returns the model", metavar="module:factory")
+    add("--ranks", "numbers of ranks (%(default)s)", type=_positives, default="1,2,4,8,64")
+    add("--optimizer", "such as 'SGD(momentum=0.9)', or none (%(default)s)", default="adamw")
+    add("--plot", "file of the bar chart (%(default)s)", metavar="PATH", default="memory.png")
+    add("--no-plot", "print the table only", action="store_true")
 
 
 def memory(args: argparse.Namespace) -> int:
@@ -147,9 +127,8 @@ def memory(args: argparse.Namespace) -> int:
             "Expected module:factory, where factory() returns the model."
         ) from error
     if not isinstance(model, nn.Module):
-        raise AccelError(
-            f"{args.model} returned a {type(model).__name__}. Expected a torch.nn.Module."
-        )
+        kind = type(model).__name__
+        raise AccelError(f"{args.model} returned a {kind}. Expected a torch.nn.Module.")
     report = memory_report(model, _optimizer(args.optimizer, model), ranks=args.ranks)
     print(report)
     if not args.no_plot:
@@ -159,57 +138,43 @@ def memory(args: argparse.Namespace) -> int:
 
 def _optimizer(text: str, model: nn.Module) -> torch.optim.Optimizer | None:
     """Return the optimizer that ``"SGD(momentum=0.9)"`` names in torch.optim."""
-    name, _, _ = text.partition("(")
-    kinds = {
-        kind.lower(): value for kind, value in vars(torch.optim).items() if isinstance(value, type)
-    }
-    if name.lower() == "none":
+    name = text.partition("(")[0].lower()
+    if name == "none":
         return None
     try:
+        classes = {kind.lower(): kind for kind in vars(torch.optim)}
         call: Any = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
         arguments = [ast.literal_eval(argument) for argument in call.args]
         keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        optimizer: torch.optim.Optimizer = kinds[name.lower()](
-            model.parameters(), *arguments, **keywords
-        )
+        kind = getattr(torch.optim, classes[name])
+        optimizer: torch.optim.Optimizer = kind(model.parameters(), *arguments, **keywords)
     except Exception as error:
         raise AccelError(
-            f"--optimizer {text} raised {type(error).__name__}: {error}. Write a class of torch.optim, "
-            "for example 'SGD(momentum=0.9)', or none."
+            f"--optimizer {text} raised {type(error).__name__}: {error}. Write a class of "
+            "torch.optim, for example 'SGD(momentum=0.9)', or none."
         ) from error
     return optimizer
 
 
-# -- run ---------------------------------------------------------------------------------------------------------------
+# -- run -------------------------------------------------------------------------------------------
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    default, text = (
-        max(1, available()[1]),
-        "processes on each node (one for each accelerator, or 1)",
-    )
-    parser.add_argument(
-        "-n", "--processes", "--num-processes", type=_positive, default=default, help=text
-    )
-    parser.add_argument(
-        "--hosts", help="all nodes, separated by commas; ranks connect to the first"
-    )
-    parser.add_argument(
-        "--port", type=_positive, default=29400, help="a free port of the first node (%(default)s)"
-    )
-    parser.add_argument(
-        "--backend", help="sets ACCEL_BACKEND: a name, or name:option=value,option=value"
-    )
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, help="restarts after a failure (%(default)s)"
-    )
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="the script is a module, as in python -m"
-    )
-    parser.add_argument("script", help="a Python file")
-    parser.add_argument(
-        "args", nargs=argparse.REMAINDER, help="arguments of the script"
-    ).required = False
+    def add(*names: str, **options: Any) -> argparse.Action:
+        return parser.add_argument(*names, **options)
+
+    count = max(1, available()[1])
+    text = "processes on each node (one per accelerator, or 1)"
+    add("-n", "--processes", "--num-processes", type=_positive, default=count, help=text)
+    add("--hosts", help="all nodes, separated by commas; ranks connect to the first")
+    text = "a free port of the first node (%(default)s)"
+    add("--port", type=_positive, default=29400, help=text)
+    add("--backend", help="sets ACCEL_BACKEND: a name, or name:option=value,option=value")
+    add("--max-restarts", type=int, default=0, help="restarts after a failure (%(default)s)")
+    text = "the script is a module, as in python -m"
+    add("-m", "--module", action="store_true", help=text)
+    add("script", help="a Python file")
+    add("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False
 
 
 def run(args: argparse.Namespace) -> int:
@@ -223,42 +188,32 @@ def run(args: argparse.Namespace) -> int:
         resolve(args.backend)
         os.environ["ACCEL_BACKEND"] = args.backend
     # torchrun would give each process one thread.
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.processes))
-    )
-    # The store of torchrun keeps addresses of processes that have ended, and restarted ones would use them.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // args.processes)))
+    # torchrun's store keeps the addresses of ended processes, and restarted ones would use them.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     hosts = args.hosts.split(",") if args.hosts else []
     options = ["--standalone"]
     if len(hosts) > 1:
-        endpoint = f"{hosts[0].strip()}:{args.port}"
-        options = [
-            "--nnodes",
-            str(len(hosts)),
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            endpoint,
-            "--rdzv-id",
-            "accel",
-        ]
+        options = ["--nnodes", str(len(hosts)), "--rdzv-backend", "c10d", "--rdzv-id", "accel"]
+        options += ["--rdzv-endpoint", f"{hosts[0].strip()}:{args.port}"]
     options += ["--nproc-per-node", str(args.processes), "--max-restarts", str(args.max_restarts)]
     options += ["--module"] if args.module else []
+    return _torchrun([*options, args.script, *args.args])
+
+
+def _torchrun(arguments: list[str]) -> int:
     torchrun = importlib.import_module("torch.distributed.run")
     errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
     signals = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
     try:
-        torchrun.run(torchrun.get_args_parser().parse_args([*options, args.script, *args.args]))
+        torchrun.run(torchrun.get_args_parser().parse_args(arguments))
     except signals.SignalException as error:
         return 128 + int(error.sigval)
     except errors.ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        status = failure.exitcode
-        how = (
-            f"was ended by {failure.signal_name()}"
-            if status < 0
-            else f"ended with exit status {status}"
-        )
+        how = f"ended with exit status {failure.exitcode}"
+        if failure.exitcode < 0:
+            how = f"was ended by {failure.signal_name()}"
         raise LaunchError(f"rank {rank} {how}; its own error is above") from error
     return 0
 

@@ -1,16 +1,10 @@
-"""Copies between CUDA devices and the host that go on beside other work of this thread: through pinned memory.
-
-Those to the host are on the current stream of their device, and so in order with what made the values and with what follows;
-batches come on a stream of their own. What ranks compare of tensors comes to the host as a few sums of each.
-"""
+"""Copy tensors between devices and the CPU, and compare tensors of several ranks by a few sums."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -18,203 +12,162 @@ import torch
 from ..errors import RankMismatchError
 from ..trees import move
 
-# -- to the host ------------------------------------------------------------------------------------------------------
+# -- from a GPU to the CPU -------------------------------------------------------------------------
 
-#: Bytes of a piece on its way to the host, and of each of the two buffers that such pieces take in turn.
+#: Bytes of a piece on its way to the CPU, and of each of the two pinned buffers.
 PIECE: Final = 16 << 20
 
 
 def is_remote(tensor: torch.Tensor) -> bool:
-    """Whether its copies to and from pinned memory go on by themselves, and ``begun`` tells of their end.
-
-    Copies of any other device wait: those of some would go on, and nobody hears when they end.
-    """
+    """True if copies to pinned memory are asynchronous. Only CUDA has events that tell their end."""
     return tensor.is_cuda
 
 
 def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Bytes of the host."""
+    """Return uninitialized bytes on the CPU."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def begun(devices: Iterable[torch.device]) -> list[Any]:
-    """Events that come when devices have done all that they were given so far."""
+    """Return events for the end of the work that the devices have been given."""
     return [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 def finish(events: Iterable[Any]) -> None:
-    """Wait for them."""
+    """Wait for events."""
     for event in events:
         event.synchronize()
 
 
-def on_host(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Flat tensors on the CPU, in pieces of at most ``PIECE`` bytes: while one is in use, the next one comes.
+def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield flat tensors on the CPU, in pieces of at most ``PIECE`` bytes.
 
-    Each is good until the one after it is asked for.
+    While you use a piece, the next one is copied. Each piece is valid until you ask for the next.
     """
     buffers: list[torch.Tensor] = []
-    coming: deque[tuple[torch.Tensor, list[Any]]] = deque()
+    copies: deque[tuple[torch.Tensor, list[Any]]] = deque()
 
-    def come(most: int) -> Iterator[torch.Tensor]:
-        while len(coming) > most:
-            tensor, events = coming.popleft()
+    def finished(most: int) -> Iterator[torch.Tensor]:
+        while len(copies) > most:
+            copy, events = copies.popleft()
             finish(events)
-            yield tensor
+            yield copy
 
-    for piece in chain.from_iterable(_parts(one) for one in pieces):
-        if is_remote(piece):
-            buffers = buffers[::-1] or [host_memory(PIECE, pinned=True) for _ in range(2)]
-            here = buffers[0][: piece.nbytes].view(piece.dtype)
-            coming.append((here.copy_(piece, non_blocking=True), begun([piece.device])))
-            yield from come(1)
-        else:
-            yield from come(0)
-            yield piece.cpu()
-    yield from come(0)
-
-
-def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return [tensor] if tensor.nbytes <= PIECE else tensor.split(PIECE // tensor.itemsize)
-
-
-def to_host(remote: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The values on their way to the host, and what waits until they are there."""
-    stacked = torch.stack([value.to(remote[0].device) for value in remote])
-    if not is_remote(stacked):
-        return stacked, lambda: None
-    values = host_memory(stacked.nbytes, pinned=True).view(stacked.dtype).view(stacked.shape)
-    values.copy_(stacked, non_blocking=True)
-    return values, functools.partial(finish, begun([stacked.device]))
+    for tensor in tensors:
+        for piece in tensor.split(max(1, PIECE // tensor.itemsize)):
+            if not is_remote(piece):
+                yield from finished(0)
+                yield piece.cpu()
+                continue
+            if not buffers:
+                buffers = [host_memory(PIECE, pinned=True) for _ in range(2)]
+            buffers.reverse()
+            copy = buffers[0][: piece.nbytes].view(piece.dtype)
+            copy.copy_(piece, non_blocking=True)
+            copies.append((copy, begun([piece.device])))
+            yield from finished(1)
+    yield from finished(0)
 
 
-# -- sums of tensors, by which ranks see whether they have the same ones -----------------------------------------------
+# -- sums, to compare tensors over the ranks -------------------------------------------------------
 
-#: For each tensor its sums, and how far rounding may take them apart.
+#: For each tensor its sums and their tolerance.
 Read: TypeAlias = "list[tuple[list[float], float]]"
 
 
 @final
 class Prints:
-    """Sums of tensors in which other values, or another order of them, show. They travel to the host while this rank goes on."""
+    """A few sums of tensors that differ if values or their order differ."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._rounding = [_rounding(t.dtype) for t in tensors]
-        self._sums = to_host(list(map(_sums, tensors))) if tensors else None
+        self._tolerances = [_tolerance(tensor.dtype) for tensor in tensors]
+        device = tensors[0].device if tensors else None
+        sums = [_sums(tensor).to(device) for tensor in tensors]
+        self._sums = torch.stack(sums) if sums else None
 
     def read(self) -> Read:
+        """Return the sums. Waits for the device."""
         if self._sums is None:
             return []
-        values, copied = self._sums
-        copied()
-        return [
-            (s, rounding * abs(s[1]) + 1e-30)
-            for s, rounding in zip(values.tolist(), self._rounding, strict=True)
-        ]
+        values = []
+        for sums, tolerance in zip(self._sums.tolist(), self._tolerances, strict=True):
+            values.append((sums, tolerance * abs(sums[1]) + 1e-30))
+        return values
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    return (
-        0.0
-        if not dtype.is_floating_point and not dtype.is_complex
-        else 1e-5
-        if dtype.itemsize >= 4
-        else 1e-2
-    )
+def _tolerance(dtype: torch.dtype) -> float:
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return 0.0
+    return 1e-5 if dtype.itemsize >= 4 else 1e-2
 
 
 @torch.no_grad()
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the values, of their amounts, and of rows by their number; without a copy of a large floating tensor."""
-    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    """Return the sums of the values, of their magnitudes, and of the rows times their numbers."""
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
     if values.is_floating_point() and values.dtype.itemsize == 1:
-        values = values.float()  # nothing is computed with such
-    wide = torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else None
-    each = (
-        values.sum(tuple(range(1, values.dim())), dtype=wide)
-        if values.dim() > 1
-        else values.reshape(-1)
-    )
-    if wide is not None:
-        total = torch.linalg.vector_norm(values, 1, dtype=wide)
+        values = values.float()  # torch doesn't compute with float8
+    rows = values.reshape(-1)
+    if values.is_floating_point():
+        wide = torch.promote_types(values.dtype, torch.float32)
+        magnitude = torch.linalg.vector_norm(values, 1, dtype=wide)
+        if values.dim() > 1:
+            rows = values.sum(tuple(range(1, values.dim())), dtype=wide)
     else:
-        total = (values.abs() if values.dtype.is_signed else values).sum()
-    each = each.double()
-    order = (each * torch.linspace(1, 2, len(each), dtype=torch.float64, device=each.device)).sum()
-    return torch.stack([each.sum(), total.double(), order])
+        magnitude = (values.abs() if values.dtype.is_signed else values).sum()
+        if values.dim() > 1:
+            rows = values.sum(tuple(range(1, values.dim())))
+    rows = rows.double()
+    weights = torch.linspace(1, 2, len(rows), dtype=torch.float64, device=rows.device)
+    return torch.stack([rows.sum(), magnitude.double(), (rows * weights).sum()])
 
 
-def other_values(told: Mapping[int, Read]) -> tuple[int, int, int] | None:
-    """The first rank of those that told what they have read, another one, and the number of a tensor that is not the first's."""
-    first, *others = told
-    for number in others:
-        for index, ((one, room), (other, _)) in enumerate(
-            zip(told[first], told[number], strict=True)
-        ):
-            if not all(
-                a == b or abs(a - b) <= room or (a != a and b != b)
-                for a, b in zip(one, other, strict=True)
-            ):
-                return first, number, index
+def other_values(by_rank: Mapping[int, Read]) -> tuple[int, int, int] | None:
+    """Return the first rank, a rank with different values, and the number of the tensor."""
+    first, *others = by_rank
+    for rank in others:
+        pairs = zip(by_rank[first], by_rank[rank], strict=True)
+        for index, ((expected, tolerance), (sums, _)) in enumerate(pairs):
+            for a, b in zip(expected, sums, strict=True):
+                both_nan = a != a and b != b
+                if not (a == b or abs(a - b) <= tolerance or both_nan):
+                    return first, rank, index
     return None
 
 
-def refuse_other_values(what: str, told: Mapping[int, Read], advice: str) -> None:
-    """Refuse (RankMismatchError) tensors that are not the first rank's; ``told`` is what ranks have read of their prints."""
-    if found := other_values(told):
-        first, number, index = found
+def refuse_other_values(what: str, by_rank: Mapping[int, Read], advice: str) -> None:
+    """Raise RankMismatchError if the ranks' tensors differ."""
+    difference = other_values(by_rank)
+    if difference is not None:
+        first, rank, index = difference
         raise RankMismatchError(
-            f"{what}: tensor {index} has other values on rank {number} than on rank {first}: {advice}"
+            f"{what}: tensor {index} has other values on rank {rank} than on rank {first}: {advice}"
         )
 
 
-# -- to the device ----------------------------------------------------------------------------------------------------
+# -- batches to the device -------------------------------------------------------------------------
 
 
 @final
 class Transfer:
-    """Moves batches to a device; from pinned memory beside what the device computes, and without waiting for either.
-
-    A copy waits for nothing that was launched before it, and what is launched after it waits for the copy: while a step
-    computes, its host comes to the next batch, which is there when the step ends.
-    """
+    """Moves batches to a device, from pinned memory without waiting for the copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = _stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
         return move(batch, self._move)
 
     def _move(self, leaf: Any) -> Any:
-        if not _pinned(leaf):
-            return leaf.to(self._device)
-        # Only of a tensor is it known what memory the copy has.
-        if (
-            self._stream is None
-            or type(leaf) is not torch.Tensor
-            or leaf.layout is not torch.strided
-            or leaf.is_nested
-        ):
+        if _is_pinned(leaf):
             return leaf.to(self._device, non_blocking=True)
-        with torch.cuda.stream(self._stream):
-            moved = leaf.to(self._device, non_blocking=True)
-        computing = torch.cuda.current_stream(self._device)
-        computing.wait_stream(self._stream)
-        moved.record_stream(
-            computing
-        )  # its memory is not given to another copy before the steps that use it end
-        return moved
+        return leaf.to(self._device)
 
 
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all epochs: the memory of batches is the stream's, and another stream would take its own."""
-    return torch.cuda.Stream(device)
-
-
-def _pinned(leaf: Any) -> bool:
-    """Whether a copy of it need not wait, as far as it tells: a tokenizer's batch only by what it has."""
+def _is_pinned(leaf: Any) -> bool:
+    """True if a copy doesn't have to wait. A tokenizer's batch has no is_pinned(), but values."""
     if hasattr(leaf, "is_pinned"):
         return bool(leaf.is_pinned())
     values = leaf.values() if isinstance(leaf, Mapping) else ()
