@@ -53,12 +53,12 @@ class Options:
                 self.expect(option.name, valid, "True, False or a tuple of module classes")
             elif type(option.default) is bool:
                 self.expect(option.name, type(value) is bool, "True or False")
-            if type(option.default) is int:
+            elif type(option.default) is int:
                 valid = type(value) is int and value > 0
                 self.expect(option.name, valid, "a whole number of at least 1")
         for name, allowed in self.choices.items():
-            *others, last = map(repr, allowed)
-            self.expect(name, getattr(self, name) in allowed, f"{', '.join(others)} or {last}")
+            values = " or ".join(map(repr, allowed))
+            self.expect(name, getattr(self, name) in allowed, values)
         interval = self.drift_check
         valid = interval is None or (type(interval) is int and interval >= 0)
         self.expect("drift_check", valid, "a number of steps, 0 or None")
