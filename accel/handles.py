@@ -203,8 +203,9 @@ class HiddenAttribute:
     def get(owner: object) -> Any:
         """Return the value on ``owner``, or None. A shallow copy of the owner doesn't own it."""
         attribute = owner.__dict__.get(HiddenAttribute.KEY)
-        owned = attribute is not None and attribute.owner_id == id(owner)
-        return attribute.value if owned else None
+        if attribute is None or attribute.owner_id != id(owner):
+            return None
+        return attribute.value
 
     @staticmethod
     def put(owner: object, value: object) -> None:

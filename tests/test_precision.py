@@ -225,7 +225,7 @@ def test_fp16_is_raw_torch_with_a_scaler(
 def plain_backward() -> None:
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), precision="16-mixed")
-    inner = object.__getattribute__(optimizer, "_accel_raw")
+    inner = optimizer
     before = copy.deepcopy(raw.state_dict())
     for stepped in (optimizer, inner):
         optimizer.zero_grad()
@@ -255,7 +255,7 @@ def test_a_plain_backward_is_refused_before_the_step() -> None:
 def overflow() -> None:
     raw = net()
     model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=0.01), precision="16-mixed")
-    inner = object.__getattribute__(optimizer, "_accel_raw")
+    inner = optimizer
 
     def train(factor: float, stepped: Any) -> None:
         optimizer.zero_grad()

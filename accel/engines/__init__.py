@@ -77,7 +77,7 @@ class _Engines(UserDict[str, type[Engine]]):
 
 _files = [info.name for info in pkgutil.iter_modules(__path__)]
 _backends: Any = [name for name in _files if name != "base" and not name.startswith("_")]
-ENGINES: Final = _Engines(dict.fromkeys(_backends, Engine))  # type: ignore[type-abstract]
+ENGINES: Final = _Engines(dict.fromkeys(_backends, Engine))
 
 
 # -- option classes --------------------------------------------------------------------------------
@@ -160,14 +160,16 @@ def _value(text: str, is_dtype: bool) -> Any:
 
 def _unknown(backend: object) -> BackendError:
     if str(backend) in ("gloo", "mpi", "nccl", "ucc"):
-        advice = f"Use accel.init(process_group={backend!r})"
+        advice = f"Use accel.init(process_group={backend!r})."
     elif isinstance(backend, type) and issubclass(backend, Options):
-        advice = f"Use an object, accel.{backend.__name__}()"
+        advice = f"Use an object, accel.{backend.__name__}()."
     else:
         matches = difflib.get_close_matches(re.split(r"\W", f"{backend}".lower())[0], ENGINES, 1)
-        names = ", ".join(map(repr, matches or ENGINES))
-        advice = f"Use 'auto', an options object, or {'' if matches else 'one of '}{names}"
-    return BackendError(f"Unknown backend {backend!r}. {advice}.")
+        names = ", ".join(map(repr, ENGINES))
+        advice = f"Use 'auto', an options object or one of {names}."
+        if matches:
+            advice = f"Did you mean {matches[0]!r}?"
+    return BackendError(f"Unknown backend {backend!r}. {advice}")
 
 
 def default(process: Process) -> str:

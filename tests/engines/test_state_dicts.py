@@ -70,11 +70,8 @@ def verbs(backend: Any) -> Any:
     assert set(parent.state_dict()._metadata) > {"child", "child.0"}  # type: ignore[attr-defined]
     if accel.registry.registry.of_handle(model).holdings.partial(None):  # type: ignore[attr-defined]
         assert set(raw.state_dict()._metadata) == {"", "0", "1", "2", "3"}  # type: ignore[attr-defined]
-        part = raw[3 if accel.rank() == 0 else 0]  # type: ignore[index]
         with pytest.raises(accel.BackendError, match="keep_vars"):
             raw.state_dict(keep_vars=True)
-        with pytest.raises(accel.BackendError, match="needs a value of a submodule's state_dict"):
-            part.state_dict()["weight"] + 1
     # Weights that were kept come back, and training goes on from them.
     model.load_state_dict(kept[0])
     optimizer.load_state_dict(kept[1])
@@ -115,7 +112,7 @@ def orphaned() -> None:
     """An optimizer that outlives its model has a part, and says so."""
     own = build("fsdp")[1]
     gc.collect()
-    with pytest.raises(accel.OptimizerError, match="holds only this rank's part"):
+    with pytest.raises(accel.OptimizerError, match="holds only this rank's shard"):
         own.state_dict()
 
 

@@ -41,7 +41,7 @@ def in_place_of(
     While a state is loaded, the hooks that run after a module was loaded see the module's own
     tensors again, and ``before_hooks`` is called before them.
     """
-    places: dict[int, list[tuple[dict[str, Any], str, Any]]] = {}
+    places: dict[int, list[tuple[Any, str, Any]]] = {}
     hooks: list[tuple[dict[str, Any], Any]] = []
 
     def put_back(parent: nn.Module) -> None:
@@ -57,17 +57,12 @@ def in_place_of(
 
     try:
         for child in module.modules():
-            replaced = places[id(child)] = []
-            for table in (child._parameters, child._buffers):
-                for name, tensor in list(table.items()):
-                    if id(tensor) in stand_ins:
-                        replaced.append((table, name, tensor))
-                        # The methods of DeepSpeed's table gather.
-                        dict.__setitem__(table, name, stand_ins[id(tensor)])
+            places[id(child)] = _replace_tensors(child, stand_ins)
             own_hooks = child._load_state_dict_post_hooks
             if before_hooks is not None and own_hooks:
                 hooks.append((vars(child), own_hooks))
-                users = [hook for hook in own_hooks.values() if not _is_torchs(hook)]
+                # Hooks of FSDP2 raise for replaced tensors.
+                users = [h for h in own_hooks.values() if not _is_from(h, "torch.distributed.")]
                 chain = OrderedDict(enumerate([loaded, *users] if users else []))
                 vars(child)["_load_state_dict_post_hooks"] = chain
         yield
@@ -77,9 +72,19 @@ def in_place_of(
             names["_load_state_dict_post_hooks"] = own_hooks
 
 
-def _is_torchs(hook: Any) -> bool:
-    """True for hooks of FSDP2, which raise for replaced tensors."""
-    return str(hook.__module__).startswith("torch.distributed.")
+def _replace_tensors(
+    module: nn.Module, stand_ins: Mapping[int, torch.Tensor]
+) -> list[tuple[Any, str, Any]]:
+    """Replace a module's own tensors. Return the tables, names and tensors that were there."""
+    places: list[tuple[Any, str, Any]] = []
+    tables: tuple[Any, Any] = (module._parameters, module._buffers)
+    for table in tables:
+        for name, tensor in list(table.items()):
+            if id(tensor) in stand_ins:
+                places.append((table, name, tensor))
+                # The methods of DeepSpeed's table gather.
+                dict.__setitem__(table, name, stand_ins[id(tensor)])
+    return places
 
 
 @contextlib.contextmanager
@@ -264,22 +269,24 @@ class Snapshot:
         self._module, self._later = module, later
         owners = [*module.modules(), *module.parameters()]
         self._before = [(owner, type(owner), _marks(owner)) for owner in owners]
-        #: By identity: the owner, its class before, and what the library added.
-        self._changes: dict[int, tuple[Any, type[Any], set[_Mark]]] = {}
+        #: By identity: the owner, its class if the library changed it, and what the library added.
+        self._changes: dict[int, tuple[Any, type[Any] | None, set[_Mark]]] = {}
 
     def changed(self) -> None:
         """Record the library's changes. Later changes are the user's."""
         for owner, kind, marks in self._before:
-            self._changes[id(owner)] = owner, kind, _marks(owner) - marks
+            changed = None if type(owner) is kind else kind
+            self._changes[id(owner)] = owner, changed, _marks(owner) - marks
         self._before.clear()
 
     def kind(self, owner: Any) -> type[Any]:
         """Return the class that a module or parameter had before."""
-        return self._changes[id(owner)][1] if id(owner) in self._changes else type(owner)
+        _, kind, _ = self._changes.get(id(owner), (owner, None, set()))
+        return kind or type(owner)
 
     def added(self, owner: Any) -> set[_Mark]:
         """Return the library's attributes and hooks of a module or parameter."""
-        marks = self._changes[id(owner)][2] if id(owner) in self._changes else set()
+        *_, marks = self._changes.get(id(owner), (owner, None, set()))
         return marks | {name for name in vars(owner) if name.startswith(self._later)}
 
     def hooks(self, table: str) -> list[Any]:
@@ -303,7 +310,7 @@ class Snapshot:
             _remove(owner, self.added(owner))
             if isinstance(owner, nn.Module) and type(owner._parameters) is not dict:
                 vars(owner)["_parameters"] = dict(owner._parameters.items())
-            if type(owner) is not kind:
+            if kind is not None:
                 owner.__class__ = kind
         self._changes.clear()
 
@@ -347,16 +354,16 @@ def as_author_made(
 
 
 def _marks_of_accel(module: nn.Module) -> set[_Mark]:
-    marks: set[_Mark] = {name for name in _REPLACED if _is_from_accel(vars(module).get(name))}
+    marks: set[_Mark] = {name for name in _REPLACED if _is_from(vars(module).get(name), "accel.")}
     for table in _HOOKS:
         hooks = vars(module)[table].items()
-        marks.update((table, key) for key, hook in hooks if _is_from_accel(hook))
+        marks.update((table, key) for key, hook in hooks if _is_from(hook, "accel."))
     return marks
 
 
-def _is_from_accel(value: Any) -> bool:
-    """True if a function or hook, or the class of an object, is defined in accel."""
+def _is_from(value: Any, package: str) -> bool:
+    """True if a function or hook, or the class of an object, is defined in a package."""
     while isinstance(value, functools.partial):
         value = value.func
     modules = type(value).__module__, getattr(value, "__module__", None)
-    return any(f"{module}.".startswith("accel.") for module in modules)
+    return any(f"{module}.".startswith(package) for module in modules)

@@ -107,8 +107,9 @@ class Stepper:
             optimizer.register_load_state_dict_pre_hook(self._loading),
         ]
         # The user's hooks see final gradients and weights, also if they were registered before.
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._hooks[0].id, last=False)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._hooks[1].id, last=False)
+        steps: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        for hooks, hook in zip(steps, self._hooks, strict=False):
+            hooks.move_to_end(hook.id, last=False)
         self._overrides = [
             Override(optimizer, "step", self._step),
             Override(optimizer, "add_param_group", self._add_param_group),
