@@ -52,7 +52,7 @@ def test_a_handle_shows_the_module() -> None:
     assert model.options is raw.options
     assert model.generate(3).shape == (3, 4)
     assert model.train(False) is model.eval() is model
-    assert not (raw.trained or raw.training or model.training)
+    assert [raw.trained, raw.training, model.training] == [False] * 3
     model.color = "red"
     assert raw.color == "red"
     del model.color

@@ -188,24 +188,24 @@ def test_no_thread_of_gloo_outlives_the_process_groups() -> None:
         assert "left: 0" in result.stdout, result.stdout + result.stderr
 
 
-def late_groups(backend: Any) -> None:
-    """Groups of the raw optimizer count at once, by the objects that were the parameters before setup too."""
+def added_groups(backend: Any) -> None:
+    """New groups count at once, with the objects that were the parameters before setup."""
     raw = mlp(4, 8, 3)
-    own = list(raw.parameters())
-    optimizer = torch.optim.Adam(own[:2], lr=0.1)
-    model, handle, _ = accel.setup(raw, optimizer, backend=backend)
-    optimizer.add_param_group({"params": own[2:]})
-    assert [len(group["params"]) for group in accel.full_state_dict(handle)["param_groups"]] == [2, 2]
-    optimizer.add_param_group({"params": [stranger := nn.Parameter(torch.ones(3))]})
-    for refused in (lambda: accel.full_state_dict(handle), lambda: accel.teardown(model)):
+    parameters = list(raw.parameters())
+    optimizer = torch.optim.Adam(parameters[:2], lr=0.1)
+    model = accel.setup(raw, optimizer, backend=backend).model
+    optimizer.add_param_group({"params": parameters[2:]})
+    assert [len(group["params"]) for group in accel.full_state_dict(optimizer)["param_groups"]] == [2, 2]
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [nn.Parameter(torch.ones(3))]})
+    for refused in (lambda: accel.full_state_dict(optimizer), lambda: accel.teardown(model)):
         with pytest.raises(accel.OptimizerError, match=r"param_groups\[2\]\['params'\]\[0\] of shape \(3,\)"):
             refused()
-    del optimizer.param_groups[2], stranger
+    del optimizer.param_groups[2]
     accel.teardown(model)
-    assert [p for group in optimizer.param_groups for p in map(id, group["params"])] == list(map(id, own))
+    assert [p for group in optimizer.param_groups for p in map(id, group["params"])] == list(map(id, parameters))
 
 
 @pytest.mark.parametrize("backend", ["sharded", "fsdp", "pipeline", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3)])
-def test_groups_that_were_added_since_the_last_step(backend: Any) -> None:
+def test_groups_added_since_the_last_step(backend: Any) -> None:
     need(backend, 2)
-    run(2, late_groups, backend)
+    run(2, added_groups, backend)

@@ -68,7 +68,7 @@ def verbs(backend: Any) -> Any:
     parent = nn.ModuleDict({"child": raw})
     assert list(parent.state_dict()) == [f"child.{name}" for name in result[0]]
     assert set(parent.state_dict()._metadata) > {"child", "child.0"}  # type: ignore[attr-defined]
-    if accel.registry.registry.of_handle(model).holdings.partial(None):  # type: ignore[attr-defined]
+    if accel.registry.registry.find_engine(model).holdings.partial(None):  # type: ignore[attr-defined]
         assert set(raw.state_dict()._metadata) == {"", "0", "1", "2", "3"}  # type: ignore[attr-defined]
         with pytest.raises(accel.BackendError, match="keep_vars"):
             raw.state_dict(keep_vars=True)
