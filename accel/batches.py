@@ -159,36 +159,33 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
         return "", result
     except Exception as caught:
         error: Exception | None = caught
-        severity, text = _severity(caught), text_of_error(caught)
+        is_memory, text = _is_out_of_memory(caught), text_of_error(caught)
     result = None  # type: ignore[assignment]  # it may hold the model
     options = process.start_options()
     process.end_groups(f"{call}: {text}")
     with contextlib.suppress(AccelError):  # shards of other ranks are lost, and nobody needs them
         shut_down()
     process.restart(options)
-    answers = agree(call, (severity, text))
-    worst = max(severity for severity, _ in answers)
-    texts = [text if severity == worst else "" for severity, text in answers]
-    if worst != _OUT_OF_MEMORY:
-        own = error if severity == worst else None
-        raise_together("the function of accel.largest_batch", own, texts, AccelError)
+    answers = agree(call, (is_memory, isinstance(error, AccelError) or is_lost(error), text))
+    texts = [
+        f"rank {rank}: {text}" for rank, (is_memory, _, text) in enumerate(answers) if is_memory
+    ]
+    if not texts:
+        # A rank that lost its connection names the rank that failed.
+        causes = ["" if was_lost else text for _, was_lost, text in answers]
+        own = None if any(causes) and not causes[process.rank()] else error
+        raise_together("the function of accel.largest_batch", own, causes, AccelError)
     error = None  # its frames may hold the model
     gc.collect()
     for device in process.own_devices():
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), None
+    return "; ".join(texts), None
 
 
-#: Why ``fn`` did not succeed on a rank. The largest value of all ranks decides.
-_DISCONNECTED, _OUT_OF_MEMORY, _FAILED = range(3)
-
-
-def _severity(error: BaseException) -> int:
-    is_torchs = isinstance(error, RuntimeError) and any(t in str(error) for t in _MEMORY_TEXTS)
-    if is_torchs or isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return _OUT_OF_MEMORY
-    cause = error.__cause__ or error.__context__
-    if isinstance(error, AccelError):  # another rank's, or one that out-of-memory has caused here
-        return _severity(cause) if isinstance(cause, Exception) else _DISCONNECTED
-    return _DISCONNECTED if is_lost(error) else _FAILED
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, AccelError):  # an error of memory may have caused it
+        return _is_out_of_memory(error.__cause__ or error.__context__)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)

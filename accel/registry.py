@@ -42,8 +42,8 @@ class Registry:
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.loss_scale = LossScale()
-        #: The serial of the next engine. The ranks agree on it in ``setup``.
-        self.next_serial = 0
+        #: The number of engines that were built, the same on all ranks.
+        self._built = 0
         #: Serials of engines that were torn down.
         self.ended: set[int] = set()
         # Equal on all ranks, even if some engines were garbage-collected on this rank.
@@ -81,6 +81,7 @@ class Registry:
             self.divided.add(engine.serial)
         if engine.precision.scaled:
             self.scaled.add(engine.serial)
+            self.loss_scale.restore()  # an earlier model may have diverged
         reference = weakref.ref(engine)
         for module in engine.module.modules():
             self._owners[module] = reference
@@ -119,6 +120,11 @@ class Registry:
                 remove_hooks(self._module_hooks)
             if not self._listeners:
                 remove_hooks(self._step_hooks)
+
+    def take_serial(self) -> int:
+        """Return the number of a new engine, the same on all ranks."""
+        self._built += 1
+        return self._built - 1
 
     def first(self, *warning: object) -> bool:
         """True the first time that a warning is given, because loops repeat. Local."""

@@ -36,7 +36,7 @@ from .errors import (
 )
 from .facts import comparable_text, first_difference
 from .handles import Dataloaders, Handles, HiddenAttribute, Model, Optimizers
-from .precision import LossScale, Precision, convert_module, convert_optimizer
+from .precision import Precision, convert_module, convert_optimizer
 from .process import Process, current, running, use_devices
 from .process.control import Waiting, agree, locked, raise_together
 from .registry import hint, registry, resolve_module
@@ -100,10 +100,10 @@ def setup(
         # The other ranks wait in agree_on_plan, so this rank reports its error there.
         error = caught
     if error is not None or plan.changes_anything:
-        agreement = agree_on_plan(plan, error)
+        seeds = agree_on_plan(plan, error)
         if plan.module is not None:
-            build_engine(plan, agreement.serial)
-        distribute_loaders(plan, agreement)
+            build_engine(plan)
+        distribute_loaders(plan, seeds)
         if plan.process.place.rank == 0:
             log_setup(plan)
     return handles_of(plan)
@@ -169,11 +169,12 @@ def make_plan(
         _take_engine(plan, plan.engine, backend, precision)
     elif plan.module is not None:
         _choose_engine(plan, plan.module, backend, precision)
-    plan.place = loader_place(plan.engine_type, plan.options, plan.process)
+    place = plan.engine_type.replica(plan.options, plan.process)
+    plan.place = LoaderPlace(*place, plan.process.device, plan.process)
     map_leaves(partial(_plan_optimizer, plan), plan.optimizers, "optimizers")
     map_leaves(partial(_plan_loader, plan, loader_options), plan.dataloaders, "dataloaders")
-    world_size, synchronizes = plan.process.place.world_size, plan.engine_type.synchronizes
-    if plan.new_optimizers and world_size > 1 and not synchronizes:
+    world_size = plan.process.place.world_size
+    if plan.new_optimizers and world_size > 1 and not plan.engine_type.synchronizes:
         raise BackendError(
             f"backend={plan.engine_type.name!r} can't train on {world_size} ranks, because "
             "each process would train a model of its own. Use a distributed backend."
@@ -243,9 +244,8 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
         return
     assert plan.module is not None
     kind, model_kind = type(optimizer).__name__, type(plan.module).__name__
-    if plan.engine is None:
-        known: Any = {id(p) for p in plan.module.parameters()}
-    else:
+    known: Any = {id(p) for p in plan.module.parameters()}
+    if plan.engine is not None:
         known, model_kind = plan.engine.known, plan.engine.kind
     parameters = parameters_of(optimizer)
     if not any(id(p) in known for p in parameters):
@@ -285,76 +285,42 @@ def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: s
 # -- Agree: every rank has the same plan, or all raise ---------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A rank's message to the others about its plan."""
-
-    digest: str
-    error: str
-    #: The serial that this rank would give the new engine.
-    serial: int
-    loss_scale: tuple[float, int]
-    loader_seeds: list[int]
-    first_samples: list[str]
-
-
-def agree_on_plan(plan: Plan, error: Exception | None) -> Proposal:
-    """Compare the ranks' plans, and return rank 0's proposal. Collective.
+def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
+    """Compare the ranks' plans, and return rank 0's seeds of the new loaders. Collective.
 
     Raises:
         Exception: this rank's plan failed.
         RankMismatchError: a different rank's plan failed, or the plans differ.
     """
-    facts: dict[str, str] = {}
-    seeds: list[int] = []
-    samples: list[str] = []
-    if error is None:
-        facts = describe(plan)
-        for number, loader in enumerate(plan.new_loaders):
-            seeds.append(data.loader_seed(loader, plan.loader_options.seed, number))
-            is_shared = plan.loader_options.shard and plan.process.place.world_size > 1
-            samples.append(data.first_sample(loader.dataset) if is_shared else "")
-    is_scaled = any(engine.precision.scaled for engine in registry.engines)
-    proposal = Proposal(
-        digest=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
-        error=text_of_error(error),
-        serial=registry.next_serial,
-        loss_scale=(registry.loss_scale if is_scaled else LossScale()).state(),
-        loader_seeds=seeds,
-        first_samples=samples,
-    )
-    proposals: list[Proposal] = agree("accel.setup", proposal)
-    serial = max(proposal.serial for proposal in proposals)
-    registry.next_serial = serial + plan.builds
-    raise_together("accel.setup", error, [proposal.error for proposal in proposals])
-    if len({proposal.digest for proposal in proposals}) > 1:
+    options = plan.loader_options
+    compared = options.shard and plan.process.place.world_size > 1
+    facts = describe(plan) if error is None else {}
+    loaders: list[tuple[int, str]] = []
+    for number, loader in enumerate(plan.new_loaders if error is None else ()):
+        sample = data.first_sample(loader.dataset) if compared else ""
+        loaders.append((data.loader_seed(loader, options.seed, number), sample))
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    answers = agree("accel.setup", (digest, text_of_error(error), loaders))
+    raise_together("accel.setup", error, [text for _, text, _ in answers])
+    if any(other != digest for other, _, _ in answers):
         facts_by_rank = agree("accel.setup (comparing the models)", facts)
         # Parameters come first, because other differences often follow from them.
         difference = first_difference(facts_by_rank, _is_no_tensor)
         difference = difference or "their parameters come in a different order"
         raise RankMismatchError(f"accel.setup got different arguments: {difference}.")
-    _warn_of_different_data(plan, serial, proposals)
-    if plan.builds and plan.precision is not None and plan.precision.scaled:
-        registry.loss_scale.restore(*proposals[0].loss_scale)
-    return dataclasses.replace(proposals[0], serial=serial)
-
-
-def _is_no_tensor(name: str) -> bool:
-    return not name.startswith(("parameter", "buffer"))
-
-
-def _warn_of_different_data(plan: Plan, serial: int, proposals: list[Proposal]) -> None:
-    model = plan.engine.serial if plan.engine is not None else serial
-    samples_by_loader = zip(*[proposal.first_samples for proposal in proposals], strict=True)
-    for number, samples in enumerate(samples_by_loader):
-        is_main = plan.process.place.rank == 0
-        if len(set(samples)) > 1 and is_main and registry.first(number, model):
+    for number, by_rank in enumerate(zip(*[loaders for _, _, loaders in answers], strict=True)):
+        if len({sample for _, sample in by_rank}) > 1 and plan.process.place.rank == 0:
             logger.warning(
                 "dataloader %d has different data on different ranks, so most of it will not be "
                 "read. Build the same data on every rank, for example by accel.seed(0). If each "
                 "rank has its own data, use accel.LoaderOptions(shard=False).",
                 number,
             )
+    return [seed for seed, _ in answers[0][2]]
+
+
+def _is_no_tensor(name: str) -> bool:
+    return not name.startswith(("parameter", "buffer"))
 
 
 def describe(plan: Plan) -> dict[str, str]:
@@ -404,20 +370,23 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
 # -- Build: on every rank, or on none --------------------------------------------------------------
 
 
-def build_engine(plan: Plan, serial: int) -> None:
+def build_engine(plan: Plan) -> None:
     """Build the engine or add the optimizers to it, on all ranks or on none. Collective."""
     # In torch.inference_mode an engine would create tensors that no backward can use.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
         error: Exception | None = None
+        serial = registry.take_serial() if plan.builds else 0
         try:
-            plan.engine = plan.engine or _new_engine(plan, serial, undo)
-            _attach_optimizers(plan, plan.engine, undo)
+            engine = plan.engine or _new_engine(plan, serial, undo)
+            for optimizer in plan.new_optimizers:
+                convert_optimizer(optimizer, undo)
+                engine.attach(optimizer)
+                if not plan.builds:
+                    undo.callback(engine.detach, optimizer)
         except Exception as caught:
             error = caught
         problems = agree("accel.setup (building)", text_of_error(error))
         raise_together("accel.setup", error, problems)
-        engine = plan.engine
-        assert engine is not None
         if plan.builds or plan.new_optimizers:
             with Waiting(plan.process, "accel.setup"):
                 engine.start(plan.new_optimizers)
@@ -428,14 +397,7 @@ def build_engine(plan: Plan, serial: int) -> None:
             plan.fill(engine.handle)
             engine.reads = False
         undo.pop_all()
-
-
-def _attach_optimizers(plan: Plan, engine: Engine, undo: contextlib.ExitStack) -> None:
-    for optimizer in plan.new_optimizers:
-        convert_optimizer(optimizer, undo)
-        engine.attach(optimizer)
-        if not plan.builds:
-            undo.callback(engine.detach, optimizer)
+    plan.engine = engine
 
 
 def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
@@ -470,12 +432,6 @@ def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> N
 # -- Loaders and handles ---------------------------------------------------------------------------
 
 
-def loader_place(engine_type: type[Engine], options: Any, process: Process) -> LoaderPlace:
-    """Return the data-parallel place for which the loaders of such an engine are divided."""
-    rank, size = engine_type.replica(options, process)
-    return LoaderPlace(rank, size, process.device, process)
-
-
 def find_handle(loader: DataLoader[Any], place: LoaderPlace) -> LoaderHandle | None:
     """Return the handle of a loader for a place, or None if there is none."""
     handles: dict[LoaderPlace, LoaderHandle] = HiddenAttribute.get(loader) or {}
@@ -485,7 +441,7 @@ def find_handle(loader: DataLoader[Any], place: LoaderPlace) -> LoaderHandle | N
     return handle
 
 
-def distribute_loaders(plan: Plan, agreement: Proposal) -> None:
+def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
     """Create the handles of new loaders. Local."""
     options = plan.loader_options
     for number, loader in enumerate(plan.new_loaders):
@@ -493,7 +449,7 @@ def distribute_loaders(plan: Plan, agreement: Proposal) -> None:
             loader,
             options,
             plan.place,
-            seed=agreement.loader_seeds[number],
+            seed=seeds[number],
             in_place=plan.process.place.world_size == 1 and options.seed is None,
             name=f"{plan.process.rounds} {number}",
         )
@@ -524,9 +480,8 @@ def log_setup(plan: Plan) -> None:
         ranks = f"{plan.process.place.world_size} x {plan.process.device.type}"
         facts = (engine.kind, engine.name, engine.precision.name, ranks)
         logger.info("%s: backend %s, %s, %s", *facts)
-    optimizers = [] if engine is None else engine.optimizers
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    is_scheduled = any("initial_lr" in group for group in groups)
+    optimizers = () if engine is None else engine.optimizers
+    is_scheduled = any("initial_lr" in group for o in optimizers for group in o.param_groups)
     for loader in plan.new_loaders:
         handle: Any = find_handle(loader, plan.place)
         with contextlib.suppress(LoaderError):  # the loader doesn't tell its batch size

@@ -195,7 +195,7 @@ def foreign_wrappers() -> None:
     for module, match in (
         (wrapped, "DistributedDataParallel"),
         (nn.Sequential(wrapped), "DistributedDataParallel"),
-        (sharded, "torch.distributed.fsdp.FSDPModule"),
+        (sharded, "already wrapped by FSDPModule"),
         (cut, "0.weight is already sharded"),
         (part, "different experts in 0.weight"),
     ):

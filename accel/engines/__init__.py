@@ -24,30 +24,23 @@ from .base.holdings import Holdings as Holdings
 from .base.options import Options as Options
 from .base.versions import check_torch as check_torch
 
-#: Classes of other libraries that distribute the module they wrap.
-_FOREIGN: Final = frozenset(
-    {
-        "torch.nn.parallel.distributed.DistributedDataParallel",
-        "torch.nn.parallel.data_parallel.DataParallel",
-        "torch.distributed.fsdp.FSDPModule",
-        "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
-        "fairscale.nn.data_parallel.sharded_ddp.ShardedDataParallel",
-        "fairscale.nn.data_parallel.fully_sharded_data_parallel.FullyShardedDataParallel",
-        "deepspeed.runtime.engine.DeepSpeedEngine",
-        "lightning.fabric.wrappers._FabricModule",
-        "lightning_fabric.wrappers._FabricModule",
-    }
+#: Classes of torch, fairscale, DeepSpeed and Fabric that distribute the module they wrap.
+_WRAPPERS: Final = re.compile(
+    r"(torch|fairscale|deepspeed|lightning\w*)\..*\."
+    r"(DistributedDataParallel|DataParallel|FSDPModule|FullyShardedDataParallel"
+    r"|ShardedDataParallel|DeepSpeedEngine|_FabricModule)"
 )
 
 
 def refuse_foreign(module: nn.Module) -> None:
     """Raise BackendError if another library distributes a module or shards a parameter of it."""
     for name, child in module.named_modules():
-        names = {f"{c.__module__}.{c.__qualname__}" for c in type(child).__mro__}
-        for wrapper in names & _FOREIGN:
-            raise BackendError(
-                f"{name or 'The model'} is already wrapped by {wrapper}. Pass the module inside."
-            )
+        for kind in type(child).__mro__:
+            if _WRAPPERS.fullmatch(f"{kind.__module__}.{kind.__qualname__}"):
+                raise BackendError(
+                    f"{name or 'The model'} is already wrapped by {kind.__name__}. Pass the module "
+                    "inside."
+                )
     for name, parameter in module.named_parameters():
         # DeepSpeed-MoE marks experts, and puts the same ones on every rank if ep_size is 1.
         is_expert = getattr(parameter, "allreduce", True) is False

@@ -274,10 +274,10 @@ def _outside_graphs(hook: Callable[..., Any], *args: Any) -> Any:
 def refuse_steps(optimizer: Optimizer, reason: str) -> None:
     """Make an optimizer raise whose state on this rank stays sharded."""
 
-    def refuse(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+    def refuse(*_: object) -> None:
         raise OptimizerError(
-            f"{type(stepped).__name__} has only this rank's shard of its state, because {reason}. "
-            "Build a new optimizer, and load a checkpoint."
+            f"This optimizer has lost a part of its state: {reason}. Build a new one, and load a "
+            "checkpoint."
         )
 
     optimizer.register_step_pre_hook(refuse)
