@@ -48,21 +48,15 @@ def split(items: T, pad: bool = False) -> T:
         RankMismatchError: the ranks have different numbers of items, or different first items.
         AccelError: ``items`` can't be cut, or lengths or the models' data-parallel places differ.
     """
-    lengths: dict[str, int] = {}
-    # A list of a set of texts has a different order in each process.
-    first_items: list[str] = []
+    leaves: dict[str, Any] = {}
+    walk(lambda path, leaf: leaves.setdefault(path, leaf), items, "items", has_parts)
     problem = ""
-
-    def measure(path: str, leaf: Any) -> Any:
-        nonlocal problem
-        if has_parts(leaf):
-            lengths[path] = len(leaf)
-            first_items.append(first_sample(leaf) if process.world_size() > 1 else "")
-        else:
+    for path, leaf in leaves.items():
+        if not has_parts(leaf):
             problem = f"{path} is {described(leaf)}. Pass a list, tuple, tensor, or dicts of them."
-        return leaf
-
-    walk(measure, items, "items", has_parts)
+    lengths = {} if problem else {path: len(leaf) for path, leaf in leaves.items()}
+    # A list that was made of a set of texts has a different order in each process.
+    first_items = [first_sample(leaf) for leaf in leaves.values()]
     if len(set(lengths.values())) > 1:
         problem = f"items have different lengths: {lengths}."
     registry.sweep()

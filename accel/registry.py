@@ -157,7 +157,7 @@ class Registry:
         if engine is not None:
             return engine
         kind = type(module).__name__
-        outer = self._owner_of(list(module.parameters()), None)
+        outer = self.owner_of(list(module.parameters()), None)
         if outer is not None:
             raise AccelError(f"This {kind} is a part of a {outer.kind}. Pass the {outer.kind}.")
         raise AccelError(f"This {kind} isn't set up. Call accel.setup(model, ...) first.")
@@ -176,13 +176,8 @@ class Registry:
         reference: weakref.ref[Engine] | None = HiddenAttribute.get(optimizer)
         return None if reference is None else reference()
 
-    def other_owner(self, params: Sequence[torch.Tensor], engine: Engine | None) -> Engine | None:
-        """Return an engine other than ``engine`` that has some of these parameters."""
-        if self._owner_of(params, engine) is not None:
-            self.sweep()  # it may be a dropped engine
-        return self._owner_of(params, engine)
-
-    def _owner_of(self, params: Sequence[torch.Tensor], excluded: Engine | None) -> Engine | None:
+    def owner_of(self, params: Sequence[torch.Tensor], excluded: Engine | None) -> Engine | None:
+        """Return an engine other than ``excluded`` that has some of these parameters."""
         for engine in self.in_order():
             if engine is not excluded and any(id(p) in engine.known for p in params):
                 return engine
@@ -264,8 +259,12 @@ class Registry:
         engines = [e for e in self.in_order() if any(id(p) in e.known for p in parameters)]
         if not engines:
             self._warn_of_stranger(optimizer, parameters)
-        for engine in filter(_needs_preparation, engines):
-            if engine.precision.scaled or engine.gradients.hidden():
+        for engine in engines:
+            gradients, is_scaled = engine.gradients, engine.precision.scaled
+            late = gradients.before_any_step or gradients.pending() or gradients.hidden()
+            if not gradients.watched or not (late or is_scaled):
+                continue
+            if is_scaled or gradients.hidden():
                 raise OptimizerError(
                     f"This {type(optimizer).__name__} was not given to accel.setup, but steps a "
                     f"{engine.kind} with precision {engine.precision.name!r} and backend "
@@ -288,14 +287,6 @@ class Registry:
                 "accel.setup, unless ranks are meant to differ.",
                 *facts,
             )
-
-
-def _needs_preparation(engine: Engine) -> bool:
-    gradients = engine.gradients
-    if not gradients.watched:
-        return False
-    late = gradients.before_any_step or gradients.pending() or gradients.hidden()
-    return engine.precision.scaled or late
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:

@@ -218,7 +218,7 @@ def test_other_errors_raise_everywhere() -> None:
     assert second[1] == "KeyError: 'mine'"
 
 
-def test_a_group_of_the_program_is_refused() -> None:
+def test_a_foreign_process_group_raises() -> None:
     for message in refusals(2, accel.largest_batch, print, 4, error="AccelError"):
         assert "can't restart your process group" in message
 

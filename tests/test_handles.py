@@ -66,7 +66,7 @@ def test_a_handle_shows_the_module() -> None:
     assert torch.equal(model.forward(x=x, mask=mask), model(x, mask))
 
 
-def test_a_handle_is_a_container_like_its_module() -> None:
+def test_a_handle_of_a_container() -> None:
     raw = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = accel.setup(raw).model
     assert (len(model), list(model), model[0] in model) == (2, list(raw), True)
@@ -81,7 +81,7 @@ def test_a_handle_is_a_container_like_its_module() -> None:
             use(flat)
 
 
-def test_changed_parameters_raise_at_the_next_forward() -> None:
+def test_changed_parameters_raise() -> None:
     model = accel.setup(normalised()).model
     model[0].weight = model[0].weight
     model(torch.randn(2, 4))
@@ -162,7 +162,7 @@ def optimizer_life(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-def test_an_optimizer_is_as_before_after_teardown(backend: Any) -> None:
+def test_an_optimizer_after_teardown(backend: Any) -> None:
     need(backend, 2)
     run(2, optimizer_life, backend)
 
@@ -249,7 +249,7 @@ def test_an_optimizer_with_its_own_step() -> None:
     assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), reference.parameters(), strict=True))
 
 
-def test_an_optimizer_does_not_keep_its_model() -> None:
+def test_optimizers_keep_no_model() -> None:
     raw = normalised()
     optimizer = adamw(raw)
     model = accel.setup(raw, optimizer).model

@@ -219,7 +219,7 @@ def section_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("section", SAME)
-def test_no_public_name_of_the_library_is_missing(section: str) -> None:
+def test_no_public_name_is_missing(section: str) -> None:
     owner = getattr(pytest.importorskip(PACKAGES[section]), {"Accelerate": "Accelerator"}.get(section, section))
     tables = [line for line in section_of(section).splitlines() if line.startswith("|")]
     code = " ".join(re.findall(r"`[^`]+`", "\n".join(tables)))
@@ -229,7 +229,7 @@ def test_no_public_name_of_the_library_is_missing(section: str) -> None:
     assert not [name for name in list(inspect.signature(owner).parameters) if not re.search(rf"\b{name}\b", code)]
 
 
-def test_names_of_accel_on_the_page_are_public() -> None:
+def test_names_of_accel_are_public() -> None:
     names = set(re.findall(r"\baccel\.(\w+)", PAGE.read_text(encoding="utf-8")))
     assert len(names) > 30
     assert names <= set(accel.__all__)
@@ -242,7 +242,7 @@ def test_each_section_is_tested() -> None:
 
 
 @pytest.mark.parametrize("section", PACKAGES)
-def test_before_and_after_train_the_same_weights(section: str, tmp_path: Path) -> None:
+def test_before_and_after_train_equally(section: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(PACKAGES[section]) is None:
         pytest.skip(f"{PACKAGES[section]} is not installed")
     script = tmp_path / "both.py"

@@ -159,7 +159,7 @@ def test_bad_input_changes_nothing() -> None:
     run(2, bad_input)
 
 
-def test_a_missing_package_gives_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_names_pip_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ENGINES["single"], "requires", {"no_such_package": "its_name"})
     for backend in ("single", accel.Single()):
         refuse(accel.BackendError, "pip install 'its_name'", lambda b=backend: accel.setup(normalised(), backend=b))
@@ -283,7 +283,7 @@ def test_ranks_that_differ_all_raise(what: str, named: str) -> None:
         assert "rank" in message
 
 
-def test_an_error_on_one_rank_raises_on_all() -> None:
+def test_an_error_raises_on_all_ranks() -> None:
     first, second = outcomes(2, different, "bad input")
     assert "RankMismatchError" in first.error
     assert "rank 1" in first.message

@@ -86,7 +86,7 @@ def verbs(backend: Any) -> Any:
 
 
 @pytest.mark.parametrize("backend", DIVIDED, ids=lambda backend: getattr(backend, "stage", backend))
-def test_every_rank_gets_the_state_of_one_process(backend: Any) -> None:
+def test_every_rank_gets_full_state(backend: Any) -> None:
     need(backend, 2)
     expected = run(1, one_process)[0]
     for found in run(2, verbs, backend):
@@ -116,6 +116,6 @@ def orphaned() -> None:
         own.state_dict()
 
 
-def test_a_program_with_its_own_state_dict_and_an_optimizer_without_its_model() -> None:
+def test_own_state_dict_and_orphans() -> None:
     run(2, own_function)
     run(2, orphaned)

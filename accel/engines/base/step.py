@@ -96,9 +96,9 @@ class Stepper:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: False if accel unscales the gradients for the user's GradScaler.
         self._fused = hasattr(optimizer, _PROTOCOL)
-        self._attributes = {"step_was_skipped": False, "skipped_steps": 0, _PROTOCOL: True}
-        if self._fused:
-            del self._attributes[_PROTOCOL]
+        self._attributes = {"step_was_skipped": False, "skipped_steps": 0}
+        if not self._fused:
+            self._attributes[_PROTOCOL] = True
         vars(optimizer).update(self._attributes)
         HiddenAttribute.put(optimizer, self._engine)
         self._hooks: list[RemovableHandle] = [
@@ -256,7 +256,7 @@ class Stepper:
             prepare(engine, self.optimizer, in_closure=True)
             if not engine.distributed:
                 return loss
-            local = None if loss is None else float(loss)
+            local = loss.item() if isinstance(loss, torch.Tensor) else loss
             losses = agree(f"the loss of a closure ({engine.label})", local)
             if None in losses:
                 return None
