@@ -149,14 +149,16 @@ class Override:
         self._earlier = earlier = vars(raw).get(name)
         self._active = active = [True]
 
-        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+        def original(*args: Any, **kwargs: Any) -> Any:
+            if earlier is not None:
+                return earlier(*args, **kwargs)
             owner = reference()
+            return getattr(type(owner), name)(owner, *args, **kwargs)
 
-            def original(*args: Any, **kwargs: Any) -> Any:
-                call = earlier or functools.partial(getattr(type(owner), name), owner)
-                return call(*args, **kwargs)
-
-            return act(owner, original, *args, **kwargs) if active else original(*args, **kwargs)
+        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not active:
+                return original(*args, **kwargs)
+            return act(reference(), original, *args, **kwargs)
 
         # Schedulers mark the function with attributes, and take ``optimizer.step.__func__``.
         vars(method).update(getattr(earlier, "__dict__", {}))

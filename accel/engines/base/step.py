@@ -92,6 +92,7 @@ class Stepper:
         self.optimizer = optimizer
         self._num_parameters = len(parameters_of(optimizer))
         self._serial = engine.loss_scale.serial
+        self._finishes = engine.gradients.finishes_steps
         #: Parameters of a skipped step, with their gradients.
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: False if accel unscales the gradients for the user's GradScaler.
@@ -187,6 +188,8 @@ class Stepper:
         return None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._finishes and not self._hidden:
+            return
         if torch.compiler.is_compiling():
             _outside_graphs(self._after, optimizer, args, kwargs)
             return
@@ -194,7 +197,7 @@ class Stepper:
             parameter.grad = grad
         self._hidden.clear()
         engine = self._engine()
-        if engine is not None and engine.gradients.finishes_steps:
+        if engine is not None and self._finishes:
             with Waiting(engine.process, "the end of optimizer.step()"):
                 engine.gradients.after_step(optimizer)
 
