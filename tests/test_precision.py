@@ -49,12 +49,6 @@ class Two(tuple[Any, ...]):
         return super().__new__(cls, (y, label))
 
 
-def in_a_circle(y: torch.Tensor) -> list[Any]:
-    made: list[Any] = [y]
-    made.append(made)
-    return made
-
-
 class Many(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +64,6 @@ class Many(nn.Module):
             "record": Record(y, [y, 3, None]),
             "dict": {"y": (y, y.long()), "none": None},
             "two": Two(y, "a"),
-            "circle": in_a_circle(y),
             "torch": y.max(1),
         }[kind]
 
@@ -113,7 +106,7 @@ def test_what_is_computed_stored_and_returned(precision: str, inside: torch.dtyp
     raw = Many()
     model = accel.setup(raw, precision=precision).model
     assert raw.linear.weight.dtype is stored
-    for kind in ("tensor", "named", "record", "dict", "two", "circle", "torch"):
+    for kind in ("tensor", "named", "record", "dict", "two", "torch"):
         out = model(torch.randn(2, 4), kind)
         assert raw.seen is inside
         found = tensors_in(out)
