@@ -144,12 +144,6 @@ def raw_clip_by_value(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     nn.utils.clip_grad_value_(s.model.parameters(), 0.02)
 
 
-def clip_by_hand_after_total_norm(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    retain_graph(s, x, y)
-    norm = nn.utils.get_total_norm([p.grad for p in s.raw.parameters() if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(s.raw.parameters(), 0.1, norm)
-
-
 def never_zeroed(s: Setting) -> None:
     for step in range(STEPS):
         plain(s, *s.batch(step))
@@ -226,7 +220,6 @@ PATTERNS: dict[str, Pattern] = {
             functional_call,
             gradients_assigned,
             raw_clip_by_value,
-            clip_by_hand_after_total_norm,
         )
     },
     "zeroed_gradients": each_step(plain, set_to_none=False),

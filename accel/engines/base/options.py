@@ -16,8 +16,8 @@ from ...errors import BackendError, refuse_unknown
 class Options:
     """Base class of the option dataclasses.
 
-    If the default of an option is a bool, only bools are accepted. If it is an int, only ints from 1
-    on are accepted. ``choices`` and ``check_values`` check the other options.
+    An option accepts only bools or positive ints if its default is one. ``choices`` and
+    ``check_values`` check the other options.
 
     Args:
         drift_check: compare replicated state at steps 1, 10, 100 and then every ``drift_check``
