@@ -123,11 +123,6 @@ def gradient_penalty(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     (F.mse_loss(out, y) + gradient.square().sum(1).mean()).backward()
 
 
-def transformed(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    gradient = torch.func.grad(lambda t: s.model(t).square().sum())(x)
-    (F.mse_loss(torch.vmap(s.model)(x), y) + gradient.square().mean()).backward()
-
-
 def functional_call(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     scaled = {name: 1.1 * p for name, p in s.model.named_parameters()}
     F.mse_loss(torch.func.functional_call(s.model, scaled, (x,)), y).backward()
@@ -216,7 +211,6 @@ PATTERNS: dict[str, Pattern] = {
             submodule_before,
             method_with_forward,
             gradient_penalty,
-            transformed,
             functional_call,
             gradients_assigned,
             raw_clip_by_value,
