@@ -160,7 +160,7 @@ class Registry:
         outer = self.owner_of(list(module.parameters()), None)
         if outer is not None:
             raise AccelError(f"This {kind} is a part of a {outer.kind}. Pass the {outer.kind}.")
-        raise AccelError(f"This {kind} isn't set up. Call accel.setup(model, ...) first.")
+        raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, ...) first.")
 
     of_handle = find_engine  # the name in many tests
 
