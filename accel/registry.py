@@ -53,9 +53,8 @@ class Registry:
         self.scaled: set[int] = set()
         #: The engine of each submodule.
         self._owners: Any = WeakIdKeyDictionary()
-        #: Optimizers that were not given to ``setup``, and have stepped while an engine lived.
-        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._warnings: set[tuple[object, ...]] = set()
+        #: Optimizers of parameters in no model, of which a warning told.
+        self._strangers: set[tuple[object, ...]] = set()
         #: Listeners of backward passes, in the order of the engines.
         self._listeners: list[weakref.ref[BackwardListener]] = []
         self._module_hooks: list[RemovableHandle] = []
@@ -125,12 +124,6 @@ class Registry:
         """Return the number of a new engine, the same on all ranks."""
         self._built += 1
         return self._built - 1
-
-    def first(self, *warning: object) -> bool:
-        """True the first time that a warning is given, because loops repeat. Local."""
-        is_new = warning not in self._warnings
-        self._warnings.add(warning)
-        return is_new
 
     # -- look-up -----------------------------------------------------------------------------------
 
@@ -274,19 +267,19 @@ class Registry:
 
     def _warn_of_stranger(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
         """Warn once of a criterion with parameters, such as ArcFace, that was not set up. Local."""
-        if optimizer in self._strangers or not any(e.distributed for e in self.engines):
-            return
-        self._strangers.add(optimizer)
         if not params or any(type(p) is not nn.Parameter for p in params):
             return
         facts = (type(optimizer).__name__, len(params), tuple(params[0].shape))
-        if self.first(*facts):
-            logger.warning(
-                "%s steps %d parameters that are in no model of accel.setup, the first of shape "
-                "%s, so each rank trains its own. Give their module and this optimizer to "
-                "accel.setup, unless ranks are meant to differ.",
-                *facts,
-            )
+        trains = any(engine.distributed and engine.optimizers for engine in self.engines)
+        if facts in self._strangers or not trains:
+            return
+        self._strangers.add(facts)
+        logger.warning(
+            "%s steps %d parameters that are in no model of accel.setup, the first of shape %s, so "
+            "each rank trains its own. Give their module and this optimizer to accel.setup, unless "
+            "ranks are meant to differ.",
+            *facts,
+        )
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
