@@ -1,4 +1,4 @@
-"""One call, ``accel.setup(model, optimizer, loader)``, turns a raw PyTorch loop into a distributed one."""
+"""Turn a raw PyTorch loop into a distributed one: ``accel.setup(model, optimizer, loader)``."""
 
 import importlib
 from typing import TYPE_CHECKING, Any, Final
@@ -69,28 +69,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What a loop may never ask for loads when it does, so that `import accel` stays light.
+# A loop that saves nothing doesn't load what checkpoints need.
 _CHECKPOINTS: Final = ("export", "latest", "link", "load", "save", "verify")
-#: With the names of the option classes, `__getattr__` makes the whole list of them: that imports all backends.
-_NAMES: Final = [
-    n for n, v in globals().items() if getattr(v, "__module__", "").startswith("accel.")
-] + [*_CHECKPOINTS]
+_OWN = {name for name, v in globals().items() if getattr(v, "__module__", "").startswith("accel.")}
 
 if not TYPE_CHECKING:  # to a type checker any name would be there
 
     def __getattr__(name: str) -> Any:
         value: Any
-        if name == "__all__":
-            value = [*_NAMES, *engines.option_names()]
+        if name == "__all__":  # imports all backends
+            value = [*_OWN, *_CHECKPOINTS, *engines.option_names()]
         elif name in _CHECKPOINTS:
             value = getattr(importlib.import_module(".checkpoint", __name__), name)
-        else:  # the option classes of the backends: a new backend brings its own
+        else:
             value = engines.option_class(name)
         if value is None:
-            advice = (
-                "the page docs/migrating.md tells what Accelerate's and Fabric's names are here"
+            raise AttributeError(
+                f"accel has no {name!r}. docs/migrating.md lists the names of other libraries."
             )
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {advice}")
         globals()[name] = value
         return value
 

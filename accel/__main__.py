@@ -22,9 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 after an error of accel, 130 after Ctrl-C, 141 after a closed pipe.
     """
     program = "accel" if os.path.basename(sys.argv[0]) == "accel" else "python -m accel"
-    parser = argparse.ArgumentParser(
-        prog=program, description="Inspect checkpoints, start scripts, predict memory."
-    )
+    description = "Inspect checkpoints, start scripts, predict memory."
+    parser = argparse.ArgumentParser(prog=program, description=description)
     version = sys.modules[str(__package__)].__version__
     parser.add_argument("--version", action="version", version=f"accel {version}")
     known: dict[str, commands.Command] = {}
@@ -49,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = known[args.command].run(args)
         sys.stdout.flush()
     except AccelError as error:
-        text = str(error).removeprefix(f"accel.{args.command}: ")
-        print(f"accel {args.command}: {text}", file=sys.stderr)
+        print(f"accel {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

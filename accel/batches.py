@@ -12,13 +12,11 @@ import torch
 
 from . import process
 from .data.iteration import latest
-from .data.sampling import Division, fingerprint, has_parts
+from .data.sampling import Division, first_sample, has_parts
 from .errors import AccelError, RankMismatchError, described, text_of_error, whole_number
 from .process.control import agree, is_lost, locked, raise_together
 from .process.rng import rng_state
-from .process.transfer import Prints, other_values
 from .registry import registry
-from .setup import place_of
 from .trees import walk
 from .verbs import shut_down
 
@@ -42,52 +40,35 @@ def split(items: T, pad: bool = False) -> T:
 
     Args:
         items: a list, tuple, range, array or tensor (cut along its first dimension), or nested
-            dicts of them with equal lengths.
+            dicts of them with equal lengths. Every rank passes the same items in the same order.
         pad: repeat the last item so that all shares are equally long, for models whose forwards
             communicate.
 
     Raises:
-        RankMismatchError: the ranks have different items; on every rank.
+        RankMismatchError: the ranks have different numbers of items, or different first items.
         AccelError: ``items`` can't be cut, or lengths or the models' data-parallel places differ.
     """
-    lengths: dict[str, int] = {}
-    problems: list[str] = []
-
-    def measure(path: str, leaf: Any) -> Any:
-        if has_parts(leaf):
-            lengths[path] = len(leaf)
-        else:
-            problems.append(
-                f"{path} is {described(leaf)}; expected a list, tuple, tensor, or dicts of them"
-            )
-        return leaf
-
-    walk(measure, items, "items", has_parts)
-    given: Any = pad
-    if type(given) is not bool:
-        problems.append(f"expected pad to be True or False, found {given!r}")
+    leaves: dict[str, Any] = {}
+    walk(lambda path, leaf: leaves.setdefault(path, leaf), items, "items", has_parts)
+    problem = ""
+    for path, leaf in leaves.items():
+        if not has_parts(leaf):
+            problem = f"{path} is {described(leaf)}. Pass a list, tuple, tensor, or dicts of them."
+    lengths = {} if problem else {path: len(leaf) for path, leaf in leaves.items()}
+    # A list that was made of a set of texts has a different order in each process.
+    first_items = [first_sample(leaf) for leaf in leaves.values()]
     if len(set(lengths.values())) > 1:
-        problems.append(f"expected equal lengths, found {lengths}")
+        problem = f"items have different lengths: {lengths}."
     registry.sweep()
-    places = {(place.rank, place.world) for place in map(place_of, registry.in_order())}
+    places = {engine.replica(engine.options, engine.process) for engine in registry.in_order()}
     if len(places) > 1:
-        problems.append(
-            f"the models that are set up have different data-parallel places: {sorted(places)}"
-        )
-    problem = f"accel.split: {problems[0]}" if problems else ""
-    tensors: list[torch.Tensor] = []
-    words = fingerprint(items, tensors) if process.world_size() > 1 else None
-    answers = agree("accel.split", (problem, (lengths, pad, words), Prints(tensors).read()))
-    raise_together(
-        "accel.split",
-        AccelError(problem) if problem else None,
-        [text for text, *_ in answers],
-        AccelError,
-    )
-    same = all(facts == answers[0][1] for _, facts, _ in answers)
-    if not same or other_values({number: sums for number, (*_, sums) in enumerate(answers)}):
+        problem = f"the models have different data-parallel places: {sorted(places)}."
+    error = AccelError(f"accel.split: {problem}") if problem else None
+    answers = agree("accel.split", (text_of_error(error), lengths, first_items, pad))
+    raise_together("accel.split", error, [text for text, *_ in answers], AccelError)
+    if any(answer != answers[0] for answer in answers):
         raise RankMismatchError(
-            "accel.split: the ranks have other items. Pass the same items in the same order on every rank."
+            "accel.split got different items on different ranks. Pass the same items in one order."
         )
     rank, world = places.pop() if places else (process.rank(), process.world_size())
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
@@ -104,7 +85,8 @@ def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
         return items[first:end]
     rows = [min(row, len(items) - 1) for row in range(first, end)]
     if isinstance(items, list | tuple | range):
-        return (tuple if isinstance(items, tuple) else list)(items[row] for row in rows)
+        padded = [items[row] for row in rows]
+        return tuple(padded) if isinstance(items, tuple) else padded
     return items[rows]
 
 
@@ -117,8 +99,6 @@ _MEMORY_TEXTS: Final = (
     "STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_SUPPORTED",
 )
-#: Why ``fn`` did not succeed on a rank. The largest value of all ranks decides.
-_DISCONNECTED, _OUT_OF_MEMORY, _FAILED = range(3)
 
 
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
@@ -140,9 +120,18 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         AccelError: not even 1 fits, a model is already set up, or the process group isn't accel's.
     """
     size = whole_number(start)
-    problem = _problem(fn, size, start)
-    problems = agree(f"accel.largest_batch(start={size})", problem)
-    raise_together("largest_batch", AccelError(problem) if problem else None, problems, AccelError)
+    registry.sweep()
+    problem = ""
+    if size < 1:
+        problem = f"start={start!r} isn't a batch size of at least 1."
+    elif registry.engines:
+        label = registry.in_order()[0].label
+        problem = f"{label} is already set up. Build the model inside the function."
+    elif process.current().control is not None and not process.current().owns_group:
+        problem = "accel can't restart your process group. Leave out init_process_group."
+    error = AccelError(f"largest_batch: {problem}") if problem else None
+    problems = agree(f"accel.largest_batch(start={size})", text_of_error(error))
+    raise_together("largest_batch", error, problems, AccelError)
     generators = rng_state().state_dict()
     while True:
         problem, result = _attempt(fn, size)
@@ -155,26 +144,6 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         rng_state().load_state_dict(generators)
 
 
-def _problem(fn: object, size: int, start: object) -> str:
-    if not callable(fn):
-        return f"largest_batch: expected a function of the batch size, then the first size, found {described(fn)}"
-    if size < 1:
-        return f"largest_batch: expected start to be an int of at least 1, found {start!r}"
-    gc.collect()
-    registry.sweep()
-    if engines := registry.in_order():
-        return (
-            f"largest_batch: {engines[0].label} is already set up. Build the model inside the "
-            "function, or call accel.teardown() first."
-        )
-    if process.current().control is not None and not process.current().owns_group:
-        return (
-            "largest_batch restarts the process group, but accel did not create it. Remove "
-            "init_process_group from your program; accel.setup calls it."
-        )
-    return ""
-
-
 def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     """Return why this size does not fit, and the result if it does."""
     call = f"accel.largest_batch({size})"
@@ -184,49 +153,33 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
         return "", result
     except Exception as caught:
         error: Exception | None = caught
-        outcome, text = _outcome(caught), text_of_error(caught)
-    result = None  # type: ignore[assignment]  # it may hold the model, like the frames of the error
-    _start_again(f"{call}: {text}")
-    answers = agree(call, (outcome, text))
-    worst = max(kind for kind, _ in answers)
-    texts = [text if kind == worst else "" for kind, text in answers]
-    if worst != _OUT_OF_MEMORY:
-        raise_together(
-            "the function of accel.largest_batch",
-            error if outcome == worst else None,
-            texts,
-            AccelError,
-        )
-    error = None
-    _free_memory()
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), None
-
-
-def _outcome(error: BaseException) -> int:
-    memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if memory or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
-    ):
-        return _OUT_OF_MEMORY
-    cause = error.__cause__ or error.__context__
-    if isinstance(error, AccelError) and cause is not None and _outcome(cause) == _OUT_OF_MEMORY:
-        return _OUT_OF_MEMORY
-    return _DISCONNECTED if isinstance(error, AccelError) or is_lost(error) else _FAILED
-
-
-def _start_again(reason: str) -> None:
-    """Tear everything down and start the process groups again. Collective."""
+        is_memory, text = _is_out_of_memory(caught), text_of_error(caught)
+    result = None  # type: ignore[assignment]  # it may hold the model
     options = process.start_options()
-    process.end_groups(reason)
-    with contextlib.suppress(
-        AccelError
-    ):  # weights that other ranks hold are lost, and nobody needs them
+    process.end_groups(f"{call}: {text}")
+    with contextlib.suppress(AccelError):  # shards of other ranks are lost, and nobody needs them
         shut_down()
     process.restart(options)
-
-
-def _free_memory() -> None:
+    answers = agree(call, (is_memory, isinstance(error, AccelError) or is_lost(error), text))
+    texts = [
+        f"rank {rank}: {text}" for rank, (is_memory, _, text) in enumerate(answers) if is_memory
+    ]
+    if not texts:
+        # A rank that lost its connection names the rank that failed.
+        causes = ["" if was_lost else text for _, was_lost, text in answers]
+        own = None if any(causes) and not causes[process.rank()] else error
+        raise_together("the function of accel.largest_batch", own, causes, AccelError)
+    error = None  # its frames may hold the model
     gc.collect()
     for device in process.own_devices():
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
+    return "; ".join(texts), None
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, AccelError):  # an error of memory may have caused it
+        return _is_out_of_memory(error.__cause__ or error.__context__)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)

@@ -70,11 +70,7 @@ def described(value: object) -> str:
     if value is None:
         return "None"
     kind = value if isinstance(value, type) else type(value)
-    name = (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     if isinstance(value, type):
         return f"the class {name}"
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
@@ -93,17 +89,19 @@ def refuse_unknown(
 ) -> None:
     """Raise ``error`` if a dataclass of options is given unknown options, or some without names."""
     known = [option.name for option in dataclasses.fields(kind)]
+    unknown = [name for name in names if name not in known]
+    if not args and not unknown:
+        return
+    hint = f"Its options are {', '.join(known)}."
+    # sync_batchnorm_if is more like sync_batchnorm than difflib finds.
+    similar = [option for option in known for name in unknown if name.startswith(f"{option}_")]
+    for name in unknown:
+        similar += difflib.get_close_matches(name, known, 1)
+    if similar:
+        hint = f"Did you mean {similar[0]}?"
     if args:
-        raise error(f"{kind.__name__}({args[0]!r}): options need their names: {', '.join(known)}")
-    for name in names:
-        if name not in known:
-            # sync_batchnorm_if is more like sync_batchnorm than difflib finds.
-            similar = [option for option in known if name.startswith(f"{option}_")]
-            similar = similar or difflib.get_close_matches(name, known, 1)
-            hint = (
-                f"did you mean {similar[0]}?" if similar else f"its options are {', '.join(known)}"
-            )
-            raise error(f"{kind.__name__}({name}=...): there is no such option; {hint}")
+        raise error(f"accel.{kind.__name__}({args[0]!r}): options need their names. {hint}")
+    raise error(f"accel.{kind.__name__}({unknown[0]}=...): there is no such option. {hint}")
 
 
 def text_of_error(error: BaseException | None) -> str:
@@ -124,13 +122,9 @@ def is_url(path: str) -> bool:
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
     """Return a path. Raise ``error`` if it is a URL, which would create a directory ``s3:``."""
-    match = _URL.match(path)
-    if match is None:
-        return path
-    if match[1].lower() == "file":
-        hint = f"Pass the path alone, {'/' + path[len(match[0]) :].lstrip('/')!r}."
-    elif not is_url(path):
-        hint = "Pass it as a string such as 's3://bucket/run' (a Path drops a slash), and without a chain."
-    else:
-        hint = "Mount the bucket, or copy the files to this machine."
-    raise error(f"{path} is a URL, and this needs a path on this machine. {hint}")
+    if _URL.match(path):
+        hint = "Pass a path on this machine."
+        if not is_url(path):  # Path("s3://bucket") has one slash
+            hint = "Pass a URL as a string such as 's3://bucket/run', and no Path."
+        raise error(f"{path} can't be used as a local path. {hint}")
+    return path

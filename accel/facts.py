@@ -22,8 +22,7 @@ def comparable_text(value: Any) -> str:
     if isinstance(value, set | frozenset):  # its order depends on the process
         return f"{{{', '.join(sorted(map(comparable_text, value)))}}}"
     if isinstance(value, Mapping):
-        items = [f"{comparable_text(key)}: {comparable_text(item)}" for key, item in value.items()]
-        return f"{{{', '.join(items)}}}"
+        return f"{{{comparable_text(list(value.items()))}}}"
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 
@@ -46,20 +45,18 @@ def differing_names(
     return [name for name, seen in values.items() if len(seen) > 1]
 
 
-def values_by_rank(name: str, facts_by_rank: Iterable[Mapping[str, Any]]) -> str:
-    """Return each value of a fact with its ranks, such as ``0.1 on rank 0; 0.2 on ranks 1, 2``."""
-    ranks_by_value: dict[Any, list[str]] = {}
-    for rank, facts in enumerate(facts_by_rank):
-        ranks_by_value.setdefault(facts.get(name, "absent"), []).append(str(rank))
-    texts = []
-    for value, ranks in ranks_by_value.items():
-        texts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
-    return "; ".join(texts)
-
-
 def first_difference(
     facts_by_rank: Sequence[Mapping[str, Any]], order: Callable[[str], Any] = lambda name: 0
 ) -> str:
-    """Return the first name whose values differ, with the ranks' values, or an empty text."""
+    """Return the first name whose values differ, with the ranks' values, or an empty text.
+
+    An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2".
+    """
     names = sorted(differing_names(facts_by_rank), key=order)
-    return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""
+    ranks_by_value: dict[Any, list[str]] = {}
+    for rank, facts in enumerate(facts_by_rank if names else ()):
+        ranks_by_value.setdefault(facts.get(names[0], "absent"), []).append(str(rank))
+    texts = []
+    for value, ranks in ranks_by_value.items():
+        texts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
+    return f"{names[0]} is {'; '.join(texts)}" if names else ""

@@ -34,7 +34,7 @@ from torch import nn
 
 from .data import LoaderHandle, raw_loader
 from .errors import LaunchError, whole_number
-from .handles import ModelHandle, OptimizerHandle
+from .handles import ModelHandle
 from .handles import raw as raw_of
 from .pickling import find_stateful, save_by_value
 from .process import who_is_missing
@@ -371,7 +371,7 @@ def _end_with_parent(parent: int, folder: str) -> None:
 
 def _unwrap_handle(value: Any, path: str) -> Any:
     """Return the raw object of a handle in the result. It has the trained values."""
-    if isinstance(value, ModelHandle | OptimizerHandle):
+    if isinstance(value, ModelHandle):
         return raw_of(value)
     return raw_loader(value) if isinstance(value, LoaderHandle) else value
 

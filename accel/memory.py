@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .engines import ENGINES, Options, engine_of
 from .engines.base.memory import MemoryUse, TensorSize
 from .errors import AccelError, OptimizerError, refuse_url
-from .handles import OptimizerHandle, raw
 from .registry import registry, resolve_module
 from .shard import Shard, parameters_of
 from .trees import map_leaves
@@ -195,8 +194,7 @@ def _optimizers(tree: Any) -> list[Optimizer]:
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
             raise OptimizerError(f"{path} is a {kind}; expected a torch.optim.Optimizer")
-        user_optimizer = raw(optimizer) if type(optimizer) is OptimizerHandle else optimizer
-        optimizers[id(user_optimizer)] = user_optimizer
+        optimizers[id(optimizer)] = optimizer
 
     map_leaves(add, tree, "optimizer")
     return list(optimizers.values())
@@ -352,7 +350,7 @@ def summary(model: nn.Module) -> str:
     Raises:
         AccelError: the model is not set up.
     """
-    engine = registry.of_handle(model)
+    engine = registry.find_engine(model)
     place = engine.process.place
     sizes = [shape.numel() for shape in engine.holdings.shapes.values()]
     total = sum(sizes)

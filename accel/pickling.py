@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .errors import LaunchError
-from .handles import ModelHandle, OptimizerHandle
+from .handles import ModelHandle
 from .handles import raw as raw_of
 
 _MAX_NAMED = 5  # objects that an error names
@@ -123,7 +123,7 @@ def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> Ite
 
 def _children(obj: Any) -> Iterator[tuple[str, object]]:
     """Yield what pickle visits inside an object, with the text that leads to it."""
-    if isinstance(obj, ModelHandle | OptimizerHandle | type | ModuleType):
+    if isinstance(obj, ModelHandle | type | ModuleType):
         return
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
@@ -170,7 +170,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _describe(obj: Any, error: Exception | None) -> str:
-    if type(obj) in (ModelHandle, OptimizerHandle):
+    if type(obj) is ModelHandle:
         kind = type(raw_of(obj)).__name__
         advice = f"pass the raw {kind}, and call accel.setup in the function that runs there"
         return f"{type(obj).__name__}; {advice}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
@@ -38,11 +37,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -
 
 def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
     """Replace each leaf by ``fn(leaf, path)``. None stays None."""
-    return (
-        None
-        if tree is None
-        else walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
-    )
+    return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
 
 
 def to_device(tree: T, device: Any) -> T:
@@ -88,9 +83,10 @@ def put_back(tree: Any, tensors: Sequence[Any] | Mapping[Any, Any]) -> Any:
     def is_place(leaf: Any) -> bool:
         return isinstance(leaf, TensorPlace)
 
-    return walk(
-        lambda _, leaf: tensors[leaf.number] if is_place(leaf) else leaf, tree, "value", is_place
-    )
+    def visit(path: str, leaf: Any) -> Any:
+        return tensors[leaf.number] if is_place(leaf) else leaf
+
+    return walk(visit, tree, "value", is_place)
 
 
 def move(tree: Any, to: Callable[[Any], Any]) -> Any:
@@ -100,34 +96,26 @@ def move(tree: Any, to: Callable[[Any], Any]) -> Any:
         return hasattr(leaf, "to") and not isinstance(leaf, type)
 
     def visit(path: str, leaf: Any) -> Any:
-        if is_movable(leaf):
-            return to(leaf)
-        if isinstance(leaf, Mapping):  # it is immutable, and has to be constructed
-            return type(leaf)({key: move(value, to) for key, value in leaf.items()})  # type: ignore[call-arg]
-        return leaf
+        return to(leaf) if is_movable(leaf) else leaf
 
     return walk(visit, tree, "data", is_movable)
 
 
 def exchange(
-    give: Callable[[Tensor], Tensor],
-    tree: Any,
-    give_inside: Callable[[Tensor], Tensor] | None = None,
+    give: Callable[[Tensor], Tensor], tree: Any, give_inside: Callable[[Tensor], Tensor]
 ) -> Any:
     """Replace every tensor by ``give(tensor)``.
 
-    Tensors in the attributes of other objects are replaced in place, by ``give_inside`` if it is
-    given.
+    Tensors in the attributes of other objects are replaced in place, by ``give_inside``.
     """
 
     def visit(_: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return give(leaf)
         if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            attributes = vars(leaf)
-            for name, value in list(attributes.items()):
+            for name, value in list(vars(leaf).items()):
                 if isinstance(value, Tensor):
-                    attributes[name] = (give_inside or give)(value)
+                    vars(leaf)[name] = give_inside(value)
         return leaf
 
     return walk(visit, tree, "")
@@ -141,75 +129,64 @@ def walk(
 ) -> T:
     """Replace each leaf by ``visit(path, leaf)``, with paths that begin with ``path``.
 
-    A container is a leaf too if ``is_leaf`` says so, or if it is inside of itself.
+    A container is a leaf too if ``is_leaf`` says so.
     """
-    new_tree: T = _walk(visit, tree, path, is_leaf, set())
-    return new_tree
-
-
-def _walk(
-    visit: Callable[[str, Any], Any],
-    tree: Any,
-    path: str,
-    is_leaf: Callable[[Any], bool],
-    parents: set[int],
-) -> Any:
-    keys: list[Any]
-    if isinstance(tree, Tensor) or id(tree) in parents or is_leaf(tree):
-        return visit(path, tree)
-    if isinstance(tree, MutableMapping):
-        keys, values = list(tree), list(tree.values())
-        paths = [f"{path}[{name}]" for name in _key_texts(keys)]
-    elif isinstance(tree, list | tuple):
-        keys, values = list(range(len(tree))), list(tree)
-        names = getattr(tree, "_fields", None)
-        paths = [f"{path}[{key}]" if names is None else f"{path}.{names[key]}" for key in keys]
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
-        keys = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-        values = [getattr(tree, key) for key in keys]
-        paths = [f"{path}.{key}" for key in keys]
+    items = None if isinstance(tree, Tensor) or is_leaf(tree) else _items(tree)
+    new_tree: Any = tree
+    if items is None:
+        new_tree = visit(path, tree)
     else:
-        return visit(path, tree)
-    parents.add(id(tree))
-    new_values = [
-        _walk(visit, value, name, is_leaf, parents)
-        for value, name in zip(values, paths, strict=True)
-    ]
-    parents.discard(id(tree))
-    if all(new is value for new, value in zip(new_values, values, strict=True)):
-        return tree
-    return _rebuild(tree, keys, new_values)
+        changes: dict[Any, Any] = {}
+        for key, place, value in items:
+            new_value = walk(visit, value, f"{path}{place}", is_leaf)
+            if new_value is not value:
+                changes[key] = new_value
+        if changes:
+            new_tree = _changed(tree, changes)
+    return new_tree  # type: ignore[no-any-return]
 
 
-def _key_texts(keys: Sequence[Any]) -> list[str]:
-    """Return a different text for each key, or its number if the text depends on the rank."""
-    texts = [f'"{key}"' if isinstance(key, str) and '"' not in key else repr(key) for key in keys]
-    times = Counter(texts)
-    for number, key in enumerate(keys):
-        text_method: Any = type(key).__repr__
-        if (
-            times[texts[number]] > 1
-            or isinstance(key, Tensor | nn.Module)
-            or text_method is object.__repr__
-        ):
-            texts[number] = f"{type(key).__name__} #{number}"
-    return texts
+def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
+    """Return the keys, the ends of paths and the values of a container, or None for a leaf."""
+    if isinstance(tree, Mapping):
+        keys = enumerate(tree.items())
+        return [(key, _place(key, number), value) for number, (key, value) in keys]
+    if isinstance(tree, list | tuple):
+        names = getattr(tree, "_fields", None)  # of a namedtuple
+        places = [f"[{i}]" if names is None else f".{names[i]}" for i in range(len(tree))]
+        return list(zip(range(len(tree)), places, tree, strict=True))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
+        names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        return [(name, f".{name}", getattr(tree, name)) for name in names]
+    return None
 
 
-def _rebuild(tree: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Return a container of the same class with new values."""
+def _place(key: Any, number: int) -> str:
+    """Return a text for a key of a dict, with its number if its repr may depend on the rank."""
+    if isinstance(key, str):
+        return f'["{key}"]'
+    if isinstance(key, int | float | bytes | tuple | None):
+        return f"[{key!r}]"
+    return f"[{type(key).__name__} #{number}]"
+
+
+def _changed(tree: Any, changes: Mapping[Any, Any]) -> Any:
+    """Return a container of the same class with new values of some keys."""
     if isinstance(tree, tuple):
+        values = [changes.get(index, value) for index, value in enumerate(tree)]
         if type(tree) in (tuple, Size):  # a Size can hold numbers only
             return tuple(values)
-        if hasattr(tree, "n_fields"):  # structseqs of torch and C
+        if hasattr(tree, "n_fields"):  # what torch.max returns
             return type(tree)(values)
         # A constructor of a namedtuple's subclass may have different arguments.
         new = tuple.__new__(type(tree), values)
         if hasattr(tree, "__dict__"):
             vars(new).update(vars(tree))
         return new
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return type(tree)({**tree, **changes})  # type: ignore[call-arg]
     new_container = copy.copy(tree)
-    for key, value in zip(keys, values, strict=True):
+    for key, value in changes.items():
         if isinstance(tree, list | MutableMapping):
             new_container[key] = value
         else:

@@ -27,11 +27,10 @@ from .errors import (
     text_of_error,
     whole_number,
 )
-from .handles import Model, ModelHandle, engine_behind, raw
+from .handles import Model, ModelHandle, raw
 from .process import current, ended, running
 from .process.control import agree, locked, raise_together
 from .registry import registry, resolve_module
-from .setup import place_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,29 +56,26 @@ def backward(
     Gradients are unscaled before this returns, so clipping and logging see true gradients.
 
     Raises:
-        PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or the graph
-            that ``create_graph`` asks for would contain the scale.
+        PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or the
+            graph that ``create_graph`` asks for would contain the scale.
     """
-    if not isinstance(loss, torch.Tensor):
-        raise AccelError(f"accel.backward expects the loss as a tensor, got {described(loss)}.")
     if not registry.scaled:
         loss.backward(gradient, retain_graph, create_graph, inputs)
         return
     if create_graph:
         raise PrecisionError(
-            "accel.backward(create_graph=True) under '16-mixed' gives gradients whose graph "
-            "contains the loss scale. Use torch.autograd.grad(loss, inputs, create_graph=True) "
-            "for the penalty."
+            "accel.backward(create_graph=True) would put the loss scale of '16-mixed' into the "
+            "graph. Use torch.autograd.grad(loss, inputs, create_graph=True)."
         )
-    if any(engine.precision.scaled and engine.gradients.plain for engine in registry.engines):
-        registry.sweep()  # the engine may be a dropped one
-    scaled = [engine for engine in registry.in_order() if engine.precision.scaled]
+    engines = registry.in_order()
+    scaled = [engine for engine in engines if engine.precision.scaled]
     for engine in scaled:
         engine.gradients.refuse_plain(zeros=False)
-    holders = [holder for engine in registry.in_order() for holder in engine.gradients.holders()]
+    holders = [holder for engine in engines for holder in engine.gradients.holders()]
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
     holders += [tensor for tensor in wanted if isinstance(tensor, torch.Tensor)]
-    registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
+    options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
+    registry.loss_scale.backward(loss, holders, **options)
     for engine in scaled:
         engine.gradients.plain = False
 
@@ -90,7 +86,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     You don't need to leave it for the last backward pass: ``optimizer.step()`` synchronizes what
     hasn't been.
     """
-    return registry.of_handle(model).no_sync()
+    return registry.find_engine(model).no_sync()
 
 
 def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
@@ -105,7 +101,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.zero_grad()
 
     ``len(group)`` is the number of its batches, which is smaller at the end of an epoch.
-    ``len(accel.accumulate(loader, n))`` is the number of steps. Where it saves communication,
+    ``len(accel.accumulate(loader, n))`` is the number of steps. If it saves communication,
     gradients are only reduced in the last backward of a group. A ``break`` drops the rest of a
     group. The grouping follows ``itertools.batched``.
 
@@ -119,13 +115,10 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
         RankMismatchError: the ranks have different numbers of batches, or a different ``n``.
     """
     handle: Any = loader  # to a type checker a handle is its loader
-    if type(handle) is not LoaderHandle:
+    if type(handle) is not LoaderHandle or whole_number(n) < 1:
         raise LoaderError(
-            f"accel.accumulate: expected the loader that accel.setup returned, found {described(loader)}."
-        )
-    if (number := whole_number(n)) < 1:
-        raise LoaderError(
-            f"accel.accumulate(loader, {n!r}): expected a number of batches, at least 1."
+            "accel.accumulate() takes the loader that accel.setup returned and a number of "
+            f"batches, found {described(loader)} and {n!r}."
         )
     serials = handle._accel.engines
 
@@ -134,7 +127,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             if engine.serial in serials and engine.gradients.spares:
                 engine.gradients.accumulate(accumulating)
 
-    return data.Accumulation(handle, number, set_accumulating)
+    return data.Accumulation(handle, whole_number(n), set_accumulating)
 
 
 def clip_grad_norm_(
@@ -155,7 +148,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
         BackendError: gradients are sharded, and ``norm_type`` is not above 0.
     """
-    return registry.of_handle(model).gradients.clip(max_norm, norm_type, error_if_nonfinite)
+    return registry.find_engine(model).gradients.clip(max_norm, norm_type, error_if_nonfinite)
 
 
 def refresh_trainable(model: nn.Module) -> None:
@@ -165,12 +158,12 @@ def refresh_trainable(model: nn.Module) -> None:
         RankMismatchError: the ranks changed different parameters.
         BackendError: inside of ``no_sync``, while gradients are not synchronized.
     """
-    registry.of_handle(model).refresh()
+    registry.find_engine(model).refresh()
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Allow ranks to have different numbers of batches (``torch.distributed.algorithms.Join``)."""
-    engine = registry.of_handle(model)
+    engine = registry.find_engine(model)
     if engine.sequence is not None:
         raise BackendError(
             "accel.join() doesn't work with sequence_parallel, because attention needs all ranks."
@@ -196,22 +189,17 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
     Tensors that were sharded are on the CPU, because a device may be too small for all of them.
 
     Args:
-        model_or_optimizer: a handle or its raw object.
+        model_or_optimizer: a model or optimizer that is set up.
         rank0_only: return ``{}`` on the other ranks, which then need no memory for the state.
     """
     keep = not rank0_only or process.is_main()
-    optimizer = None
     if isinstance(model_or_optimizer, Optimizer):
-        handle = registry.optimizer_handle(model_or_optimizer)
-        engine = None if handle is None else engine_behind(handle)
-        if handle is None or engine is None:
-            kind = type(model_or_optimizer).__name__
-            raise AccelError(
-                f"This {kind} has no live engine. Call accel.setup(model, optimizer) first."
-            )
-        optimizer = raw(handle)
+        optimizer, engine = model_or_optimizer, registry.find_engine_of(model_or_optimizer)
+        if engine is None:
+            kind = type(optimizer).__name__
+            raise AccelError(f"This {kind} isn't set up. Call accel.setup(model, optimizer) first.")
     else:
-        engine = registry.of_handle(model_or_optimizer)
+        optimizer, engine = None, registry.find_engine(model_or_optimizer)
     state: dict[str, Any] = engine.holdings.full_state_dict(optimizer, keep=keep)
     return state if keep else {}
 
@@ -225,8 +213,8 @@ class DataParallelPlace(NamedTuple):
 
 def data_parallel_place(model: nn.Module) -> DataParallelPlace:
     """Return this process's data-parallel place. Processes that share a batch have the same."""
-    place = place_of(registry.of_handle(model))
-    return DataParallelPlace(place.rank, place.world)
+    engine = registry.find_engine(model)
+    return DataParallelPlace(*engine.replica(engine.options, engine.process))
 
 
 def mesh(model: nn.Module) -> DeviceMesh | None:
@@ -235,7 +223,7 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
     If accel was started again after ``accel.teardown()``, the names of the axes end in the number
     of the start.
     """
-    return registry.of_handle(model).holdings.mesh
+    return registry.find_engine(model).holdings.mesh
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
@@ -256,7 +244,7 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
         BackendError: the sequence can't be divided, or ``attention_mask`` has padding.
         RankMismatchError: ranks of one sequence have different batches.
     """
-    engine = registry.of_handle(model)
+    engine = registry.find_engine(model)
     if engine.sequence is None:
         shard: Batch = prepared(engine.module, batch)
     else:
@@ -267,7 +255,8 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Give a model with ``sequence_parallel`` whole sequences, as in ``generate``, on each rank."""
-    if (sequence := registry.of_handle(model).sequence) is None:
+    sequence = registry.find_engine(model).sequence
+    if sequence is None:
         yield
         return
     before, sequence.whole = sequence.whole, True
@@ -288,8 +277,8 @@ def teardown() -> None: ...
 def teardown(model: Any = None) -> Any:
     """Undo ``setup`` and return the raw module with its full trained weights. Collective.
 
-    The raw optimizers work again as before ``setup``. Without a model, tear down every engine and
-    the process group that accel created, and return None.
+    The optimizers work again as before ``setup``. Without a model, tear down every engine and the
+    process group that accel created, and return None.
 
     Note:
         If some ranks have dropped a model whose weights are sharded, its weights can't be gathered:
@@ -305,7 +294,7 @@ def teardown(model: Any = None) -> Any:
     if model is None:
         shut_down()
         return None
-    engine = registry.of_handle(model)
+    engine = registry.find_engine(model)
     if engine.distributed and engine.gradients.partial and not engine.ended:
         engine.compare(f"accel.teardown after {engine.drift.progress}")
     for optimizer in engine.optimizers:
@@ -318,7 +307,8 @@ def teardown(model: Any = None) -> Any:
 @locked
 def shut_down(how: str = process.TORN_DOWN) -> None:
     """End every engine and accel's process group. Ranks that wait for this one hear ``how``."""
-    if save := sys.modules.get("accel.checkpoint.background"):
+    save = sys.modules.get("accel.checkpoint.background")
+    if save is not None:
         save.background.wait()  # it uses the groups
     try:
         end_all()
@@ -337,12 +327,12 @@ def end_all() -> None:
     together = bool(registry.divided) and running() is not None
     reasons: dict[int, str] = {}
     problem: Exception | None = None
-    if together:
-        try:
+    try:
+        if together:
             reasons = _reasons_to_end_alone(engines)
-        except AccelError as error:
-            problem, together = error, False
-            reasons = {engine.serial: str(error) for engine in engines}
+    except AccelError as error:
+        problem, together = error, False
+        reasons = {engine.serial: str(error) for engine in engines}
     for engine in engines:
         registry.remove(engine)
         try:
@@ -355,33 +345,25 @@ def end_all() -> None:
     registry.divided.clear()
     registry.scaled.clear()
     if together and running() is not None:
-        raise_together(
-            "accel.teardown", problem, agree("accel.teardown (the end)", text_of_error(problem))
-        )
+        problems = agree("accel.teardown (the end)", text_of_error(problem))
+        raise_together("accel.teardown", problem, problems)
     if problem is not None:
         raise problem
 
 
 def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
     """Return why engines can't end together with the other ranks, by serial. Collective."""
-    # A rank that tears down after an error must not wait long for ranks that wait for it in a
-    # different call.
+    # A rank that tears down after an error must not wait long for ranks that wait elsewhere.
     after_error = sys.exc_info()[0] is not None
     limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
-    progress = {
-        engine.serial: engine.drift.progress if engine.gradients.partial else ""
-        for engine in engines
-    }
+    progress: dict[int, str] = {}
+    for engine in engines:
+        progress[engine.serial] = engine.drift.progress if engine.gradients.partial else ""
     progress_by_rank = agree("accel.teardown", progress, timeout=limit)
     reasons = {}
     for serial in progress:
-        missing = [rank for rank, others in enumerate(progress_by_rank) if serial not in others]
-        if missing:
-            reasons[serial] = f"rank {', '.join(map(str, missing))} let go of the model"
-        elif len({others[serial] for others in progress_by_rank}) > 1:
-            steps = ", ".join(
-                f"after {others[serial]} on rank {rank}"
-                for rank, others in enumerate(progress_by_rank)
-            )
-            reasons[serial] = f"the model is {steps}, so its shards don't belong together"
+        texts = [others.get(serial, "dropped") for others in progress_by_rank]
+        if len(set(texts)) > 1:
+            states = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
+            reasons[serial] = f"the model is not the same on all ranks: {states}"
     return reasons

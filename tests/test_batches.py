@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import time
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,9 +31,8 @@ class Pair(NamedTuple):
 
 DIFFERENT: list[tuple[Any, Any]] = [
     (["a", "b"], ["b", "a"]),
-    ([{"text": "a"}, {"text": "b"}], [{"text": "b"}, {"text": "a"}]),
+    ([1, 2], [1, 2, 3]),
     (torch.arange(6), torch.arange(6).flip(0)),
-    (range(4), range(1, 5)),
 ]
 
 
@@ -65,18 +62,16 @@ def split_all() -> None:
     assert dicts["y"]["words"] == tuple("abcde"[i] for i in dicts["x"].tolist())  # type: ignore[index]
     assert accel.all_gather(accel.split(range(5), pad=True), objects=True) == [0, 1, 2, 3, 4, *[4] * (-5 % world)]
     for wrong, what in (
-        ("a prompt", "items is a str; expected a list"),
-        ({"x": [1], "y": [1, 2]}, "expected equal lengths"),
+        ("a prompt", "items is a str. Pass a list"),
+        ({"x": [1], "y": [1, 2]}, "items have different lengths"),
         ("a prompt" if rank == world - 1 else ["a", "b"], "items is a str"),
-        *((two[rank == 0], "the ranks have other items" if world > 1 else "") for two in DIFFERENT),
+        *((two[rank == 0], "got different items" if world > 1 else "") for two in DIFFERENT),
     ):
         with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():
             accel.split(wrong)
     accel.split(range(8 * world))
     with pytest.raises(accel.AccelError, match="expected dim 0 to be this rank's batch of 8, found shape \\(9,\\)"):
         accel.gather_for_metrics(torch.ones(9), range(8 * world))
-    with pytest.raises(accel.AccelError, match="expected pad to be True or False, found 2"):
-        accel.split([1, 2, 3], 2)  # type: ignore[arg-type]
 
 
 def split_by_place(backend: Any) -> Any:
@@ -100,14 +95,14 @@ def gather_after_a_split() -> None:
     assert accel.gather_for_metrics(rows, [0, 1, 2, 3]).tolist() == [0, 1, 2, 3]
 
 
-def test_split_gives_each_rank_its_part_and_gathering_brings_back_the_order() -> None:
+def test_split_and_gather() -> None:
     run(2, gather_after_a_split)
     run(2, split_all)
     split_all()
     accel.teardown()
 
 
-def test_ranks_that_read_one_batch_have_one_part_which_is_gathered_once() -> None:
+def test_ranks_of_one_place_share_items() -> None:
     assert run(2, split_by_place, "pipeline") == [[[1, 2, 3]] * 2] * 2
     assert run(4, split_by_place, accel.DDP(sequence_parallel=2)) == [[[1, 2]] * 2] * 2 + [[[3], [3, 3]]] * 2
 
@@ -183,7 +178,7 @@ def in_own_groups(fn: Any, *args: Any) -> list[Any]:
     return [result.value for result in results]
 
 
-def test_all_ranks_halve_the_batch_if_one_runs_out_of_memory() -> None:
+def test_one_rank_out_of_memory() -> None:
     in_own_groups(fit, BACKENDS, ["forward", "backward", "step"])
 
 
@@ -206,13 +201,13 @@ def refuse(port: int) -> list[str]:
             messages.append(f"{type(error).__name__}: {error}")
     assert accel.all_reduce(1) == 2  # the groups were started again
     model = accel.setup(nn.Linear(1, 1)).model
-    with pytest.raises(accel.AccelError, match=r"Linear #\d+ is already set up. Build the model inside the function"):
+    with pytest.raises(accel.AccelError, match=r"Linear #\d+ is already set up\. Build the model inside"):
         accel.largest_batch(no_memory, 3)
     assert accel.unwrap(model).weight.isfinite().all()
     return messages
 
 
-def test_other_errors_are_raised_on_every_rank() -> None:
+def test_other_errors_raise_everywhere() -> None:
     first, second = in_own_groups(refuse)
     assert (
         first[0]
@@ -223,32 +218,9 @@ def test_other_errors_are_raised_on_every_rank() -> None:
     assert second[1] == "KeyError: 'mine'"
 
 
-def test_a_group_of_the_program_is_refused() -> None:
+def test_a_foreign_process_group_raises() -> None:
     for message in refusals(2, accel.largest_batch, print, 4, error="AccelError"):
-        assert "restarts the process group, but accel did not create it" in message
-
-
-def leave(port: int) -> str:
-    start_own_groups(port)
-    process._RESTART = timedelta(seconds=2)
-
-    def fn(batch_size: int) -> None:
-        if process.rank() == 1:
-            raise SystemExit
-        accel.barrier()
-
-    try:
-        accel.largest_batch(fn, 4)
-    except SystemExit:
-        process.end_groups("rank 1 left")  # as at the end of its process
-        time.sleep(5)
-    except accel.AccelError as error:
-        return str(error)
-    return ""
-
-
-def test_nobody_waits_for_a_rank_that_has_ended() -> None:
-    assert "not every rank came to start again within 2 s" in in_own_groups(leave)[0]
+        assert "can't restart your process group" in message
 
 
 def test_one_process_halves_until_it_fits() -> None:
@@ -264,5 +236,5 @@ def test_one_process_halves_until_it_fits() -> None:
     assert tried == [9, 4, 2]
     with pytest.raises(ZeroDivisionError):
         accel.largest_batch(lambda n: 1 // 0, 4)
-    with pytest.raises(accel.AccelError, match="expected start to be an int of at least 1, found 0"):
+    with pytest.raises(accel.AccelError, match="start=0 isn't a batch size"):
         accel.largest_batch(print, 0)

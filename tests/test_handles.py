@@ -1,20 +1,25 @@
-"""Handles: they show the user's module and optimizer, and nothing of the engine's."""
+"""The handle of a model shows the user's module. Optimizers come back as they are."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import inspect
+import pickle
+import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
 import accel
 from accel.registry import registry
-from tests.models import adamw, normalised, one_step
+from tests.backends import need
+from tests.distributed import run
+from tests.models import adamw, mlp, normalised, one_step
 
 
 class Talker(nn.Module):
@@ -24,8 +29,8 @@ class Talker(nn.Module):
         self.engine = "diesel"
         self.options = {"a": 1}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x)
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x if mask is None else x * mask)
 
     def generate(self, n: int) -> torch.Tensor:
         return self(torch.ones(n, 4))
@@ -39,138 +44,45 @@ class Talker(nn.Module):
         return self.linear.out_features
 
 
-def test_a_handle_shows_the_users_module() -> None:
+def test_a_handle_shows_the_module() -> None:
     raw = Talker()
     model = accel.setup(raw).model
-    assert list(model.state_dict()) == ["linear.weight", "linear.bias"]
-    assert [n for n, _ in model.named_parameters()] == ["linear.weight", "linear.bias"]
-    assert model.engine == "diesel"
+    assert list(model.state_dict()) == [n for n, _ in model.named_parameters()] == ["linear.weight", "linear.bias"]
+    assert (model.engine, model.width) == ("diesel", 4)
     assert model.options is raw.options
-    assert model.width == 4
     assert model.generate(3).shape == (3, 4)
-    assert model.train(False) is model
-    assert raw.trained is False
-    assert raw.training is False
-    assert model.training is False
+    assert model.train(False) is model.eval() is model
+    assert [raw.trained, raw.training, model.training] == [False] * 3
     model.color = "red"
     assert raw.color == "red"
     del model.color
-    assert not hasattr(raw, "color")
     with pytest.raises(AttributeError, match="Talker"):
-        _ = model.nothing
+        _ = model.color
     assert set(dir(model)) == set(dir(raw))
     model.load_state_dict({k: torch.zeros_like(v) for k, v in raw.state_dict().items()})
-    assert float(raw.linear.weight.detach().abs().sum()) == 0.0
-    assert not any(name.startswith("_accel") for name in model.state_dict())
-
-
-def test_an_override_of_a_method_of_torch_runs_directly() -> None:
-    talker = accel.setup(Talker()).model
-    assert talker.eval() is talker  # which calls train(False)
-    assert talker.trained is False
-
-
-class Scaled(torch.optim.SGD):
-    """An optimizer with a step of its own."""
-
-    def step(self, factor: float = 1.0, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["lr"] = 0.1 * factor
-        return super().step(closure)
-
-
-def test_an_optimizer_with_its_own_step() -> None:
-    raw = normalised().eval()
-    reference = copy.deepcopy(raw)
-    optimizer, plain = Scaled(raw.parameters(), lr=0.1), Scaled(reference.parameters(), lr=0.1)
-    model, handle, _ = accel.setup(raw, optimizer)
-
-    def closure(m: Any, o: Any) -> Any:
-        o.zero_grad()
-        loss = m(torch.ones(4, 4)).square().mean()
-        loss.backward()
-        return loss
-
-    for m, o in ((model, handle), (reference, plain)):
-        closure(m, o)
-        o.step(5.0)
-        assert float(o.step(2.0, lambda m=m, o=o: closure(m, o)).detach()) > 0
-        o.step(closure=lambda m=m, o=o: closure(m, o), factor=0.5)
-    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), reference.parameters(), strict=True))
+    assert not raw.linear.weight.any()
+    assert list(inspect.signature(model.forward).parameters) == ["x", "mask"]
+    x, mask = torch.ones(3, 4), torch.zeros(3, 4)
+    assert torch.equal(model.forward(x=x, mask=mask), model(x, mask))
 
 
 def test_a_handle_of_a_container() -> None:
-    raw = normalised().eval()
+    raw = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = accel.setup(raw).model
-    assert len(model) == 4
-    assert model[0] is raw[0]
-    assert [type(m) for m in model] == [type(m) for m in raw]
-    model[2] = nn.Tanh()
-    assert isinstance(raw[2], nn.Tanh)
-    model(torch.randn(2, 4))
-    with pytest.raises(accel.AccelError, match="before accel.setup"):
-        inspect.unwrap(torch.compile)(model, backend="eager")
+    assert (len(model), list(model), model[0] in model) == (2, list(raw), True)
+    model[1] = nn.Tanh()
+    del model[0]
+    assert [type(part) for part in raw] == [nn.Tanh]
+    with pytest.raises(accel.BackendError, match=r"0\.bias, 0\.weight\. Call raw = accel.teardown"):
+        model(torch.ones(1, 2))
+    flat = accel.setup(nn.Linear(2, 2)).model
+    for use in (len, iter, lambda handle: handle[0]):
+        with pytest.raises(TypeError, match="Linear"):
+            use(flat)
 
 
-def test_an_optimizer_that_is_kept_does_not_keep_its_model() -> None:
-    raw = normalised()
-    optimizer = adamw(raw)
-    model, handle, _ = accel.setup(raw, optimizer)
-    one_step(model, handle)
-    engine = weakref.ref(registry.engine(raw))
-    del raw, model, handle
-    gc.collect()
-    assert engine() is None
-    optimizer.step()
-
-
-def test_an_optimizer_handle_shows_the_users_optimizer() -> None:
-    raw = normalised()
-    optimizer = adamw(raw)
-    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    model, handle, _ = accel.setup(raw, optimizer)
-    late = torch.optim.lr_scheduler.StepLR(handle, 1, 0.5)
-    assert handle.param_groups is optimizer.param_groups
-    assert handle.state is optimizer.state
-    one_step(model, handle)
-    early.step()
-    late.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.25)
-    one_step(model, optimizer)
-    early.step()
-    late.step()
-    assert handle.param_groups[0]["lr"] == pytest.approx(0.01 * 0.0625)
-    state = copy.deepcopy(handle.state_dict())
-    one_step(model, handle)
-    handle.load_state_dict(state)
-    assert float(next(iter(optimizer.state.values()))["step"]) == 2.0
-    handle.zero_grad()
-    assert all(p.grad is None for p in raw.parameters())
-
-
-def test_ended_handles_raise() -> None:
-    raw = normalised()
-    model, optimizer, _ = accel.setup(raw, adamw(raw))
-    assert accel.teardown(model) is raw
-    for use in (
-        lambda: model(torch.randn(2, 4)),
-        lambda: model.state_dict(),
-        lambda: optimizer.step(),
-        lambda: optimizer.param_groups,
-        lambda: accel.setup(model),
-        lambda: accel.teardown(model),
-    ):
-        with pytest.raises(accel.AccelError, match="torn down"):
-            use()
-    with pytest.raises(accel.AccelError, match="no live engine"):
-        accel.full_state_dict(optimizer)
-    assert accel.unwrap(model) is raw
-    assert "ended" in repr(model)
-
-
-def test_parameters_changed_after_setup_raise_at_the_next_forward() -> None:
+def test_changed_parameters_raise() -> None:
     model = accel.setup(normalised()).model
-    model.train()
     model[0].weight = model[0].weight
     model(torch.randn(2, 4))
     model[0].weight = nn.Parameter(torch.zeros(8, 4))
@@ -182,54 +94,168 @@ def test_parameters_changed_after_setup_raise_at_the_next_forward() -> None:
         other(torch.randn(2, 4))
 
 
-def test_a_handle_is_as_much_of_a_container_as_its_module() -> None:
-    raw = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    model = accel.setup(raw).model
-    assert (len(model), list(model), model[0] in model) == (2, list(raw), True)
-    model[1] = nn.Tanh()
-    del model[0]
-    assert [type(part) for part in raw] == [nn.Tanh]
-    with pytest.raises(accel.BackendError, match=r"0\.bias, 0\.weight; call raw = accel.teardown"):
-        model(torch.ones(1, 2))
-    flat = accel.setup(nn.Linear(2, 2)).model
-    for use in (len, iter, lambda handle: handle[0]):
-        with pytest.raises(TypeError, match="Linear"):
-            use(flat)
-    accel.teardown(flat)
-    with pytest.raises(accel.AccelError, match=r"handle was torn down. Pass the raw module"):
-        accel.clip_grad_norm_(flat, 1.0)
+def test_an_ended_handle_raises() -> None:
+    raw = normalised()
+    model, optimizer, _ = accel.setup(raw, adamw(raw))
+    assert accel.teardown(model) is accel.unwrap(model) is raw
+    for use in (
+        lambda: model(torch.randn(2, 4)),
+        lambda: model.state_dict(),
+        lambda: accel.setup(model),
+        lambda: accel.teardown(model),
+        lambda: accel.clip_grad_norm_(model, 1.0),
+    ):
+        with pytest.raises(accel.AccelError, match="was torn down"):
+            use()
+    with pytest.raises(accel.AccelError, match="isn't set up"):
+        accel.full_state_dict(optimizer)
+    assert "ended" in repr(model)
 
 
-def test_schedulers_of_a_handle_and_of_its_optimizer_are_chained() -> None:
-    net = nn.Linear(2, 1)
-    raw = torch.optim.SGD(net.parameters(), lr=1.0)
-    warm = torch.optim.lr_scheduler.LinearLR(raw, 0.5, total_iters=2)
-    model, optimizer, _ = accel.setup(net, raw)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    chained = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], milestones=[2])
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's attributes, with the numbers of its hooks."""
+    return {name: len(value) if name.endswith("_hooks") else id(value) for name, value in vars(optimizer).items()}
+
+
+BACKENDS: list[Any] = ["ddp", "sharded", "fsdp", "pipeline", accel.DeepSpeed(stage=1), accel.DeepSpeed(stage=3)]
+
+
+def optimizer_life(backend: Any) -> None:
+    """A step that raises, copies, and everything that setup puts on an optimizer until teardown."""
+    raw = mlp(4, 6, 6, 2)
+    parameters = list(raw.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    before = attributes(optimizer)
+    model, returned, _ = accel.setup(raw, optimizer, backend=backend)
+    assert returned is optimizer
+    one_step(model, optimizer)
+    groups = [[*map(id, group["params"])] for group in optimizer.param_groups]
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(TypeError):
+        one_step(model, optimizer)
+    assert [[*map(id, group["params"])] for group in optimizer.param_groups] == groups
+    optimizer.param_groups[0]["lr"] = 0.1
+    one_step(model, optimizer)
+    if registry.find_engine(model).holdings.partial(optimizer):
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(accel.OptimizerError, match=r"accel\.full_state_dict\(optimizer\)"):
+                copied(optimizer)
+    else:
+        assert vars(copy.deepcopy(optimizer)).keys() <= before.keys()
+    state = copy.deepcopy(optimizer.state_dict())
+    one_step(model, optimizer)
+    optimizer.load_state_dict(state)
+    for number, values in optimizer.state_dict()["state"].items():
+        assert torch.equal(values["momentum_buffer"], state["state"][number]["momentum_buffer"])
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in raw.parameters())
+    accel.teardown(model)
+    after = attributes(optimizer)
+    assert after.keys() == before.keys()
+    assert all(after[name] == before[name] for name in before if name.endswith("_hooks"))
+    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, parameters)]
+    one_step(raw, optimizer)
+    assert pickle.loads(pickle.dumps(optimizer)).state_dict()["state"].keys() == set(range(len(parameters)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_an_optimizer_after_teardown(backend: Any) -> None:
+    need(backend, 2)
+    run(2, optimizer_life, backend)
+
+
+def schedules(backend: Any) -> list[float]:
+    """Schedulers that were built before and after setup, chained, without a warning of torch."""
+    raw = mlp(4, 6, 6, 2)
+    optimizer = torch.optim.SGD(raw.parameters(), lr=1.0)
     rates = []
-    for _ in range(3):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        rates.append(raw.param_groups[0]["lr"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warm = LinearLR(optimizer, 0.5, total_iters=2)
+        model = accel.setup(raw, optimizer, backend=backend).model
+        both = SequentialLR(optimizer, [warm, CosineAnnealingLR(optimizer, 5)], milestones=[2])
+        chained = ChainedScheduler([both, StepLR(optimizer, 1, 0.5)], optimizer=optimizer)
+        for _ in range(3):
+            one_step(model, optimizer)
+            rates.append(optimizer.param_groups[0]["lr"])
+            chained.step()
+        accel.teardown(model)
+        one_step(raw, optimizer)
         chained.step()
-    assert rates == [0.5, 0.75, 1.0]
-    assert (optimizer == raw, raw == optimizer, optimizer != raw) == (True, True, False)
-    assert optimizer != torch.optim.SGD(net.parameters(), lr=1.0)
-    assert len({optimizer, raw}) == 1
+    assert getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+    return rates
 
 
-def test_forward_has_the_signature_of_the_module() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
+def test_schedulers_before_and_after_setup() -> None:
+    expected = schedules("single")
+    assert expected == [0.5, 0.375, 0.5]
+    for backend in BACKENDS:
+        need(backend, 2)
+        assert run(2, schedules, backend) == [expected] * 2
 
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-            return self.layer(ids if mask is None else ids * mask)
 
-    model = accel.setup(Net()).model
-    assert list(inspect.signature(model.forward).parameters) == ["ids", "mask"]
-    batch = {"ids": torch.ones(3, 2), "mask": torch.zeros(3, 2), "labels": torch.ones(3)}
-    known = {k: v for k, v in batch.items() if k in inspect.signature(model.forward).parameters}
-    assert torch.equal(model.forward(**known), model(batch["ids"], batch["mask"]))
+def scaled(backend: str) -> float:
+    """The distance from raw torch of a loop with autocast's GradScaler, whose first step overflows."""
+    raw, reference = mlp(4, 6, 2), mlp(4, 6, 2)
+    optimizers = torch.optim.AdamW(raw.parameters()), torch.optim.AdamW(reference.parameters())
+    model = accel.setup(raw, optimizers[0], backend=backend).model
+    for net, optimizer in ((model, optimizers[0]), (reference, optimizers[1])):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for factor in (1.0, 1e38, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(net(torch.ones(2, 4)).square().mean() * factor).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 4.0
+    full = accel.full_state_dict(model)
+    return max(float((full[name] - value).abs().max()) for name, value in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_grad_scaler_knows_the_optimizer(backend: str) -> None:
+    assert max(run(2, scaled, backend)) < 1e-6
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer with a different signature of ``step``."""
+
+    def step(self, factor: float = 1.0, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.1 * factor
+        return super().step(closure)
+
+
+def test_an_optimizer_with_its_own_step() -> None:
+    raw = normalised().eval()
+    reference = copy.deepcopy(raw)
+    pairs: list[tuple[Any, Any]] = [(reference, Scaled(reference.parameters(), lr=0.1))]
+    pairs.append(accel.setup(raw, Scaled(raw.parameters(), lr=0.1))[:2])
+    for model, optimizer in pairs:
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 4)).square().mean()
+            loss.backward()
+            return loss
+
+        closure()
+        optimizer.step(5.0)
+        assert optimizer.step(closure=closure, factor=0.5).item() > 0
+    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), reference.parameters(), strict=True))
+
+
+def test_optimizers_keep_no_model() -> None:
+    raw = normalised()
+    optimizer = adamw(raw)
+    model = accel.setup(raw, optimizer).model
+    one_step(model, optimizer)
+    engine = weakref.ref(registry.engine(raw))
+    del raw, model
+    gc.collect()
+    assert engine() is None
+    optimizer.step()

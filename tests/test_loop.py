@@ -90,11 +90,6 @@ def plain(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     F.mse_loss(s.model(x), y).backward()
 
 
-def accumulate(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    for k in range(3):
-        F.mse_loss(s.model(x * (k + 1)), y).backward()
-
-
 def forward_forward_backward_backward(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     a, b = F.mse_loss(s.model(x), y), F.mse_loss(s.model(2 * x), y)
     a.backward()
@@ -107,36 +102,8 @@ def retain_graph(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     loss.backward()
 
 
-def two_heads(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    s.model.output = "tuple"
-    out, features = s.model(x)
-    features.square().mean().backward(retain_graph=True)  # reaches the trunk alone
-    F.mse_loss(out, y).backward()
-
-
-def submodule_between(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = F.mse_loss(s.model(x), y)
-    s.model.backbone(2 * x).square().mean().backward()
-    loss.backward()
-
-
-def accumulated_two_heads(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    two_heads(s, x, y)
-    two_heads(s, 2 * x, y)
-
-
 def raw_module(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     F.mse_loss(s.raw(x), y).backward()
-
-
-def raw_module_after(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.mse_loss(s.model(x), y).backward()
-    F.mse_loss(s.raw(2 * x), y).backward()
-
-
-def submodule_after(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.mse_loss(s.model(x), y).backward()
-    s.model.backbone(x).square().mean().backward()
 
 
 def submodule_before(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -144,40 +111,8 @@ def submodule_before(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     F.mse_loss(s.model(x), y).backward()
 
 
-def submodule_only(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    s.model.backbone(x).square().mean().backward()
-
-
-def method_only(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    s.model.embed(x).square().mean().backward()
-
-
 def method_with_forward(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     (F.mse_loss(s.model(x), y) + s.model.embed(x).square().mean()).backward()
-
-
-def unsynchronised_to_the_end(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    with accel.no_sync(s.model) if s.distributed else torch.enable_grad():
-        F.mse_loss(s.model(x), y).backward()
-
-
-def metric_forward_before_the_step(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.mse_loss(s.model(x), y).backward()
-    s.model(x).mean()
-
-
-def evaluation_in_between(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    out = s.model(x)
-    s.model.eval()
-    with torch.no_grad():
-        s.model(3 * x)
-    s.model.train()
-    F.mse_loss(out, y).backward()
-
-
-def regularised_by_parameters(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    penalty = sum(p.square().sum() for p in s.model.parameters())
-    (F.mse_loss(s.model(x), y) + 0.01 * penalty).backward()
 
 
 def gradient_penalty(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -186,11 +121,6 @@ def gradient_penalty(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     # Per sample, so that the ranks' mean is the whole batch's mean.
     (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     (F.mse_loss(out, y) + gradient.square().sum(1).mean()).backward()
-
-
-def transformed(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    gradient = torch.func.grad(lambda t: s.model(t).square().sum())(x)
-    (F.mse_loss(torch.vmap(s.model)(x), y) + gradient.square().mean()).backward()
 
 
 def functional_call(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -204,65 +134,13 @@ def gradients_assigned(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
         p.grad = g
 
 
-def raw_clip_by_norm(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    forward_forward_backward_backward(s, x, y)
-    nn.utils.clip_grad_norm_(s.model.parameters(), 0.1)
-
-
 def raw_clip_by_value(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     raw_module(s, x, y)
     nn.utils.clip_grad_value_(s.model.parameters(), 0.02)
 
 
-def clip_by_hand_after_total_norm(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    retain_graph(s, x, y)
-    norm = nn.utils.get_total_norm([p.grad for p in s.raw.parameters() if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(s.raw.parameters(), 0.1, norm)
-
-
-def clip(s: Setting) -> None:
-    if s.distributed:
-        accel.clip_grad_norm_(s.model, 0.1)
-    else:
-        nn.utils.clip_grad_norm_(s.raw.parameters(), 0.1)
-
-
-def clip_between_backwards(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    for k in range(3):
-        F.mse_loss(s.model(x * (k + 1)), y).backward()
-        clip(s)
-
-
-def raw_clip_between_backwards(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    for k in range(3):
-        F.mse_loss(s.raw(x * (k + 1)), y).backward()
-        nn.utils.clip_grad_norm_(s.raw.parameters(), 0.1)
-
-
-def clip_before_another_optimizer(s: Setting) -> None:
-    optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        plain(s, *s.batch(step))
-        clip(s)
-        optimizer.step()
-
-
 def never_zeroed(s: Setting) -> None:
     for step in range(STEPS):
-        plain(s, *s.batch(step))
-        s.optimizer.step()
-
-
-def zeroed_by_turns(s: Setting) -> None:
-    for step in range(8):
-        if step % 4 == 1:
-            s.optimizer.zero_grad(set_to_none=False)
-        elif step % 4 == 2:
-            s.model.zero_grad()
-        elif step % 4 == 3:
-            s.raw.zero_grad(set_to_none=False)
-            s.optimizer.step()
         plain(s, *s.batch(step))
         s.optimizer.step()
 
@@ -294,14 +172,6 @@ def hidden_state(s: Setting) -> None:
         s.optimizer.step()
 
 
-def raw_optimizer(s: Setting) -> None:
-    optimizer = object.__getattribute__(s.optimizer, "_accel_raw") if s.distributed else s.optimizer
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        forward_forward_backward_backward(s, *s.batch(step))
-        optimizer.step()
-
-
 def optimizer_not_given_to_setup(s: Setting) -> None:
     optimizer = torch.optim.SGD(s.model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -330,82 +200,32 @@ def lbfgs(s: Setting) -> None:
     closure(Setting(s.model, s.raw, optimizer, s.part, s.distributed))
 
 
-def frozen_half_way(s: Setting) -> None:
-    for step in range(6):
-        s.model.backbone.requires_grad_(step not in (2, 3))
-        s.optimizer.zero_grad()
-        plain(s, *s.batch(step))
-        s.optimizer.step()
-
-
-def frozen_in_the_middle_of_accumulation(s: Setting) -> None:
-    for step in range(STEPS):
-        s.optimizer.zero_grad()
-        s.model.head.requires_grad_(True)
-        plain(s, *s.batch(step))
-        s.model.head.requires_grad_(step % 2 == 0)
-        plain(s, *s.batch(step + 50))
-        s.optimizer.step()
-
-
-def unfrozen_without_a_forward_of_the_handle(s: Setting) -> None:
-    s.model.backbone.requires_grad_(False)
-    each_step(plain)(s)
-    s.model.backbone.requires_grad_(True)
-    each_step(method_only)(s)
-
-
 PATTERNS: dict[str, Pattern] = {
     **{
         body.__name__: each_step(body)
         for body in (
             plain,
-            accumulate,
             forward_forward_backward_backward,
             retain_graph,
-            two_heads,
-            submodule_between,
-            accumulated_two_heads,
             raw_module,
-            raw_module_after,
-            submodule_after,
             submodule_before,
-            submodule_only,
-            method_only,
             method_with_forward,
-            unsynchronised_to_the_end,
-            metric_forward_before_the_step,
-            evaluation_in_between,
-            regularised_by_parameters,
             gradient_penalty,
-            transformed,
             functional_call,
             gradients_assigned,
-            raw_clip_by_norm,
             raw_clip_by_value,
-            clip_by_hand_after_total_norm,
-            clip_between_backwards,
-            raw_clip_between_backwards,
         )
     },
     "zeroed_gradients": each_step(plain, set_to_none=False),
-    "zeroed_gradients_twice": each_step(forward_forward_backward_backward, set_to_none=False),
-    "tuple": outputs("tuple", lambda out: out[0]),
     "dict": outputs("dict", lambda out: out["y"]),
     "dataclass": outputs("dataclass", lambda out: out.prediction),
     "checkpointing": checkpointing(False),
     "checkpointing_reentrant": checkpointing(True),
     "hidden_state": hidden_state,
-    "raw_optimizer": raw_optimizer,
     "optimizer_not_given_to_setup": optimizer_not_given_to_setup,
-    "clip_before_another_optimizer": clip_before_another_optimizer,
     "never_zeroed": never_zeroed,
-    "zeroed_by_turns": zeroed_by_turns,
     "closure": closure,
     "lbfgs": lbfgs,
-    "frozen_half_way": frozen_half_way,
-    "frozen_in_the_middle_of_accumulation": frozen_in_the_middle_of_accumulation,
-    "unfrozen_without_a_forward_of_the_handle": unfrozen_without_a_forward_of_the_handle,
 }
 
 BACKENDS = {
@@ -416,7 +236,7 @@ BACKENDS = {
 }
 
 # torch's reducer takes the shared end of a reentrant segment for a second gradient, and says so.
-NOT_WITH_UNUSED = {"checkpointing_reentrant", "two_heads", "accumulated_two_heads"}
+NOT_WITH_UNUSED = {"checkpointing_reentrant"}
 
 
 def start() -> tuple[Net, torch.optim.Optimizer]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from .. import shard
 from ..data import LoaderHandle
 from ..errors import AccelError, CheckpointError
-from ..handles import ModelHandle, engine_behind, raw
+from ..handles import ModelHandle, raw
 from ..process.rng import RngState
 from ..registry import Registry, registry, resolve_module
 from .objects import (
@@ -187,26 +187,20 @@ class State:
         return StatefulObject(name, path, value)
 
     def _optimizer_object(self, optimizer: Optimizer, name: str, path: str) -> StateObject:
-        handle = Registry.optimizer_handle(optimizer)
-        engine = None if handle is None else engine_behind(handle)
-        if handle is optimizer and engine is None:
-            raise CheckpointError(
-                f"{path}: this handle's engine was torn down. Save the raw optimizer."
-            )
-        inner = optimizer if handle is None else raw(handle)
-        if type(inner).state_dict is not Optimizer.state_dict:
+        engine = Registry.find_engine_of(optimizer)
+        if type(optimizer).state_dict is not Optimizer.state_dict:
             # A class around another optimizer, for example. Only its load_state_dict takes them.
-            entries = call(path, inner.state_dict).keys() - {"state", "param_groups"}
-            if entries and engine is not None and engine.holdings.partial(inner):
+            entries = call(path, optimizer.state_dict).keys() - {"state", "param_groups"}
+            if entries and engine is not None and engine.holdings.partial(optimizer):
                 raise CheckpointError(
-                    f"{path}: the state_dict() of this {type(inner).__name__} has its own entries "
+                    f"{path}: the state_dict() of this {type(optimizer).__name__} has its own entries "
                     f"{sorted(map(str, entries))[:5]}, which backend {engine.name!r} can't shard. "
                     "Use a backend that keeps full optimizers."
                 )
             if entries:
                 return StatefulObject(name, path, optimizer)
         if engine is not None:
-            return OptimizerObject(name, path, inner, engine, engine.holdings.parameter_names)
+            return OptimizerObject(name, path, optimizer, engine, engine.holdings.parameter_names)
         held = {id(parameter) for parameter in shard.parameters_of(optimizer)}
         for module in [*self._raw_modules, *(engine.module for engine in registry.in_order())]:
             names = {id(parameter): name for name, parameter in module.named_parameters()}

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections import UserDict
 from typing import Any, Final, final
@@ -23,35 +24,33 @@ from .base.holdings import Holdings as Holdings
 from .base.options import Options as Options
 from .base.versions import check_torch as check_torch
 
-#: Classes of other libraries that distribute the module they wrap.
-FOREIGN: Final = frozenset(
-    {
-        "torch.nn.parallel.distributed.DistributedDataParallel",
-        "torch.nn.parallel.data_parallel.DataParallel",
-        "torch.distributed.fsdp.FSDPModule",
-        "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
-        "fairscale.nn.data_parallel.sharded_ddp.ShardedDataParallel",
-        "fairscale.nn.data_parallel.fully_sharded_data_parallel.FullyShardedDataParallel",
-        "deepspeed.runtime.engine.DeepSpeedEngine",
-        "lightning.fabric.wrappers._FabricModule",
-        "lightning_fabric.wrappers._FabricModule",
-    }
+#: Classes of torch, fairscale, DeepSpeed and Fabric that distribute the module they wrap.
+_WRAPPERS: Final = re.compile(
+    r"(torch|fairscale|deepspeed|lightning\w*)\..*\."
+    r"(DistributedDataParallel|DataParallel|FSDPModule|FullyShardedDataParallel"
+    r"|ShardedDataParallel|DeepSpeedEngine|_FabricModule)"
 )
 
 
-def foreign_part(parameter: nn.Parameter) -> str | None:
-    """Return why ranks have different values of a parameter, or None if no other library sharded it."""
-    if hasattr(parameter, "full_tensor"):
-        return "is a DTensor. Call accel.setup instead of fully_shard or parallelize_module."
-    if hasattr(parameter, "ds_id"):
-        return "was divided by deepspeed.zero.Init. Build the model outside of it."
-    # DeepSpeed-MoE marks experts, and puts the same ones on every rank if ep_size is 1.
-    if (
-        getattr(parameter, "allreduce", True) is False
-        and getattr(parameter, "group_name", "") != "ep_size_1"
-    ):
-        return "is an expert's, and other ranks have different experts. Use ep_size=1."
-    return None
+def refuse_foreign(module: nn.Module) -> None:
+    """Raise BackendError if another library distributes a module or shards a parameter of it."""
+    for name, child in module.named_modules():
+        for kind in type(child).__mro__:
+            if _WRAPPERS.fullmatch(f"{kind.__module__}.{kind.__qualname__}"):
+                raise BackendError(
+                    f"{name or 'The model'} is already wrapped by {kind.__name__}. Pass the module "
+                    "inside."
+                )
+    for name, parameter in module.named_parameters():
+        # DeepSpeed-MoE marks experts, and puts the same ones on every rank if ep_size is 1.
+        is_expert = getattr(parameter, "allreduce", True) is False
+        if is_expert and getattr(parameter, "group_name", "") != "ep_size_1":
+            raise BackendError(f"Ranks have different experts in {name}. Use ep_size=1.")
+        if hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id"):
+            raise BackendError(
+                f"{name} is already sharded ({type(parameter).__name__}). Call accel.setup instead "
+                "of fully_shard, parallelize_module or deepspeed.zero.Init."
+            )
 
 
 @final
@@ -60,36 +59,29 @@ class _Engines(UserDict[str, type[Engine]]):
 
     def __getitem__(self, name: str) -> type[Engine]:
         engine = super().__getitem__(name)
-        if engine is Engine:
+        if engine is Engine:  # its file wasn't imported yet
             module = importlib.import_module(f"{__name__}.{name}")
-            classes = [
-                v
-                for v in vars(module).values()
-                if isinstance(v, type) and v.__module__ == module.__name__
-            ]
-            engine = self[name] = next(
-                c for c in classes if issubclass(c, Engine) and "name" in vars(c)
-            )
+            for kind in vars(module).values():
+                is_own = isinstance(kind, type) and kind.__module__ == module.__name__
+                if is_own and issubclass(kind, Engine) and "name" in vars(kind):
+                    engine = self[name] = kind
         return engine
 
 
 _files = [info.name for info in pkgutil.iter_modules(__path__)]
-#: ``Engine`` itself stands for a file that wasn't imported yet.
-_unread: dict[str, Any] = {
-    name: Engine for name in _files if name != "base" and not name.startswith("_")
-}
-ENGINES: Final = _Engines(_unread)
+_backends: Any = [name for name in _files if name != "base" and not name.startswith("_")]
+ENGINES: Final = _Engines(dict.fromkeys(_backends, Engine))
 
-# -- option classes -----------------------------------------------------------------------------------------------------
+
+# -- option classes --------------------------------------------------------------------------------
 
 
 def option_class(name: str) -> type[Options] | None:
     """Return an option class by its name, such as "DeepSpeed", or None."""
-    for engine_name in ENGINES:
-        if engine_name.replace("_", "") == name.lower():
-            kind = ENGINES[engine_name].options_type
-            return kind if kind.__name__ == name else None
-    return None
+    if name.lower() not in ENGINES:
+        return None
+    kind = ENGINES[name.lower()].options_type
+    return kind if kind.__name__ == name else None
 
 
 def option_names() -> list[str]:
@@ -99,13 +91,13 @@ def option_names() -> list[str]:
 
 def engine_of(options: Options) -> type[Engine]:
     """Return the engine of an options object."""
-    kind = type(options)
+    name = type(options).__name__.lower()
     # Importing one engine is enough if its options have the usual name.
-    likely = [name for name in ENGINES if name.replace("_", "") == kind.__name__.lower()]
-    return next(ENGINES[name] for name in [*likely, *ENGINES] if ENGINES[name].options_type is kind)
+    names = [name, *ENGINES] if name in ENGINES else ENGINES
+    return next(ENGINES[name] for name in names if ENGINES[name].options_type is type(options))
 
 
-# -- backend=... --------------------------------------------------------------------------------------------------------
+# -- backend=... -----------------------------------------------------------------------------------
 
 
 def resolve(backend: object) -> tuple[type[Engine], Any]:
@@ -114,16 +106,19 @@ def resolve(backend: object) -> tuple[type[Engine], Any]:
     Raises:
         BackendError: the backend or option doesn't exist, or a package isn't installed.
     """
+    name = backend.partition(":")[0] if isinstance(backend, str) else ""
     if isinstance(backend, Options):
         engine, options = engine_of(backend), backend
-    elif isinstance(backend, str) and (name := backend.partition(":")[0]) in ENGINES:
-        engine, options = ENGINES[name], _parse(ENGINES[name].options_type, backend)
+    elif name in ENGINES:
+        engine = ENGINES[name]
+        options = _parse(engine.options_type, str(backend))
     else:
         raise _unknown(backend)
     for module, package in engine.requires.items():
         if importlib.util.find_spec(module) is None:
             raise BackendError(
-                f"backend {engine.name!r} needs {module}, which is not installed: pip install '{package}'"
+                f"Backend {engine.name!r} needs {module}, which is not installed: "
+                f"pip install '{package}'"
             )
     return engine, options
 
@@ -132,7 +127,9 @@ def _parse(kind: type[Options], text: str) -> Options:
     """Return the options of "name:option=value,option=value"."""
     types = {option.name: str(option.type) for option in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
-    for item in _split(text.partition(":")[2]):
+    # Commas in brackets don't separate options.
+    items = re.findall(r"(?:\[[^]]*\]|\([^)]*\)|[^,])+", text.partition(":")[2])
+    for item in map(str.strip, items):
         name, separator, value = item.partition("=")
         if not separator:  # deepspeed:3
             name, value = kind.leading, item
@@ -144,21 +141,10 @@ def _parse(kind: type[Options], text: str) -> Options:
     return kind(**values)
 
 
-def _split(text: str) -> list[str]:
-    """Split at commas that are not in brackets."""
-    items, depth = [""], 0
-    for char in text:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += char
-    return [item.strip() for item in items if item.strip()]
-
-
 def _value(text: str, is_dtype: bool) -> Any:
     """Return the Python value of a text, or the text itself, such as "bf16"."""
-    if is_dtype and (dtype := dtype_of(text)) is not None:
+    dtype = dtype_of(text) if is_dtype else None
+    if dtype is not None:
         return dtype
     with contextlib.suppress(ValueError, SyntaxError):
         return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
@@ -167,23 +153,16 @@ def _value(text: str, is_dtype: bool) -> Any:
 
 def _unknown(backend: object) -> BackendError:
     if str(backend) in ("gloo", "mpi", "nccl", "ucc"):
-        return BackendError(
-            f"{backend!r} is a backend of torch.distributed. Use accel.init(process_group={backend!r})."
-        )
-    if isinstance(backend, type) and issubclass(backend, Options):
-        return BackendError(
-            f"backend={backend.__name__} is a class. Use accel.{backend.__name__}()."
-        )
-    if isinstance(backend, str) and "(" in backend:
-        return BackendError(
-            f"backend={backend!r} can't be read. Write name:option=value,option=value."
-        )
-    matches = difflib.get_close_matches(str(backend).partition(":")[0].lower(), ENGINES, 1)
-    hint = f" (did you mean {matches[0]!r}?)" if matches else ""
-    names = ", ".join(map(repr, ENGINES))
-    return BackendError(
-        f"unknown backend {backend!r}{hint}. Use 'auto', an options object or one of {names}."
-    )
+        advice = f"Use accel.init(process_group={backend!r})."
+    elif isinstance(backend, type) and issubclass(backend, Options):
+        advice = f"Use an object, accel.{backend.__name__}()."
+    else:
+        matches = difflib.get_close_matches(re.split(r"\W", f"{backend}".lower())[0], ENGINES, 1)
+        names = ", ".join(map(repr, ENGINES))
+        advice = f"Use 'auto', an options object or one of {names}."
+        if matches:
+            advice = f"Did you mean {matches[0]!r}?"
+    return BackendError(f"Unknown backend {backend!r}. {advice}")
 
 
 def default(process: Process) -> str:

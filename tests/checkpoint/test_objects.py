@@ -114,7 +114,7 @@ def test_a_model_around_one_that_is_set_up_is_refused(tmp_path: Path) -> None:
             accel.save({"m": around}, tmp_path / "c")
     accel.save({"m": model}, tmp_path / "c")
     accel.teardown()
-    with pytest.raises(CheckpointError, match="The engine of this handle was torn down"):
+    with pytest.raises(CheckpointError, match="This model was torn down"):
         accel.save({"m": model}, tmp_path / "c")
 
 

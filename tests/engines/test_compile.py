@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +51,6 @@ def _in_place(module: Any) -> Any:
 
 
 def _returned(module: Any) -> Any:
-    with pytest.raises(accel.AccelError, match=r"imported before accel\.setup cannot wrap a handle"):
-        inspect.unwrap(torch.compile)(module, backend="eager")
     compiled = torch.compile(module, backend="eager")
     assert compiled is module
     assert compiled._orig_mod is accel.unwrap(module)

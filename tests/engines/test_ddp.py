@@ -288,7 +288,7 @@ def exceptions() -> None:
             optimizer.step()
         assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
     assert accel.teardown(model) is raw
-    accel.setup(raw, object.__getattribute__(optimizer, "_accel_raw"))
+    accel.setup(raw, optimizer)
 
 
 def around_the_handle(backend: Any) -> None:

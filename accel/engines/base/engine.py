@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.watch import REQUIRES_GRAD, TrainableMask, explain
-from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
+from ...handles import ModelHandle, end
 from ...precision import Dtypes, LossScale, Precision, Replaced, restore_dtypes
 from ...process import Process
 from ...process.control import raise_lost, require_equal
@@ -96,7 +95,6 @@ class Engine(ABC):
         self.ended = ""
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
-        self.optimizer_handles: dict[int, OptimizerHandle] = {}
         self.optimizers: list[Optimizer] = []
         self.dtypes: Dtypes = []
         #: The children that SyncBatchNorm replaced.
@@ -115,9 +113,7 @@ class Engine(ABC):
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         self._loads = watch_loads(self) if compared else None
         context.process.dependents.add(self)
-        if self.placements.weights.sharded:
-            self.holdings.guard.watch_modules(module)
-        elif self.placements.sharded:
+        if self.placements.sharded:
             self.holdings.guard.watch(module)
 
     def _read_parameters(self) -> None:
@@ -186,9 +182,6 @@ class Engine(ABC):
     def attach(self, optimizer: Optimizer) -> None:
         """Add an optimizer of this model's parameters. Local. ``start`` follows."""
         self.steppers[id(optimizer)] = Stepper(self, optimizer)
-        handle = OptimizerHandle(self, optimizer)
-        self.optimizer_handles[id(optimizer)] = handle
-        HiddenAttribute.put(optimizer, weakref.ref(handle))
         self.optimizers.append(optimizer)
         if self.placements.sharded:
             self.holdings.guard.watch(optimizer)
@@ -197,8 +190,6 @@ class Engine(ABC):
         """Remove an optimizer. Local."""
         self.holdings.guard.release(optimizer)
         self.steppers.pop(id(optimizer)).close()
-        HiddenAttribute.clear(optimizer)
-        end(self.optimizer_handles.pop(id(optimizer)))
         self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
 
     def rebuild(self) -> None:
@@ -245,7 +236,7 @@ class Engine(ABC):
             self.drift.stop()
             if self._loads is not None:
                 self._loads.remove()
-            self.holdings.guard.release_modules()
+            self.holdings.guard.release(self.module)
             self.unwrap(optimizers)
 
     def _finish_gradients(self, problem: str) -> None:

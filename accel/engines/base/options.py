@@ -16,8 +16,8 @@ from ...errors import BackendError, refuse_unknown
 class Options:
     """Base class of the option dataclasses.
 
-    If the default of an option is a bool, only bools are accepted. If it is an int, only ints from 1
-    on are accepted. ``choices`` and ``check_values`` check the other options.
+    An option accepts only bools or positive ints if its default is one. ``choices`` and
+    ``check_values`` check the other options.
 
     Args:
         drift_check: compare replicated state at steps 1, 10, 100 and then every ``drift_check``
@@ -53,12 +53,12 @@ class Options:
                 self.expect(option.name, valid, "True, False or a tuple of module classes")
             elif type(option.default) is bool:
                 self.expect(option.name, type(value) is bool, "True or False")
-            if type(option.default) is int:
+            elif type(option.default) is int:
                 valid = type(value) is int and value > 0
                 self.expect(option.name, valid, "a whole number of at least 1")
         for name, allowed in self.choices.items():
-            *others, last = map(repr, allowed)
-            self.expect(name, getattr(self, name) in allowed, f"{', '.join(others)} or {last}")
+            values = " or ".join(map(repr, allowed))
+            self.expect(name, getattr(self, name) in allowed, values)
         interval = self.drift_check
         valid = interval is None or (type(interval) is int and interval >= 0)
         self.expect("drift_check", valid, "a number of steps, 0 or None")

@@ -1,17 +1,17 @@
 """The user's raw model and optimizers while an engine works on them.
 
-Stand-ins for a module's tensors while a full state is loaded or returned. Methods of raw objects that are sharded. A
-record of what a library changed on a module, so that it can be undone, for good or while the module is copied.
+The sections are stand-ins for tensors while a full state is loaded or returned, methods of raw
+objects that are sharded, a record of what a library changed on a module, and copies of a module.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from .holdings import Holdings
 
 
-# -- tensors in the places of a module's own ---------------------------------------------------------------------------
+# -- stand-ins for a module's tensors --------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def in_place_of(
     module: nn.Module,
-    others: Mapping[int, torch.Tensor],
+    stand_ins: Mapping[int, torch.Tensor],
     before_hooks: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Temporarily replace parameters and buffers of ``module``. ``others`` maps ``id(tensor)`` to its replacement.
+    """Temporarily replace parameters and buffers. ``stand_ins`` has them by ``id(tensor)``.
 
-    While a state is loaded, ``before_hooks`` is called before the hooks that run after a module was loaded. These hooks
-    see the module's own tensors again. FSDP2's hooks don't run, because they raise for replaced tensors.
+    While a state is loaded, the hooks that run after a module was loaded see the module's own
+    tensors again, and ``before_hooks`` is called before them.
     """
-    places: dict[int, list[tuple[Any, str, Any, Any]]] = {}
+    places: dict[int, list[tuple[Any, str, Any]]] = {}
     hooks: list[tuple[dict[str, Any], Any]] = []
 
-    def put_back(child: nn.Module) -> None:
-        for part in child.modules():
-            for container, name, other, tensor in places.pop(id(part), ()):
-                if container.get(name) is other:
-                    dict.__setitem__(container, name, tensor)
+    def put_back(parent: nn.Module) -> None:
+        for child in parent.modules():
+            for table, name, tensor in places.pop(id(child), ()):
+                if table.get(name) is stand_ins[id(tensor)]:
+                    dict.__setitem__(table, name, tensor)
 
     def loaded(child: nn.Module, *_: Any) -> None:
         assert before_hooks is not None
@@ -56,28 +56,15 @@ def in_place_of(
         before_hooks()
 
     try:
-        for part in module.modules():
-            places[id(part)] = [
-                (container, name, others[id(tensor)], tensor)
-                for container in (part._parameters, part._buffers)
-                for name, tensor in container.items()
-                if id(tensor) in others
-            ]
-            for container, name, other, _ in places[id(part)]:
-                dict.__setitem__(
-                    container, name, other
-                )  # DeepSpeed's container gathers in its own methods
-            own_hooks = part._load_state_dict_post_hooks
+        for child in module.modules():
+            places[id(child)] = _replace_tensors(child, stand_ins)
+            own_hooks = child._load_state_dict_post_hooks
             if before_hooks is not None and own_hooks:
-                kept = {
-                    k: h
-                    for k, h in own_hooks.items()
-                    if not str(h.__module__).startswith("torch.distributed.")
-                }
-                hooks.append((vars(part), own_hooks))
-                vars(part)["_load_state_dict_post_hooks"] = OrderedDict(
-                    {-1: loaded, **kept} if kept else {}
-                )
+                hooks.append((vars(child), own_hooks))
+                # Hooks of FSDP2 raise for replaced tensors.
+                users = [h for h in own_hooks.values() if not _is_from(h, "torch.distributed.")]
+                chain = OrderedDict(enumerate([loaded, *users] if users else []))
+                vars(child)["_load_state_dict_post_hooks"] = chain
         yield
     finally:
         put_back(module)
@@ -85,9 +72,24 @@ def in_place_of(
             names["_load_state_dict_post_hooks"] = own_hooks
 
 
+def _replace_tensors(
+    module: nn.Module, stand_ins: Mapping[int, torch.Tensor]
+) -> list[tuple[Any, str, Any]]:
+    """Replace a module's own tensors. Return the tables, names and tensors that were there."""
+    places: list[tuple[Any, str, Any]] = []
+    tables: tuple[Any, Any] = (module._parameters, module._buffers)
+    for table in tables:
+        for name, tensor in list(table.items()):
+            if id(tensor) in stand_ins:
+                places.append((table, name, tensor))
+                # The methods of DeepSpeed's table gather.
+                dict.__setitem__(table, name, stand_ins[id(tensor)])
+    return places
+
+
 @contextlib.contextmanager
 def copied_to() -> Iterator[None]:
-    """Load states by copying into a module's tensors, even if torch was told to swap tensors instead."""
+    """Load states by copying, even if torch was told to swap tensors instead."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -98,7 +100,7 @@ def copied_to() -> Iterator[None]:
 
 @final
 class Target(Absent, torch.Tensor):
-    """A stand-in for a tensor while a full state is loaded, which records the value that is copied to it."""
+    """A stand-in while a full state is loaded, which records the value that is copied to it."""
 
     plain = frozenset(attributes("requires_grad", "__get__"))
     given: torch.Tensor | None
@@ -113,8 +115,8 @@ class Target(Absent, torch.Tensor):
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"{name_of(function)} of a parameter while a state is loaded: a load hook finds no values there, because this "
-            "rank may hold a shard only. Change the state dict instead."
+            f"A load hook used {name_of(function)} of a sharded parameter, which has no values "
+            "while a state is loaded. Change the state dict instead."
         )
 
     @classmethod
@@ -129,78 +131,78 @@ class Target(Absent, torch.Tensor):
         return target
 
 
+# -- methods of raw objects ------------------------------------------------------------------------
+
+
 @final
-class NotGathered(Absent, torch.Tensor):
-    """A value in the ``state_dict()`` of a submodule of a sharded model: it has a shape and a dtype, but no values."""
+class Override:
+    """A method in the attributes of a raw object, which calls ``act(raw, original, *args)``.
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> NotGathered:
-        """Return a stand-in for a sharded parameter."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(NotGathered)
+    ``remove`` undoes it. If something else has wrapped it since, it stays, and calls the original.
+    """
 
-    def detach(self) -> NotGathered:
-        return self
+    def __init__(self, raw: Any, name: str, act: Callable[..., Any]) -> None:
+        self._name = name
+        # A weak reference, so that the raw object is freed without the garbage collector.
+        self._raw = reference = weakref.ref(raw)
+        #: The program's own attribute, such as a scheduler's wrapper of ``step``.
+        self._earlier = earlier = vars(raw).get(name)
+        self._active = active = [True]
 
-    def fetch(self, function: Any) -> None:
-        raise BackendError(
-            f"{name_of(function)}() needs a value of a submodule's state_dict(), but the model is sharded. Use "
-            "accel.full_state_dict(model), which every rank calls."
-        )
+        def original(*args: Any, **kwargs: Any) -> Any:
+            if earlier is not None:
+                return earlier(*args, **kwargs)
+            owner = reference()
+            return getattr(type(owner), name)(owner, *args, **kwargs)
+
+        def method(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if not active:
+                return original(*args, **kwargs)
+            return act(reference(), original, *args, **kwargs)
+
+        # Schedulers mark the function with attributes, and take ``optimizer.step.__func__``.
+        vars(method).update(getattr(earlier, "__dict__", {}))
+        self._method = vars(raw)[name] = MethodType(method, reference)
+
+    def remove(self) -> None:
+        self._active.clear()
+        raw = self._raw()
+        if raw is None or vars(raw).get(self._name) is not self._method:
+            return
+        if self._earlier is None:
+            del vars(raw)[self._name]
+        else:
+            vars(raw)[self._name] = self._earlier
 
 
-# -- methods of raw objects that are sharded ---------------------------------------------------------------------------
-
-#: The methods that raw objects get as instance attributes while an engine works on them.
+#: The methods of raw objects that are sharded. Optimizers lack the last one.
 _METHODS: Final = ("state_dict", "load_state_dict", "__getstate__", "__deepcopy__")
 
 
 @final
 class Guard:
-    """Instance attributes of raw models and optimizers, so that their methods mean the same as those of their handles.
+    """Overrides that gather in ``state_dict`` and ``copy.deepcopy``, and raise in pickle.
 
-    ``state_dict()`` and ``copy.deepcopy(model)`` gather shards, ``load_state_dict()`` takes a full state, and pickle
-    raises. Objects that are not sharded run their own methods.
+    ``load_state_dict`` takes a full state. Objects that are not sharded run their own methods.
     """
 
     def __init__(self, holdings: Holdings) -> None:
         self._holdings = weakref.ref(holdings)
         self._is_open = False
-        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._overrides: dict[int, list[Override]] = {}
 
     def watch(self, raw: nn.Module | Optimizer) -> None:
-        """Put the methods on a raw model or optimizer. The base engine calls it for every backend that shards."""
+        """Put the methods on a raw model or optimizer."""
         self.release(raw)
-        self._watched[id(raw)] = weakref.ref(raw)
-        for name in _METHODS if isinstance(raw, nn.Module) else _METHODS[:-1]:
-            # The program may have put a method of its own there.
-            vars(raw)[name] = functools.partial(
-                self._call, name, weakref.ref(raw), vars(raw).get(name)
-            )
-
-    def watch_modules(self, module: nn.Module) -> None:
-        """Put the methods on a model. The ``state_dict()`` of a submodule has the keys and shapes of shards."""
-        self.watch(module)
-        for child in module.modules():
-            if child is not module and "state_dict" not in vars(child):
-                vars(child)["state_dict"] = SubmoduleStateDict(self, child)
-                self._watched[id(child)] = weakref.ref(child)
-
-    def release_modules(self) -> None:
-        """Remove the methods of all modules, also of submodules that were taken out of the model."""
-        for reference in list(self._watched.values()):
-            if isinstance(raw := reference(), nn.Module):
-                self.release(raw)
+        names = _METHODS if isinstance(raw, nn.Module) else _METHODS[:-1]
+        self._overrides[id(raw)] = [
+            Override(raw, name, functools.partial(self._call, name)) for name in names
+        ]
 
     def release(self, raw: nn.Module | Optimizer) -> None:
         """Remove the methods of a raw object."""
-        self._watched.pop(id(raw), None)
-        for name in _METHODS:
-            method: Any = vars(raw).get(name)
-            if isinstance(method, SubmoduleStateDict):
-                del vars(raw)[name]
-            elif getattr(method, "func", None) == self._call:
-                del vars(raw)[name]
-                vars(raw).update({name: method.args[2]} if method.args[2] else {})
+        for override in self._overrides.pop(id(raw), ()):
+            override.remove()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -211,59 +213,28 @@ class Guard:
         finally:
             self._is_open = was_open
 
-    def _call(
-        self, name: str, reference: weakref.ref[Any], replaced: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        raw: Any = reference()
+    def _call(self, name: str, raw: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         holdings = self._holdings()
         optimizer = raw if isinstance(raw, Optimizer) else None
-        if holdings is not None and name == "__deepcopy__":
-            return holdings.copy(*args)
-        if holdings is not None and name == "__getstate__" and optimizer is None:
-            return holdings.copy_to_pickle().__getstate__()
-        if holdings is not None and (self._is_open or not holdings.partial(optimizer)):
-            return (replaced or functools.partial(getattr(type(raw), name), raw))(*args, **kwargs)
-        if (
-            holdings is None or name == "__getstate__"
-        ):  # an optimizer doesn't keep its model and engine
-            raise OptimizerError(
-                f"{type(raw).__name__} holds only this rank's part of its state, so it can't be copied. Call "
-                "accel.full_state_dict(optimizer) on every rank."
-            )
-        if name == "state_dict":
-            return holdings.state_dict(optimizer, *args, **kwargs)
-        return holdings.load_state_dict(optimizer, args, kwargs)
-
-    def state_dict_of_submodule(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return ``module.state_dict()`` with stand-ins for values: peft asks a submodule for its keys."""
-        holdings = self._holdings()
-        is_sharded = (
-            not self._is_open
-            and holdings is not None
-            and holdings.partial(None)
-            and id(module) in self._watched
+        if holdings is not None:
+            if name == "__deepcopy__":
+                return holdings.copy(*args)
+            if name == "__getstate__" and optimizer is None:
+                return holdings.copy_to_pickle().__getstate__()
+            if self._is_open or not holdings.partial(optimizer):
+                return original(*args, **kwargs)
+            if name == "state_dict":
+                return holdings.state_dict(optimizer, *args, **kwargs)
+            if name == "load_state_dict":
+                return holdings.load_state_dict(optimizer, args, kwargs)
+        # An optimizer that outlives its model has a shard of the state.
+        raise OptimizerError(
+            f"{type(raw).__name__} holds only this rank's shard of its state. Call "
+            "accel.full_state_dict(optimizer) on every rank."
         )
-        tensors = [*module.parameters(), *module.buffers()] if is_sharded else []
-        with in_place_of(module, {id(tensor): NotGathered.of(tensor) for tensor in tensors}):
-            return type(module).state_dict(module, *args, **kwargs)
 
 
-@final
-class SubmoduleStateDict:
-    """The ``state_dict`` method of a submodule. EmbeddingBag shows its attributes, so this one has a short repr."""
-
-    def __init__(self, guard: Guard, module: nn.Module) -> None:
-        self._guard = guard
-        self._module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._guard.state_dict_of_submodule(self._module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SubmoduleStateDict:
-        return SubmoduleStateDict(self._guard, copy.deepcopy(self._module, memo))
-
-
-# -- what a library changed on a module --------------------------------------------------------------------------------
+# -- what a library changed on a module ------------------------------------------------------------
 
 _HOOKS: Final = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
 #: Attributes that accel may put on a module.
@@ -291,7 +262,7 @@ def _remove(owner: Any, marks: Iterable[_Mark]) -> None:
 
 @final
 class Snapshot:
-    """The classes, attributes and hooks of a module, its submodules and parameters before a library changed them.
+    """The classes, attributes and hooks of modules and parameters before a library changed them.
 
     The library may add attributes that begin with one of ``later`` at any time.
     """
@@ -300,7 +271,7 @@ class Snapshot:
         self._module, self._later = module, later
         owners = [*module.modules(), *module.parameters()]
         self._before = [(owner, type(owner), _marks(owner)) for owner in owners]
-        #: By identity: the owner, its class before if the library changed it, and what the library added.
+        #: By identity: the owner, its class if the library changed it, and what the library added.
         self._changes: dict[int, tuple[Any, type[Any] | None, set[_Mark]]] = {}
 
     def changed(self) -> None:
@@ -335,7 +306,7 @@ class Snapshot:
                 hooks[key] = change(hooks[key])
 
     def restore(self) -> None:
-        """Undo the library's changes, also if it failed half-way, because its hooks would run in the user's model."""
+        """Undo the library's changes, also if the library failed half-way."""
         self.changed()
         for owner, kind, _ in self._changes.values():
             _remove(owner, self.added(owner))
@@ -346,35 +317,30 @@ class Snapshot:
         self._changes.clear()
 
 
-# -- a module as its author made it ------------------------------------------------------------------------------------
+# -- copies of a module ----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def as_author_made(
     module: nn.Module, snapshot: Snapshot | None, replaced: Replaced
 ) -> Iterator[None]:
-    """Temporarily undo all that accel and the libraries did to a module, but for its tensors.
+    """Temporarily undo all that accel and a library did to a module, except to its tensors.
 
     ``replaced`` has the BatchNorms that a SyncBatchNorm replaced, with their parents and names.
     """
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     before = [(part, type(part), dict(vars(part))) for part in parts]
     try:
-        for part, _, names in before:
-            tables = {name: names[name].copy() for name in _HOOKS}
-            keys = {
-                key
-                for table in tables.values()
-                for key, hook in table.items()
-                if _is_from_accel(hook)
-            }
-            marks: set[_Mark] = {(name, key) for name in tables for key in keys}
-            marks |= {name for name in _REPLACED if _is_from_accel(names.get(name))}
+        for part in parts:
+            marks = _marks_of_accel(part)
             if snapshot is not None:
                 marks |= snapshot.added(part)
                 part.__class__ = snapshot.kind(part)
-            containers = {name: dict(names[name].items()) for name in ("_modules", "_parameters")}
-            vars(part).update(tables | containers)  # the module's own are not changed
+            # Changed are copies of its tables. DeepSpeed's table of parameters is no plain dict.
+            for name in _HOOKS:
+                vars(part)[name] = vars(part)[name].copy()
+            for name in ("_modules", "_parameters"):
+                vars(part)[name] = dict(vars(part)[name].items())
             _remove(part, marks)
         for parent, name, child in replaced:
             stand_in: Any = parent._modules[name]
@@ -389,9 +355,17 @@ def as_author_made(
             vars(part).update(names)
 
 
-def _is_from_accel(value: Any) -> bool:
-    """True if a function or hook, or the class of an object, is defined in accel."""
+def _marks_of_accel(module: nn.Module) -> set[_Mark]:
+    marks: set[_Mark] = {name for name in _REPLACED if _is_from(vars(module).get(name), "accel.")}
+    for table in _HOOKS:
+        hooks = vars(module)[table].items()
+        marks.update((table, key) for key, hook in hooks if _is_from(hook, "accel."))
+    return marks
+
+
+def _is_from(value: Any, package: str) -> bool:
+    """True if a function or hook, or the class of an object, is defined in a package."""
     while isinstance(value, functools.partial):
         value = value.func
     modules = type(value).__module__, getattr(value, "__module__", None)
-    return any(f"{module}.".startswith("accel.") for module in modules)
+    return any(f"{module}.".startswith(package) for module in modules)

@@ -1,8 +1,7 @@
-"""What happens around the step of a user's optimizer, whichever object the user steps."""
+"""The step of the user's optimizer: gradients are final before it, and an overflow skips it."""
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
@@ -12,37 +11,44 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...errors import AccelError, BackendError, OptimizerError, PrecisionError, RankMismatchError
+from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ...gradients.hooks import remove_hooks
+from ...handles import HiddenAttribute
 from ...precision import gradients_of, here
 from ...process import current
 from ...process.control import Waiting, agree, raise_lost
 from ...shard import parameters_of
 from .drift import compare_load
+from .raw_objects import Override
 
 if TYPE_CHECKING:
     from .engine import Engine
 
+#: torch.amp.GradScaler always steps an optimizer with this attribute. It passes the scale and the
+#: overflow in the attributes ``grad_scale`` and ``found_inf``.
 _PROTOCOL: Final = "_step_supports_amp_scaling"
 
 
 def take_added_groups(engine: Engine, optimizer: Optimizer) -> None:
-    """Take groups that were added to the raw optimizer since its last step, or refuse them (OptimizerError). Local."""
-    if (stepper := engine.steppers.get(id(optimizer))) is not None:
+    """Accept the groups that were added since the last step, or raise OptimizerError. Local."""
+    stepper = engine.steppers.get(id(optimizer))
+    if stepper is not None:
         stepper.look(engine)
 
 
 def refuse_changes(engine: Engine) -> None:
-    """Refuse to go on with ended groups (AccelError), or with other parameters than ``setup`` found (BackendError). Local."""
+    """Raise if the process groups were ended, or if the module has different parameters. Local."""
     if engine.ended:
-        raise AccelError(f"the process groups were ended, this engine cannot go on: {engine.ended}")
-    found = {n: id(engine.gradients.canonical(p)) for n, p in engine.module.named_parameters()}
-    known = {n: id(p) for n, p in engine.named.items()}
-    changed = sorted(n for n in found.keys() | known.keys() if found.get(n) != known.get(n))
+        raise AccelError(f"{engine.label} can't go on: {engine.ended}")
+    gradients, module = engine.gradients, engine.module
+    now = {name: id(gradients.canonical(p)) for name, p in module.named_parameters()}
+    known = {name: id(p) for name, p in engine.named.items()}
+    changed = sorted(name for name, _ in now.items() ^ known.items())
     if changed:
+        names = ", ".join(dict.fromkeys(changed[:10]))
         raise BackendError(
-            f"parameters of this {engine.kind} were added or replaced after accel.setup: "
-            f"{', '.join(changed[:5])}; call raw = accel.teardown(model) and set it up again"
+            f"{engine.kind} has added or replaced parameters after accel.setup: {names}. "
+            "Call raw = accel.teardown(model), and set it up again."
         )
     engine.restructured = False
 
@@ -74,71 +80,84 @@ def prepare(
         current()
 
 
-def _put_first(hooks: Any, hook: RemovableHandle) -> None:
-    hooks.move_to_end(hook.id, last=False)
-
-
 @final
 class Stepper:
-    """Hooks on one raw optimizer: gradients are final before it steps, and a step that overflowed changes nothing.
+    """The hooks and methods that accel puts on the user's optimizer, until ``close``.
 
-    A user's ``torch.amp.GradScaler`` is met by torch's own protocol: an optimizer that says it supports scaling is
-    always stepped, and finds scale and overflow in its attributes ``grad_scale`` and ``found_inf``.
-    The engine is held weakly: an optimizer that is kept does not keep its model.
+    The optimizer holds its engine weakly, so an optimizer that is kept doesn't keep its model.
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
-        self._num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+        self._num_parameters = len(parameters_of(optimizer))
         self._serial = engine.loss_scale.serial
+        self._finishes = engine.gradients.finishes_steps
+        #: Parameters of a skipped step, with their gradients.
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-        #: Whether the last step was skipped, and how many were; tensors where an optimizer judges on its device.
-        self.skipped: bool | torch.Tensor = False
-        self.skips: int | torch.Tensor = 0
-        names = list(inspect.signature(type(optimizer).step).parameters)
-        self._closure_at = names.index("closure") if "closure" in names else -1
+        #: False if accel unscales the gradients for the user's GradScaler.
         self._fused = hasattr(optimizer, _PROTOCOL)
+        self._attributes = {"step_was_skipped": False, "skipped_steps": 0}
         if not self._fused:
-            setattr(optimizer, _PROTOCOL, True)
-        self._hooks = [
+            self._attributes[_PROTOCOL] = True
+        vars(optimizer).update(self._attributes)
+        HiddenAttribute.put(optimizer, self._engine)
+        self._hooks: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
             optimizer.register_load_state_dict_pre_hook(self._loading),
         ]
-        # The user's see final gradients, also those that were registered before.
-        _put_first(optimizer._optimizer_step_pre_hooks, self._hooks[0])
-        self._finishes = False
-        if engine.gradients.finishes_steps:
-            self._finish_steps()
+        # The user's hooks see final gradients and weights, also if they were registered before.
+        steps: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+        for hooks, hook in zip(steps, self._hooks, strict=False):
+            hooks.move_to_end(hook.id, last=False)
+        self._overrides = [
+            Override(optimizer, "step", self._step),
+            Override(optimizer, "add_param_group", self._add_param_group),
+        ]
 
     def close(self) -> None:
-        """Give the optimizer back to its user."""
+        """Leave the optimizer as it was."""
         remove_hooks(self._hooks)
-        if not self._fused:
-            delattr(self.optimizer, _PROTOCOL)
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a group to the optimizer, which is left as it was when the group is refused."""
-        engine = self._engine()
-        assert engine is not None  # its handle is not ended
-        self.optimizer.add_param_group(group)
-        try:
-            engine.gradients.check(self.optimizer)
-        except OptimizerError:
-            self.optimizer.param_groups.pop()
-            raise
+        HiddenAttribute.clear(self.optimizer)
+        for override in self._overrides:
+            override.remove()
+        for name in self._attributes:
+            vars(self.optimizer).pop(name, None)
 
     def look(self, engine: Engine) -> None:
-        """Take groups that were added to the raw optimizer, or refuse them (OptimizerError). Local."""
-        num_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        """Accept new parameters in the groups, or raise OptimizerError. Local."""
+        num_parameters = len(parameters_of(self.optimizer))
         if num_parameters != self._num_parameters:
             engine.gradients.check(self.optimizer)
             self._num_parameters = num_parameters
 
+    # -- methods of the optimizer ------------------------------------------------------------------
+
+    def _step(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except BaseException:
+            engine = self._engine()
+            if engine is not None:
+                engine.drift.broken = engine.drift.steps
+                engine.gradients.break_step()
+            raise
+
+    def _add_param_group(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        engine = self._engine()
+        try:
+            if engine is not None:
+                engine.gradients.check(optimizer)
+        except OptimizerError:
+            optimizer.param_groups.pop()
+            raise
+
+    # -- hooks of the optimizer --------------------------------------------------------------------
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (
-            torch.compiler.is_compiling()
-        ):  # the step; of what ranks tell each other there is no graph
+        if torch.compiler.is_compiling():  # a graph can't contain messages between ranks
             return _outside_graphs(self._before, optimizer, args, kwargs)
         engine = self._engine()
         if engine is None:
@@ -147,102 +166,30 @@ class Stepper:
         drift.steps += 1
         if drift.steps >= drift.next:
             drift.check()
-        num_parameters = 0  # counted here: no call in a usual step
-        for group in optimizer.param_groups:
-            num_parameters += len(group["params"])
-        if num_parameters != self._num_parameters:
+        if sum([len(group["params"]) for group in optimizer.param_groups]) != self._num_parameters:
             self.look(engine)
-        replaced = (
-            self._with_global_closure(engine, args, kwargs) if len(args) > 1 or kwargs else None
-        )
-        if replaced is not None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if callable(closure):
+            global_closure = self._global_closure(engine, closure)
             engine.gradients.before_step(optimizer)
-        elif optimizer.__dict__.get("found_inf") is not None:
-            self._prepare_scaled(engine)
-        else:
-            prepare(engine, optimizer)
-            if self._serial != engine.loss_scale.serial or self.skipped is not False:
-                self._judge(engine)
-            # Schedulers on the handle see by it that a step of the raw optimizer came before theirs.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-        return replaced
-
-    def _judge(self, engine: Engine) -> None:
-        """Skip the step if gradients of a scaled loss have overflowed, also a second one with them."""
-        self._serial = engine.loss_scale.serial
-        self._note(engine, not engine.loss_scale.judge(engine.gradients.finite(self.optimizer)))
-
-    def _prepare_scaled(self, engine: Engine) -> None:
-        """Make gradients final for a step by the user's GradScaler, which may be skipped."""
-        found_inf = self.optimizer.__dict__["found_inf"]
-        try:
-            self._refuse_double_scaling(engine)
-            prepare(engine, self.optimizer, by_grad_scaler=True)
-        except BaseException:
-            # A GradScaler takes these back after a step only, so the next one would take them for its own.
-            for name in ("grad_scale", "found_inf"):
-                self.optimizer.__dict__.pop(name, None)
-            raise
-        self._note(engine, self._unscale_for_user(found_inf))
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-    def _note(self, engine: Engine, skipped: bool | torch.Tensor) -> None:
-        """Count a skipped step, and hide the gradients from it."""
-        if engine.process.ended:  # while this was read from the device
-            current()
-        self.skipped = skipped
-        self.skips = self.skips + skipped
-        if skipped is True:
-            self._hide_gradients()
-
-    def _with_global_closure(
-        self, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return the arguments of ``step`` with its closure replaced, or None without a closure."""
-        at = self._closure_at
-        if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._global(engine, kwargs["closure"])}
-        if 0 < at < len(args) and args[at] is not None:
-            return (*args[:at], self._global(engine, args[at]), *args[at + 1 :]), kwargs
+            if len(args) > 1:
+                return (optimizer, global_closure, *args[2:]), kwargs
+            return args, {**kwargs, "closure": global_closure}
+        if vars(optimizer).get("found_inf") is not None:
+            self._prepare_for_scaler(engine, optimizer)
+            return None
+        prepare(engine, optimizer)
+        new_backward = self._serial != engine.loss_scale.serial
+        # The program may step a second time with the gradients that have overflowed.
+        if new_backward or vars(optimizer)["step_was_skipped"] is not False:
+            self._serial = engine.loss_scale.serial
+            finite = engine.gradients.finite(optimizer)
+            self._count(not engine.loss_scale.judge(finite))
         return None
 
-    def _refuse_double_scaling(self, engine: Engine) -> None:
-        if self._serial != engine.loss_scale.serial:
-            raise PrecisionError(
-                "torch.amp.GradScaler steps gradients of accel.backward, which are not scaled. Use one of the two."
-            )
-        if engine.gradients.pending() or engine.gradients.hidden():
-            raise PrecisionError(
-                f"torch.amp.GradScaler checked gradients before backend {engine.name!r} has reduced them. "
-                "Use accel.backward(loss) and optimizer.step()."
-            )
-
-    def _unscale_for_user(self, found_inf: torch.Tensor) -> bool | torch.Tensor:
-        """Unscale gradients. Return True if the step is skipped.
-
-        Optimizers that support scaling unscale and skip by themselves, without a synchronization.
-        """
-        if self._fused:
-            return found_inf > 0
-        scale, self.optimizer.grad_scale = self.optimizer.grad_scale, None  # type: ignore[attr-defined]
-        self.optimizer.found_inf = None  # type: ignore[attr-defined]
-        if scale is not None and (grads := gradients_of(self.optimizer)):
-            torch._foreach_mul_(
-                list(map(here, grads)), scale.double().reciprocal().float().to(grads[0].device)
-            )
-        return bool(found_inf.item())
-
-    def _loading(self, optimizer: Optimizer, _: object) -> None:
-        if (engine := self._engine()) is not None and engine.distributed and engine.synchronizes:
-            compare_load(engine, f"load_state_dict() of {type(optimizer).__name__}")
-
-    def _finish_steps(self) -> None:
-        if not self._finishes:
-            self._finishes = True
-            self._hooks.append(self.optimizer.register_step_post_hook(self._after))
-            _put_first(self.optimizer._optimizer_step_post_hooks, self._hooks[-1])
-
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._finishes and not self._hidden:
+            return
         if torch.compiler.is_compiling():
             _outside_graphs(self._after, optimizer, args, kwargs)
             return
@@ -250,45 +197,74 @@ class Stepper:
             parameter.grad = grad
         self._hidden.clear()
         engine = self._engine()
-        if engine is not None:
+        if engine is not None and self._finishes:
             with Waiting(engine.process, "the end of optimizer.step()"):
                 engine.gradients.after_step(optimizer)
 
-    def _hide_gradients(self) -> None:
-        """Let the overflowed step find no gradient: optimizers then skip the parameter, its state included."""
-        self._finish_steps()
+    def _loading(self, optimizer: Optimizer, _: object) -> None:
+        engine = self._engine()
+        if engine is not None and engine.distributed and engine.synchronizes:
+            compare_load(engine, f"load_state_dict() of {type(optimizer).__name__}")
+
+    def _count(self, skipped: bool | torch.Tensor) -> None:
+        """Count a skipped step. It finds no gradients, so the optimizer changes nothing."""
+        attributes = vars(self.optimizer)
+        attributes["step_was_skipped"] = skipped
+        attributes["skipped_steps"] += skipped
+        if skipped is not True:
+            return
         for parameter in parameters_of(self.optimizer):
             if parameter.grad is not None:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _global(self, engine: Engine, closure: Callable[[], Any]) -> Callable[[], Any]:
+    # -- the user's GradScaler ---------------------------------------------------------------------
+
+    def _prepare_for_scaler(self, engine: Engine, optimizer: Any) -> None:
+        """Make gradients final for a step by the user's GradScaler, which may be skipped."""
+        scale, found_inf = optimizer.grad_scale, optimizer.found_inf
+        if not self._fused:
+            optimizer.grad_scale = optimizer.found_inf = None
+        try:
+            if engine.gradients.pending() or engine.gradients.hidden():
+                raise PrecisionError(
+                    f"torch.amp.GradScaler can't check gradients that backend {engine.name!r} "
+                    "reduces in the step. Use accel.backward(loss) and optimizer.step()."
+                )
+            prepare(engine, optimizer, by_grad_scaler=True)
+        except BaseException:
+            # GradScaler deletes them only after a step. The next step would take them for its own.
+            del optimizer.grad_scale, optimizer.found_inf
+            raise
+        if self._fused:  # the optimizer unscales and skips by itself, without a synchronization
+            self._count(found_inf > 0)
+            return
+        gradients = gradients_of(optimizer)
+        if scale is not None and gradients:
+            factor = scale.double().reciprocal().float().to(gradients[0].device)
+            torch._foreach_mul_(list(map(here, gradients)), factor)
+        self._count(bool(found_inf.item()))
+
+    # -- closures ----------------------------------------------------------------------------------
+
+    def _global_closure(self, engine: Engine, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure with final gradients and the mean of the ranks' losses."""
         if engine.precision.scaled:
             raise PrecisionError(
                 "optimizer.step(closure) has no loss scaling. Use 'bf16-mixed' or '32-true'."
             )
-        process = engine.process
 
         def global_closure() -> Any:
             loss = closure()
             prepare(engine, self.optimizer, in_closure=True)
-            world = process.place.world_size
-            if world == 1:
+            if not engine.distributed:
                 return loss
-            device = loss.device if isinstance(loss, torch.Tensor) else "cpu"
-            local = None if loss is None else torch.as_tensor(loss, device=device).detach()
-            value = None if local is None else local.item()
-            by_rank = agree(f"the loss of a closure ({engine.label})", value)
-            losses = [value for value in by_rank if value is not None]
-            if len(losses) not in (0, world):
-                raise RankMismatchError(
-                    f"the closure gave a loss on {len(losses)} of {world} ranks. Return it on every rank."
-                )
-            if local is None:
+            local = loss.item() if isinstance(loss, torch.Tensor) else loss
+            losses = agree(f"the loss of a closure ({engine.label})", local)
+            if None in losses:
                 return None
-            dtype = local.dtype if local.is_floating_point() else torch.float32
-            return torch.tensor(sum(losses) / world, dtype=dtype, device=process.device)
+            mean = sum(losses) / len(losses)
+            return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
 
         return global_closure
 
@@ -299,12 +275,12 @@ def _outside_graphs(hook: Callable[..., Any], *args: Any) -> Any:
 
 
 def refuse_steps(optimizer: Optimizer, reason: str) -> None:
-    """Make an optimizer raise whose state on this rank will stay partial."""
+    """Make an optimizer raise whose state on this rank stays sharded."""
 
-    def refuse(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+    def refuse(*_: object) -> None:
         raise OptimizerError(
-            f"{type(stepped).__name__} has only this rank's part of its state, since the other ranks took no part in the end "
-            f"of its model's engine ({reason}): build a new optimizer and load a checkpoint"
+            f"This optimizer has lost a part of its state: {reason}. Build a new one, and load a "
+            "checkpoint."
         )
 
     optimizer.register_step_pre_hook(refuse)

@@ -132,7 +132,7 @@ def bytes_per_rank(frozen: bool) -> float:
         model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         handle.step()
     engine = registry.of_handle(model)
-    here = [s.tensor for s in engine.holdings.shards(None) + engine.holdings.shards(handle._accel_raw)]
+    here = [s.tensor for s in engine.holdings.shards(None) + engine.holdings.shards(handle)]
     here += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
     gathered = sum(p._unsharded_param.untyped_storage().nbytes() for p in engine.parts.sharded.params)
     assert gathered == 0
