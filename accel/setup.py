@@ -307,8 +307,6 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
             f"{path} ({kind}) holds parameters of two models, {model_kind} and {other.kind}. "
             "Set up one model that contains both: accel.setup(nn.ModuleDict({...}), optimizer)."
         )
-    if plan.precision is not None:
-        plan.precision.check_optimizer(optimizer, path)
     if plan.process.place.world_size > 1:
         check_parameters(optimizer, known, plan.module, path)
     plan.new_optimizers.append(optimizer)
@@ -506,7 +504,7 @@ def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
     reads = plan.fill is not None
     if not reads:
         _materialize(plan, module, undo)
-    dtypes = convert_module(module, plan.process.device, precision.storage, undo)
+    convert_module(module, plan.process.device, precision.storage, undo)
     if reads:  # only now, so that the memory has its final dtypes
         _materialize(plan, module, undo)
     changes = checkpointed(module, plan.options)
@@ -514,7 +512,7 @@ def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
     context = Context(plan.process, precision, registry.loss_scale, plan.options, serial, reads)
     engine = plan.engine_type(module, plan.entry, context)
     undo.callback(engine.teardown)
-    engine.dtypes, engine.undo = dtypes, changes
+    engine.undo = changes
     engine.wrap()
     return engine
 

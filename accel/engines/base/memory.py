@@ -11,12 +11,7 @@ from dataclasses import astuple, dataclass
 class MemoryUse:
     """Bytes on one rank after an optimizer step, while the gradients still exist.
 
-    Args:
-        parameters: all parameters, frozen ones included.
-        gradients: gradients of the trainable parameters.
-        optimizer_state: the optimizers' state, with fp32 master weights if there are any.
-        buffers: the module's buffers, such as BatchNorm's statistics.
-        buckets: communication buffers that the backend keeps between steps.
+    ``optimizer_state`` includes fp32 master weights. ``buckets`` are kept for communication.
     """
 
     parameters: int = 0
@@ -33,11 +28,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSize:
-    """The full size of a parameter or buffer, of its gradient, and of its optimizer state.
-
-    Args:
-        optimizer: the index of the first optimizer that holds the parameter, if one does.
-    """
+    """The full size of a parameter or buffer, and of its state in the optimizer of this number."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,14 +47,12 @@ class TensorSize:
         nbytes = self.numel * self.itemsize
         if self.is_buffer:
             return MemoryUse(buffers=nbytes)
-        return MemoryUse(
-            parameters=round(nbytes * weights),
-            gradients=round(nbytes * gradients) if self.trainable else 0,
-            optimizer_state=round(self.state_bytes * state),
-        )
+        grads = round(nbytes * gradients) if self.trainable else 0
+        held, state_bytes = round(nbytes * weights), round(self.state_bytes * state)
+        return MemoryUse(parameters=held, gradients=grads, optimizer_state=state_bytes)
 
 
 def add_uses(uses: Iterable[MemoryUse]) -> MemoryUse:
     """Return the sum of the uses, field by field."""
-    columns = zip(*map(astuple, uses), strict=True)
-    return MemoryUse(**dict(zip(MemoryUse.__slots__, map(sum, columns), strict=False)))
+    sums = map(sum, zip(*map(astuple, uses), strict=True))
+    return MemoryUse(**dict(zip(MemoryUse.__slots__, sums, strict=False)))
