@@ -124,14 +124,15 @@ def weights_of(module: nn.Module) -> Source | None:
 
 def check_deferred(module: nn.Module) -> None:
     """Raise BackendError if parameters or buffers would never get values, or lose them."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    meta = {name: tensor for name, tensor in named if tensor.is_meta}
-    unknown = [name for name, tensor in meta.items() if not hasattr(tensor, _ORIGIN)]
-    if unknown:
-        raise BackendError(
-            f"{', '.join(unknown[:3])} on the meta device would get no values. Build the model "
-            "inside accel.deferred_init()."
-        )
+    meta: dict[str, torch.Tensor] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.is_meta:
+            meta[name] = tensor
+            if not hasattr(tensor, _ORIGIN):
+                raise BackendError(
+                    f"{name} on the meta device would get no values. Build the model inside "
+                    "accel.deferred_init()."
+                )
     if not meta or weights_of(module) is not None:
         return
     recorder = _Recorder()
@@ -174,18 +175,12 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
 
 def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
     """Give submodules with their ``reset_parameters``, children first as in a constructor."""
-    seen: set[nn.Module] = set()
-
-    def visit(child: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-        seen.add(child)
-        for grandchild in child.children():
-            if grandchild not in seen:
-                yield from visit(grandchild)
+    modules: list[nn.Module] = []
+    module.apply(modules.append)
+    for child in dict.fromkeys(modules):
         reset = getattr(child, "reset_parameters", getattr(child, "_reset_parameters", None))
         if callable(reset) and any(True for _ in child.parameters()):
             yield child, reset
-
-    return visit(module)
 
 
 def borrowing(module: nn.Module) -> dict[int, set[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +52,10 @@ class MemoryReport:
 
     def __str__(self) -> str:
         width = max(len(backend) for _, backend in self.uses)
-        names = "".join(f"  {name:>15}" for name in COLUMNS)
+        names = "".join(f"  {name.removesuffix('_state'):>11}" for name in COLUMNS)
         lines = [self.title, f"ranks  {'backend':{width}}{names}"]
         for (ranks, backend), use in self.uses.items():
-            sizes = "".join(f"  {human(getattr(use, name)):>15}" for name in COLUMNS)
+            sizes = "".join(f"  {human(getattr(use, name)):>11}" for name in COLUMNS)
             lines.append(f"{ranks:5}  {backend:{width}}{sizes}")
         return "\n".join(lines)
 
@@ -137,32 +137,21 @@ def _label(options: Options) -> str:
 
 def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[TensorSize]:
     """Return the sizes of all parameters and buffers. Nothing is allocated or changed."""
-    state_bytes: Counter[int] = Counter()
-    first_optimizer: dict[int, int] = {}
+    states: dict[int, tuple[int, int]] = {}
     for number, optimizer in enumerate(optimizers):
         parameters = parameters_of(optimizer)
-        for parameter, size in zip(parameters, _state_bytes(optimizer), strict=True):
-            state_bytes[id(parameter)] += size
-            first_optimizer.setdefault(id(parameter), number)
-    if not first_optimizer.keys() <= set(map(id, module.parameters())):
+        for parameter, nbytes in zip(parameters, _state_bytes(optimizer), strict=True):
+            first, before = states.get(id(parameter), (number, 0))
+            states[id(parameter)] = first, before + nbytes
+    if not states.keys() <= set(map(id, module.parameters())):
         raise OptimizerError(
             f"An optimizer holds tensors that are not parameters of {type(module).__name__}. "
             "Build it from model.parameters()."
         )
-    sizes = []
-    for name, parameter in module.named_parameters():
-        size = TensorSize(
-            name=name,
-            shape=tuple(parameter.shape),
-            itemsize=parameter.dtype.itemsize,
-            trainable=parameter.requires_grad,
-            optimizer=first_optimizer.get(id(parameter)),
-            state_bytes=state_bytes[id(parameter)],
-        )
-        sizes.append(size)
-    for name, buffer in module.named_buffers():
-        shape, itemsize = tuple(buffer.shape), buffer.dtype.itemsize
-        sizes.append(TensorSize(name=name, shape=shape, itemsize=itemsize, is_buffer=True))
+    sizes = [TensorSize.of(name, b, is_buffer=True) for name, b in module.named_buffers()]
+    for name, p in module.named_parameters():
+        owner, nbytes = states.get(id(p), (None, 0))
+        sizes.append(TensorSize.of(name, p, optimizer=owner, state_bytes=nbytes))
     return sizes
 
 

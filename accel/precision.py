@@ -17,7 +17,14 @@ from .errors import PrecisionError
 from .shard import parameters_of, state_device
 from .trees import map_tensors
 
-NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+#: The dtypes of parameters and of autocast, by the name of a precision. None changes nothing.
+_DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
+    "32-true": (None, None),
+    "bf16-mixed": (None, torch.bfloat16),
+    "16-mixed": (None, torch.float16),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+}
 
 
 class Accumulator(Protocol):
@@ -36,23 +43,16 @@ def dtype_of(value: object) -> torch.dtype | None:
 
 @final
 class Precision:
-    """The dtypes of parameters, inputs, the forward pass and outputs.
-
-    ``32-true`` changes nothing. ``bf16-mixed`` and ``16-mixed`` keep fp32 parameters, run the
-    forward pass under autocast, and return fp32 outputs. ``bf16-true`` and ``16-true`` store and
-    compute in bfloat16 or float16, and return fp32 outputs.
-    """
+    """The dtypes of parameters, inputs and the forward pass. Outputs are fp32."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name not in NAMES:
-            raise PrecisionError(f"Unknown precision {name!r}. Use one of {', '.join(NAMES)}.")
+        if name not in _DTYPES:
+            raise PrecisionError(f"Unknown precision {name!r}. Use one of {', '.join(_DTYPES)}.")
         self.name = name
         self.device = device
         self.plain = name == "32-true"
         self.scaled = name == "16-mixed"
-        #: The dtype of the parameters, and of autocast. None if there is none.
-        self.storage = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(name)
-        self.compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(name)
+        self.storage, self.compute = _DTYPES[name]
 
     def check(self, module: nn.Module) -> None:
         """Raise PrecisionError if mixed precision would train half-precision parameters."""
@@ -72,12 +72,10 @@ class Precision:
             with torch.autocast(self.device.type, self.compute):
                 out = fn(*args, **kwargs)
         else:
-            args, kwargs = map_tensors(self._to_storage, (args, kwargs), others=True)
+            to_storage = partial(_moved, None, self.storage)
+            args, kwargs = map_tensors(to_storage, (args, kwargs), others=True)
             out = fn(*args, **kwargs)
         return map_tensors(_to_fp32, out, others=True)
-
-    def _to_storage(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.storage) if tensor.is_floating_point() else tensor
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,11 +100,9 @@ class LossScale:
 
     def __init__(self) -> None:
         self.restore()
-        #: The number of scaled backwards, and those after which steps were counted and the scale
-        #: was halved.
-        self.serial = 0
-        self._counted = 0
-        self._halved = 0
+        #: The numbers of the last scaled backward, the last one that was counted as a good step,
+        #: and the last one that halved the scale.
+        self.serial = self._counted = self._halved = 0
 
     def state(self) -> tuple[float, int]:
         """Return the arguments of ``restore``."""
@@ -117,19 +113,14 @@ class LossScale:
         self.value, self._good_steps = value, good_steps
 
     def backward(
-        self,
-        loss: torch.Tensor,
-        accumulators: Iterable[Accumulator],
-        gradient: torch.Tensor | None,
-        retain_graph: bool | None,
-        inputs: Any,
+        self, loss: torch.Tensor, accumulators: Iterable[Accumulator], **options: Any
     ) -> None:
-        """Call ``backward`` of a scaled loss. ``accumulators`` and all leaves get true gradients."""
+        """Call ``backward`` of a scaled loss. Accumulators and leaves get true gradients."""
         holders: dict[int, Accumulator] = {id(holder): holder for holder in accumulators}
         holders.update((id(leaf), leaf) for leaf in _leaves(loss))
         _multiply(holders.values(), self.value)
         try:
-            (loss * self.value).backward(gradient, retain_graph, False, inputs)
+            (loss * self.value).backward(**options)
         finally:
             _inf_to_nan(_multiply(holders.values(), 1.0 / self.value))
             self.serial += 1

@@ -79,7 +79,8 @@ def backward(
     holders = [holder for engine in registry.in_order() for holder in engine.gradients.holders()]
     wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
     holders += [tensor for tensor in wanted if isinstance(tensor, torch.Tensor)]
-    registry.loss_scale.backward(loss, holders, gradient, retain_graph, inputs)
+    options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
+    registry.loss_scale.backward(loss, holders, **options)
     for engine in scaled:
         engine.gradients.plain = False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ def batch(step: int, rank: int = 0) -> torch.Tensor:
     return rows(10 * step + rank, 8, 6)
 
 
-# -- what comes out -------------------------------------------------------------------------------------------------------
+# -- outputs --------------------------------------------------------------------------------------------------------------
 
 
 class Named(NamedTuple):
@@ -42,61 +41,23 @@ class Record:
     rest: list[Any]
 
 
-class Two(tuple[Any, ...]):
-    """Made of other arguments than its items."""
-
-    def __new__(cls, y: torch.Tensor, label: str) -> Two:
-        return super().__new__(cls, (y, label))
-
-
-def in_a_circle(y: torch.Tensor) -> list[Any]:
-    made: list[Any] = [y]
-    made.append(made)
-    return made
-
-
 class Many(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.seen: torch.dtype | None = None
 
-    def forward(self, x: torch.Tensor, kind: str) -> Any:
-        y = self.linear(x)
-        self.seen = y.dtype
-        return {
-            "tensor": y,
-            "named": Named(y, "a"),
-            "record": Record(y, [y, 3, None]),
-            "dict": {"y": (y, y.long()), "none": None},
-            "two": Two(y, "a"),
-            "circle": in_a_circle(y),
-            "torch": y.max(1),
-        }[kind]
-
-    def remember(self) -> list[int]:
-        self.memory = getattr(self, "memory", [])
-        return self.memory
-
-    def weight(self) -> torch.Tensor:
-        return self.linear.weight
-
-    def stream(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield self.linear(x)
+    def forward(self, x: torch.Tensor) -> list[Any]:
+        y = self.encode(x)
+        return [y, Named(y, "a"), Record(y, [y, 3, None]), {"y": (y, y.long())}, y.max(1)]
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
+        y: torch.Tensor = self.linear(x)
         self.seen = y.dtype
         return y
 
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, Record):
-        return tensors_in([tree.y, tree.rest])
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else []
-    return [t for v in values if not isinstance(v, list) or v[-1] is not v for t in tensors_in(v)]
+    def weight(self) -> torch.Tensor:
+        return self.linear.weight
 
 
 @pytest.mark.parametrize(
@@ -109,32 +70,23 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
         ("16-true", torch.float16, torch.float16),
     ],
 )
-def test_what_is_computed_stored_and_returned(precision: str, inside: torch.dtype, stored: torch.dtype) -> None:
+def test_dtypes(precision: str, inside: torch.dtype, stored: torch.dtype) -> None:
     raw = Many()
     model = accel.setup(raw, precision=precision).model
-    assert raw.linear.weight.dtype is stored
-    for kind in ("tensor", "named", "record", "dict", "two", "circle", "torch"):
-        out = model(torch.randn(2, 4), kind)
-        assert raw.seen is inside
-        found = tensors_in(out)
-        assert found
-        assert {t.dtype for t in found} <= {torch.float32, torch.int64}
-        assert type(out) in (torch.Tensor, Named, Record, dict, Two, list, torch.return_types.max)
+    y, named, record, tree, largest = model(torch.randn(2, 4))
+    assert raw.seen is inside
+    tensors = [y, named.y, record.y, record.rest[0], *tree["y"], *largest]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
+    assert [type(named), type(record), type(largest)] == [Named, Record, torch.return_types.max]
+    raw.seen = None
     assert model.encode(torch.randn(2, 4)).dtype is torch.float32
     assert raw.seen is inside
-    assert model.remember() is raw.memory
     assert model.weight() is raw.linear.weight
     assert model.state_dict()["linear.weight"].dtype is stored
-    if precision == "32-true":
-        assert len(list(model.stream(torch.randn(2, 4)))) == 1
-    else:
-        with pytest.raises(accel.PrecisionError, match="generator"):
-            model.stream(torch.randn(2, 4))
-    accel.teardown(model)
-    assert raw.linear.weight.dtype is torch.float32
+    assert accel.teardown(model).linear.weight.dtype is stored
 
 
-def test_environment_chooses_where_the_call_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_PRECISION", "bf16-mixed")
     monkeypatch.setenv("ACCEL_BACKEND", "ddp")
     engine = registry.of_handle(accel.setup(net()).model)
@@ -152,7 +104,8 @@ def test_environment_chooses_where_the_call_says_nothing(monkeypatch: pytest.Mon
         accel.setup(net())
 
 
-def test_bf16_true_trains_and_teardown_gives_fp32_back() -> None:
+def test_bf16_true() -> None:
+    """The same as a bf16 model in plain torch, with the state of earlier steps."""
     raw, reference = net(), net()
     optimizer, plain = torch.optim.AdamW(raw.parameters(), lr=0.01), torch.optim.AdamW(reference.parameters(), lr=0.01)
     for m, o in ((raw, optimizer), (reference, plain)):
@@ -160,17 +113,18 @@ def test_bf16_true_trains_and_teardown_gives_fp32_back() -> None:
         o.step()
     model, handle, _ = accel.setup(raw, optimizer, precision="bf16-true")
     assert optimizer.state[raw[0].weight]["exp_avg"].dtype is torch.bfloat16
+    reference.bfloat16()
+    plain.load_state_dict(plain.state_dict())
     for step in range(5):
-        for m, o in ((model, handle), (reference, plain)):
-            o.zero_grad()
-            m(batch(step)).square().mean().backward()
-            o.step()
+        handle.zero_grad()
+        model(batch(step)).square().mean().backward()
+        handle.step()
+        plain.zero_grad()
+        reference(batch(step).bfloat16()).float().square().mean().backward()
+        plain.step()
     accel.teardown(model)
-    assert {p.dtype for p in raw.parameters()} == {torch.float32}
-    assert optimizer.state[raw[0].weight]["exp_avg"].dtype is torch.float32
-    assert 0 < distance(raw, reference) < 0.05
-    raw(batch(0)).square().mean().backward()
-    optimizer.step()
+    assert {p.dtype for p in raw.parameters()} == {torch.bfloat16}
+    assert not distance(raw, reference)
 
 
 # -- fp16 -----------------------------------------------------------------------------------------------------------------
@@ -247,7 +201,7 @@ def plain_backward() -> None:
         loose.step()
 
 
-def test_a_plain_backward_is_refused_before_the_step() -> None:
+def test_a_plain_backward_raises_at_the_step() -> None:
     plain_backward()
     run(2, plain_backward)
 
@@ -281,13 +235,13 @@ def overflow() -> None:
     assert all(bool(p.isfinite().all()) for p in raw.parameters())
 
 
-def test_an_overflow_skips_the_step_everywhere_and_halves_the_scale() -> None:
+def test_an_overflow_on_one_rank() -> None:
     overflow()
     run(2, overflow)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_one_read_finds_the_gradient_that_overflowed(bad: float) -> None:
+def test_one_read_finds_an_overflow(bad: float) -> None:
     parameters = [nn.Parameter(torch.ones(3, 2)) for _ in range(24)]
     optimizer = torch.optim.SGD([*parameters, nn.Parameter(torch.ones(0))], lr=0.1)
     assert all_finite(optimizer)
@@ -421,12 +375,12 @@ def overflow_beside_fp32() -> None:
         assert all(torch.equal(v, state[k]) for k, v in m.state_dict().items())
 
 
-def test_an_overflow_spares_the_fp32_model_beside() -> None:
+def test_an_overflow_spares_fp32_models() -> None:
     overflow_beside_fp32()
     run(2, overflow_beside_fp32)
 
 
-def test_two_scalers_on_one_optimizer_are_refused() -> None:
+def test_two_scalers_on_one_optimizer() -> None:
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), precision="16-mixed")
     scaler = torch.amp.GradScaler("cpu")
@@ -487,14 +441,3 @@ def in_eight_bits_by_all() -> None:
 def test_eight_bits_by_torchao() -> None:
     pytest.importorskip("torchao")
     run(2, in_eight_bits_by_all, timeout=240)
-
-
-def test_an_eps_that_is_nothing_in_half_precision_is_refused() -> None:
-    raw = net()
-    with pytest.raises(accel.PrecisionError, match=r"eps=1e-08 of optimizers \(AdamW\) is 0 in precision '16-true'"):
-        accel.setup(raw, torch.optim.AdamW(raw.parameters()), precision="16-true")
-    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), eps=1e-4), precision="16-true")
-    for step in range(3):
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-    assert all(bool(p.isfinite().all()) for p in raw.parameters())

@@ -47,7 +47,7 @@ def _repeated(module: nn.Module) -> set[nn.Module]:
 def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
     """Checkpoint the blocks that the options choose, until the stack is closed."""
     undo = contextlib.ExitStack()
-    choice = getattr(options, "activation_checkpointing", False)
+    choice: Any = getattr(options, "activation_checkpointing", False)
     wrap = getattr(options, "wrap", None) if choice is True else choice
     blocks = chosen(module, wrap) if choice else []
     if choice and not blocks:

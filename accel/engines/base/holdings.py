@@ -17,7 +17,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError
-from ...gradients.hooks import remove_hooks
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_, writable
 from ...shard import (
@@ -49,7 +48,7 @@ class Holdings(Raw):
     ``optimizer=None`` means the model.
     """
 
-    #: True if an option may put shards into host memory. Full state goes to the device all the same.
+    #: True if an option may put shards into host memory. Full state goes to the device anyway.
     offloads: bool = False
     #: True if ``start`` gives parameters on the meta device memory and values.
     materializes: bool = False
@@ -120,31 +119,31 @@ class Holdings(Raw):
 
     @final
     def full_state_dict(self, optimizer: Optimizer | None, *, keep: bool = True) -> dict[str, Any]:
-        """Return the raw object's ``state_dict()`` of one process, on ranks that keep it. Collective.
-
-        It is what that method returns while full tensors replace shards, so hooks and the order of
-        keys are the object's own. The full tensors are in host memory, because a device may be too
-        small for them.
-        """
+        """Return the raw object's ``state_dict()`` of one process, if ``keep``. Collective."""
         if not self.partial(optimizer):
             return (optimizer or self.module).state_dict()
-        return self._full_state("accel.full_state_dict", optimizer, keep=keep)
+        return self.state_dict(optimizer, title="accel.full_state_dict", keep=keep)
 
     @final
-    def state_dict(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the full state for ``state_dict()`` of a sharded object. Collective."""
-        kind = "model" if optimizer is None else "optimizer"
-        # If a rank calls it alone, this text is in the error of the other ranks.
-        title = f"{kind}.state_dict(), which every rank calls"
-        return self._full_state(title, optimizer, *args, **kwargs)
-
-    def _full_state(
-        self, title: str, optimizer: Optimizer | None, *args: Any, keep: bool = True, **kwargs: Any
+    def state_dict(
+        self,
+        optimizer: Optimizer | None,
+        *args: Any,
+        title: str = "state_dict(), which every rank calls,",
+        keep: bool = True,
+        **kwargs: Any,
     ) -> dict[str, Any]:
+        """Return the full state for ``state_dict(...)`` of a sharded object. Collective.
+
+        It is what the raw method returns while full tensors replace shards, so hooks and the order
+        of keys are the object's own. The tensors are in host memory, because a device may be too
+        small for them.
+        """
+        # If a rank calls it alone, the other ranks' error has this text. After an interruption,
+        # ranks may have shards of different steps.
+        name = self.engine.kind if optimizer is None else type(optimizer).__name__
+        title = f"{title} of {name} after {self.engine.drift.progress}"
         with Waiting(self.engine.process, title):
-            # After an interruption, ranks may have shards of different steps. They compare the title.
-            title += f" of {self.engine.kind if optimizer is None else type(optimizer).__name__}"
-            title += f" after {self.engine.drift.progress}"
             if optimizer is not None:
                 return self._full_optimizer(title, optimizer, keep)
             full, extra = self._full_tensors(title, keep=keep)
@@ -152,22 +151,15 @@ class Holdings(Raw):
                 return {}
             with self.guard.opened(), in_place_of(self.module, full):
                 state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-            for name, value in extra.items():
-                key = kwargs.get("prefix", "") + name
-                if key in state:
-                    state[key] = value
-            return state
+            keys = {kwargs.get("prefix", "") + name: value for name, value in extra.items()}
+            return state | {key: value for key, value in keys.items() if key in state}
 
     def _full_tensors(
-        self, title: str, *, copied: bool = False, keep: bool = True
+        self, title: str, *, keep: bool = True
     ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
-        """Return full tensors by the identity of the model's own, and extra state. Collective.
-
-        With ``copied``, buffers that are not in the state dict are among them.
-        """
+        """Return full tensors by the identity of the model's own, and extra state. Collective."""
         self.prepare(writing=False)
-        tensors = dict(self.module.named_buffers()) if copied else {}
-        tensors |= _first_names(self.module)
+        tensors = dict(self.module.named_buffers()) | _first_names(self.module)
         held: list[Item] = [(name, "", tensor) for name, tensor in tensors.items()]
         if type(self).has is not Holdings.has:  # extra state may be on other ranks
             held += [(name, "extra", value) for name, value in self.values(None).items()]
@@ -181,16 +173,12 @@ class Holdings(Raw):
         return full, extra
 
     def _full_optimizer(self, title: str, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        names = self.parameter_names
-        entries = self.entries(optimizer)
-        full = self._full_optimizer_state(title, optimizer, entries, _CPU, keep)
+        entries, names = self.entries(optimizer), self.parameter_names
+        full = self._full_optimizer_state(title, optimizer, entries, device=_CPU, keep=keep)
         if not keep:
             return {}
-        replaced = {id(entry.parameter) for entry in entries}.union(names)
-        state: Any = {key: s for key, s in optimizer.state.items() if id(key) not in replaced}
-        for parameter in parameters_of(optimizer):
-            if names[id(parameter)] in full:
-                state[parameter] = full[names[id(parameter)]]
+        by_name = {names[id(p)]: p for p in parameters_of(optimizer)}
+        state: Any = {by_name[name]: s for name, s in full.items() if name in by_name}
         shards, optimizer.state = optimizer.state, defaultdict(dict, state)
         try:
             with self.guard.opened():
@@ -208,7 +196,7 @@ class Holdings(Raw):
         if self.partial(None):
             title = "copy.deepcopy(model), which every rank calls"
             with Waiting(self.engine.process, title):
-                full, extra = self._full_tensors(title, copied=True)
+                full, extra = self._full_tensors(title)
             memo |= full
         with as_author_made(self.module, self.snapshot, self.engine.replaced_modules):
             copied = copy.deepcopy(self.module, memo)
@@ -220,8 +208,8 @@ class Holdings(Raw):
         """Return a deep copy of a module that is not sharded. Local."""
         if self.partial(None):
             raise BackendError(
-                f"Can't pickle {self.engine.kind}, because this rank holds only shards of it. Pickle "
-                "copy.deepcopy(model), which every rank calls, or accel.full_state_dict(model)."
+                f"Can't pickle {self.engine.kind}, because this rank holds only shards of it. Call "
+                "copy.deepcopy(model) on every rank, and pickle the copy."
             )
         return self.copy({})
 
@@ -239,7 +227,7 @@ class Holdings(Raw):
             return (optimizer or self.module).load_state_dict(*args, **kwargs)
         if optimizer is None:
             return self._load_model(args, kwargs)
-        return self._load_optimizer(optimizer, args, kwargs)
+        return self._load_optimizer(optimizer, *args, **kwargs)
 
     def _load_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.prepare(writing=True)
@@ -265,31 +253,16 @@ class Holdings(Raw):
         fill()
         return out
 
-    def _load_optimizer(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        full: dict[str, Any] = {}
-
-        def take_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            """Keep the state of parameters from torch, which checks and loads the groups."""
-            numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-            state = dict(state_dict["state"])
-            for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
-                if number in state:
-                    full[self.parameter_names[id(parameter)]] = state.pop(number)
-            return {**state_dict, "state": state}
-
-        hooks = [
-            optimizer.register_load_state_dict_pre_hook(take_state),
-            optimizer.register_load_state_dict_post_hook(
-                lambda _: self.take(optimizer, full), prepend=True
-            ),
-        ]
-        try:
-            with self.guard.opened():
-                optimizer.load_state_dict(*args, **kwargs)
-        finally:
-            remove_hooks(hooks)
+    def _load_optimizer(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        names = self.parameter_names
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        state, full = dict(state_dict["state"]), {}
+        for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
+            if number in state:
+                full[names[id(parameter)]] = state.pop(number)
+        with self.guard.opened():  # torch checks and loads the groups
+            optimizer.load_state_dict({**state_dict, "state": state})
+        self.take(optimizer, full)
 
     @torch.no_grad()
     def take(self, optimizer: Optimizer, full: Mapping[str, Mapping[Any, Any]]) -> None:
@@ -336,19 +309,14 @@ class Holdings(Raw):
     # -- full tensors from shards ------------------------------------------------------------------
 
     def _full_optimizer_state(
-        self,
-        title: str,
-        optimizer: Optimizer,
-        entries: Iterable[StateEntry],
-        device: torch.device | None = None,
-        keep: bool = True,
+        self, title: str, optimizer: Optimizer, entries: Iterable[StateEntry], **options: Any
     ) -> dict[str, dict[Any, Any]]:
         """Return the full state by parameter name, in the same order on all ranks. Collective."""
         names = self.parameter_names
         order = [names[id(p)] for p in parameters_of(optimizer)] + list(names.values())
         full: dict[str, dict[Any, Any]] = {name: {} for name in order}
         held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
-        for (name, key), value in self.gather(title, held, device=device, keep=keep).items():
+        for (name, key), value in self.gather(title, held, **options).items():
             full[name][key] = value
         return {name: state for name, state in full.items() if state}
 
@@ -357,13 +325,7 @@ class Holdings(Raw):
         self, title: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         """Make a raw optimizer's state full on every rank. Collective."""
-        entries, names = self.entries(optimizer), self.parameter_names
-        known = {*map(id, parameters_of(optimizer)), *(id(entry.parameter) for entry in entries)}
-        # A frozen parameter that was taken out of the groups may have state.
-        for key, state in optimizer.state.items():
-            if isinstance(key, torch.Tensor) and id(key) in names and id(key) not in known:
-                entries.append(StateEntry(names[id(key)], tuple(key.shape), key, state))
-        groups = self.groups(optimizer)
+        entries, groups = self.entries(optimizer), self.groups(optimizer)
         full = self._full_optimizer_state(title, optimizer, entries)
         for entry in entries:
             optimizer.state.pop(entry.parameter, None)
@@ -375,19 +337,14 @@ class Holdings(Raw):
                 values[key] = to_device(values[key], target)
 
     @final
-    def gather(
-        self,
-        title: str,
-        held: Iterable[Item],
-        *,
-        device: torch.device | None = None,
-        keep: bool = True,
-    ) -> dict[tuple[str, Any], Any]:
-        """Return full values by name and key from the values on each rank. Collective."""
+    def gather(self, title: str, held: Iterable[Item], **options: Any) -> dict[Any, Any]:
+        """Return full values by name and key from the values on each rank. Collective.
+
+        ``options`` are the ``device`` of full values, and ``keep=False`` on ranks that need none.
+        """
         process = self.engine.process
-        device = process.device if device is None and self.offloads else device
-        title = f"{title} ({self.engine.label})"
-        return gather(title, held, self.part, process, device=device, keep=keep)
+        options.setdefault("device", process.device if self.offloads else None)
+        return gather(f"{title} ({self.engine.label})", held, self.part, process, **options)
 
     @final
     def synchronize(self, source: int = 0) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import math
 import threading
@@ -241,11 +240,13 @@ def _current(length: int | None = None) -> SequenceParallel | None:
 
 def _attention(original: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     sequence = _current(query.shape[2] if query.dim() == 4 else 0)
-    act = original if sequence is None else functools.partial(sequence.attention, original)
-    return act(query, *args, **kwargs)
+    if sequence is None:
+        return original(query, *args, **kwargs)
+    return sequence.attention(original, query, *args, **kwargs)
 
 
 def _cross_entropy(original: Any, *args: Any, **kwargs: Any) -> Any:
     sequence = _current()
-    act = original if sequence is None else functools.partial(sequence.cross_entropy, original)
-    return act(*args, **kwargs)
+    if sequence is None:
+        return original(*args, **kwargs)
+    return sequence.cross_entropy(original, *args, **kwargs)
