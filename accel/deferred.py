@@ -103,9 +103,6 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# -- checks before setup ---------------------------------------------------------------------------
-
-
 def weights_of(module: nn.Module) -> Source | None:
     """Return the source of a deferred module's values.
 
@@ -152,9 +149,6 @@ def check_deferred(module: nn.Module) -> None:
                 f"Values of {name} that were set inside accel.deferred_init() would be lost. Set "
                 "them in reset_parameters(), or use accel.deferred_init(weights=directory)."
             )
-
-
-# -- memory and values -----------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -132,9 +132,6 @@ def _label(options: Options) -> str:
     return f"{name}({', '.join(changed)})" if changed else name
 
 
-# -- The sizes of a model's tensors and of their optimizer state -----------------------------------
-
-
 def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[TensorSize]:
     """Return the sizes of all parameters and buffers. Nothing is allocated or changed."""
     states: dict[int, tuple[int, int]] = {}
@@ -180,9 +177,6 @@ def _on_meta(parameter: torch.Tensor) -> nn.Parameter:
     stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
     stand_in.grad = torch.empty_like(data) if parameter.requires_grad else None
     return stand_in
-
-
-# -- A summary of a model's engine -----------------------------------------------------------------
 
 
 def summary(model: nn.Module) -> str:

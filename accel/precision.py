@@ -168,9 +168,6 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         nodes.extend(following for following, _ in node.next_functions)
 
 
-# -- gradients and norms ---------------------------------------------------------------------------
-
-
 def here(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
@@ -248,8 +245,6 @@ def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
                     move = partial(_moved, parameter.device, dtype)
                     state[key] = map_tensors(move, value, others=True)
 
-
-# -- BatchNorm over ranks --------------------------------------------------------------------------
 
 #: The parent, the name, and the BatchNorm that was replaced there.
 Replaced = list[tuple[nn.Module, str, nn.Module]]

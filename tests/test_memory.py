@@ -27,8 +27,6 @@ from tests.measured import measured
 MIB = 2**20
 
 
-# -- the state that an optimizer will have ----------------------------------------------------------------------------
-
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
@@ -45,18 +43,18 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
     return sum(v.nbytes for v in optimizer.state.get(parameter, {}).values() if isinstance(v, torch.Tensor))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state_before_the_first_step(name: str) -> None:
-    net = nn.ParameterList([torch.ones(12, 5), torch.ones(7, dtype=torch.bfloat16)])
-    optimizer = OPTIMIZERS[name](list(net.parameters()))
-    before = tensor_sizes(net, [optimizer])
-    for p in net.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    real = [state_of(optimizer, p) for p in net.parameters()]
-    assert [p.state_bytes for p in before] == real
-    assert [p.state_bytes for p in tensor_sizes(net, [optimizer])] == real
-    assert (sum(real) > 0) == (name != "sgd")
+def test_optimizer_state_before_the_first_step() -> None:
+    for build in OPTIMIZERS.values():
+        net = nn.ParameterList([torch.ones(12, 5), torch.ones(7, dtype=torch.bfloat16)])
+        optimizer = build(list(net.parameters()))
+        before = [p.state_bytes for p in tensor_sizes(net, [optimizer])]
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        states = [optimizer.state.get(p, {}).values() for p in net.parameters()]
+        expected = [sum(v.nbytes for v in state if isinstance(v, torch.Tensor)) for state in states]
+        assert before == expected
+        assert [p.state_bytes for p in tensor_sizes(net, [optimizer])] == expected
 
 
 def test_prediction_changes_nothing() -> None:
@@ -80,33 +78,23 @@ def test_prediction_changes_nothing() -> None:
     scheduler.step()
 
 
-def test_frozen_parameters_cost_nothing() -> None:
+def test_frozen_parameters_and_tied_weights() -> None:
     net = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
     net[0].requires_grad_(False)
     optimizer = torch.optim.Adam(net.parameters())
     half = 4 * (100 * 100 + 100)
-    for backend in ("single", "ddp"):
-        use = accel.memory_report(net, optimizer, ranks=[1]).predicted(backend, 1)
-        assert (use.parameters, use.gradients, use.optimizer_state) == (2 * half, half, 2 * half + 2 * 4)
-    net.requires_grad_(False)
-    use = accel.memory_report(net, optimizer, ranks=[1]).predicted("single", 1)
-    assert (use.total, use.gradients, use.optimizer_state) == (2 * half, 0, 0)
-    assert accel.memory_report(net, ranks=[1]).predicted("single", 1).total == 2 * half
-
-
-def test_two_optimizers_and_a_tied_weight() -> None:
-    net = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
-    net[1].weight = net[0].weight
-    first, second = torch.optim.Adagrad([net[0].weight]), torch.optim.SGD([net[1].bias], lr=0.1)
-    use = accel.memory_report(net, [first, second], ranks=[1]).predicted("single", 1)
+    use = accel.memory_report(net, optimizer, ranks=[1]).predicted("ddp", 1)
+    assert (use.parameters, use.gradients, use.optimizer_state) == (2 * half, half, 2 * half + 2 * 4)
+    assert accel.memory_report(net.requires_grad_(False), ranks=[1]).predicted("single", 1).total == 2 * half
+    tied = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50))
+    tied[1].weight = tied[0].weight
+    first, second = torch.optim.Adagrad([tied[0].weight]), torch.optim.SGD([tied[1].bias], lr=0.1)
+    use = accel.memory_report(tied, [first, second], ranks=[1]).predicted("single", 1)
     assert (use.parameters, use.optimizer_state) == (4 * 450, 4 * 400 + 4)
 
 
-# -- the division of each backend -------------------------------------------------------------------------------------
-
-
 def layers(widths: list[int], frozen: int = 0) -> list[TensorSize]:
-    """Vectors of fp32, the first of them frozen, under an optimizer that keeps two more of each; and a buffer."""
+    """Return vectors of fp32, the first ones frozen, with two vectors of state each, and a buffer."""
     size = TensorSize(name="", shape=(), itemsize=4)
     tensors = [replace(size, name="layers.buffer", shape=(3,), is_buffer=True)]
     for i, width in enumerate(widths):
@@ -187,11 +175,8 @@ def test_tensor_parallelism_cuts_planned_layers() -> None:
         assert engine_of(refused).predict(net, tensor_sizes(net, []), refused, world) is None
 
 
-# -- predicted and measured -------------------------------------------------------------------------------------------
-
-
 class Net(nn.Sequential):
-    """Weights above and below the size to which ZeRO 3 keeps them whole, some of them frozen."""
+    """Weights above and below the size that ZeRO-3 shards, some of them frozen."""
 
     def __init__(self) -> None:
         layers = [nn.Linear(400, 400) for _ in range(6)]
@@ -200,7 +185,7 @@ class Net(nn.Sequential):
 
 
 def measure(options: Any, optimizer: str) -> tuple[MemoryUse, MemoryUse]:
-    """Return the predicted bytes, and those of this rank when the second step is about to be made."""
+    """Return the predicted bytes, and those of this rank before the second step."""
     net = Net()
     model, optimizer, _ = accel.setup(net, OPTIMIZERS[optimizer](net.parameters()), backend=options)
     for step in range(2):
@@ -231,9 +216,6 @@ def test_predicted_is_measured(backend: Any) -> None:
     assert found.optimizer_state > 0
 
 
-# -- a model that does not fit ----------------------------------------------------------------------------------------
-
-
 def test_seventy_billion_parameters_without_memory() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
@@ -253,9 +235,6 @@ def test_the_page_shows_the_table() -> None:
     table = str(accel.memory_report(model, torch.optim.AdamW(model.parameters()), ranks=[8]))
     page = (Path(__file__).parent.parent / "docs" / "memory.md").read_text(encoding="utf-8")
     assert table in page, f"copy this into docs/memory.md, with the picture that the page's command makes:\n{table}"
-
-
-# -- the report -------------------------------------------------------------------------------------------------------
 
 
 def tiny(**changes: Any) -> MemoryReport:
@@ -308,8 +287,6 @@ def test_optimizers_of_other_models() -> None:
         accel.memory_report(net, lbfgs)
     assert lbfgs.param_groups[0]["params"] == list(net.parameters())
 
-
-# -- the command ------------------------------------------------------------------------------------------------------
 
 MODELS = """
 import torch

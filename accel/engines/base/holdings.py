@@ -98,8 +98,6 @@ class Holdings(Raw):
         """True if ``start`` copies shards from host memory to the device, so weights fit. Pure."""
         return False
 
-    # -- for checkpoints ---------------------------------------------------------------------------
-
     @property
     def parameter_names(self) -> dict[int, str]:
         """Names by the identity of the optimizers' parameters."""
@@ -129,7 +127,7 @@ class Holdings(Raw):
         self,
         optimizer: Optimizer | None,
         *args: Any,
-        title: str = "state_dict(), which every rank calls,",
+        title: str = "write state = model.state_dict() above an `if` of one rank: the state",
         keep: bool = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -139,8 +137,7 @@ class Holdings(Raw):
         of keys are the object's own. The tensors are in host memory, because a device may be too
         small for them.
         """
-        # If a rank calls it alone, the other ranks' error has this text. After an interruption,
-        # ranks may have shards of different steps.
+        # After an interruption, ranks may have shards of different steps.
         name = self.engine.kind if optimizer is None else type(optimizer).__name__
         title = f"{title} of {name} after {self.engine.drift.progress}"
         with Waiting(self.engine.process, title):
@@ -152,7 +149,8 @@ class Holdings(Raw):
             with self.guard.opened(), in_place_of(self.module, full):
                 state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
             keys = {kwargs.get("prefix", "") + name: value for name, value in extra.items()}
-            return state | {key: value for key, value in keys.items() if key in state}
+            state.update({key: value for key, value in keys.items() if key in state})
+            return state
 
     def _full_tensors(
         self, title: str, *, keep: bool = True
@@ -173,10 +171,10 @@ class Holdings(Raw):
         return full, extra
 
     def _full_optimizer(self, title: str, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-        entries, names = self.entries(optimizer), self.parameter_names
-        full = self._full_optimizer_state(title, optimizer, entries, device=_CPU, keep=keep)
+        full = self._full_optimizer_state(title, optimizer, device=_CPU, keep=keep)
         if not keep:
             return {}
+        names = self.parameter_names
         by_name = {names[id(p)]: p for p in parameters_of(optimizer)}
         state: Any = {by_name[name]: s for name, s in full.items() if name in by_name}
         shards, optimizer.state = optimizer.state, defaultdict(dict, state)
@@ -194,7 +192,8 @@ class Holdings(Raw):
         """
         extra: dict[str, Any] = {}
         if self.partial(None):
-            title = "copy.deepcopy(model), which every rank calls"
+            # If a rank calls it alone, this text is in the error of the other ranks.
+            title = "write full = copy.deepcopy(model) above an `if` of one rank: the copy"
             with Waiting(self.engine.process, title):
                 full, extra = self._full_tensors(title)
             memo |= full
@@ -208,8 +207,8 @@ class Holdings(Raw):
         """Return a deep copy of a module that is not sharded. Local."""
         if self.partial(None):
             raise BackendError(
-                f"Can't pickle {self.engine.kind}, because this rank holds only shards of it. Call "
-                "copy.deepcopy(model) on every rank, and pickle the copy."
+                f"Can't pickle {self.engine.kind}, because this rank holds only shards of it. "
+                "Pickle accel.full_state_dict(model), or copy.deepcopy(model) on every rank."
             )
         return self.copy({})
 
@@ -306,16 +305,16 @@ class Holdings(Raw):
             if id(parameter) not in kept:
                 optimizer.state.pop(parameter, None)
 
-    # -- full tensors from shards ------------------------------------------------------------------
-
     def _full_optimizer_state(
-        self, title: str, optimizer: Optimizer, entries: Iterable[StateEntry], **options: Any
+        self, title: str, optimizer: Optimizer, **options: Any
     ) -> dict[str, dict[Any, Any]]:
         """Return the full state by parameter name, in the same order on all ranks. Collective."""
         names = self.parameter_names
         order = [names[id(p)] for p in parameters_of(optimizer)] + list(names.values())
         full: dict[str, dict[Any, Any]] = {name: {} for name in order}
-        held = [(entry.name, key, value) for entry in entries for key, value in entry.state.items()]
+        held: list[Item] = []
+        for entry in self.entries(optimizer):
+            held += [(entry.name, key, value) for key, value in entry.state.items()]
         for (name, key), value in self.gather(title, held, **options).items():
             full[name][key] = value
         return {name: state for name, state in full.items() if state}
@@ -325,9 +324,9 @@ class Holdings(Raw):
         self, title: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         """Make a raw optimizer's state full on every rank. Collective."""
-        entries, groups = self.entries(optimizer), self.groups(optimizer)
-        full = self._full_optimizer_state(title, optimizer, entries)
-        for entry in entries:
+        groups = self.groups(optimizer)
+        full = self._full_optimizer_state(title, optimizer)
+        for entry in self.entries(optimizer):
             optimizer.state.pop(entry.parameter, None)
         device = self.engine.process.device
         for name, values in full.items():

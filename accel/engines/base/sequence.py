@@ -222,8 +222,6 @@ class _Swap(torch.autograd.Function):
 
 _swapped: Any = _Swap.apply
 
-# -- called in place of torch's functions ----------------------------------------------------------
-
 _now = threading.local()
 _live: weakref.WeakSet[SequenceParallel] = weakref.WeakSet()
 
