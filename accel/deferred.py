@@ -99,7 +99,9 @@ class _Recorder(TorchDispatchMode):
         if args and func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             writes = self._writes.get(args[0].untyped_storage()._cdata)
             if writes is not None:
-                writes.add(f"{func} {args[1:]} {kwargs}")
+                # Values may be random: reset_parameters may copy a normal tensor.
+                shown = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args[1:]]
+                writes.add(f"{func} {shown} {kwargs}")
         return func(*args, **kwargs)
 
 

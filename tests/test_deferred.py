@@ -206,7 +206,7 @@ def test_attributes_of_parameters_stay() -> None:
 
 
 class Gained(nn.Linear):
-    """Calls its own method once more than torch does."""
+    """Calls its own method once more than torch does, and copies random numbers."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)
@@ -215,6 +215,7 @@ class Gained(nn.Linear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
+        self.weight.data.copy_(torch.randn(2, 2, device="cpu"))
         if hasattr(self, "gain"):
             nn.init.ones_(self.gain)
 

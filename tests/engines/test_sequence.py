@@ -165,9 +165,6 @@ def test_parity_on_four_ranks() -> None:
     assert run(4, parity, accel.FSDP(sequence_parallel=2), CASES[2:5]) == [[]] * 4
 
 
-# -- a model of transformers ---------------------------------------------------------------------------------------------
-
-
 def tokens(replica: int, replicas: int, padded: bool) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(3))
     if not padded:
@@ -239,26 +236,22 @@ def test_models_of_transformers() -> None:
     run(4, transformers_models, accel.FSDP(sequence_parallel=2))
 
 
-# -- a loss over all tokens ----------------------------------------------------------------------------------------------
-
-
 def mean_loss(backend: Any) -> None:
     raw, _ = build("causal")
     plain, _ = build("causal")
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
     model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
-    place, micros = accel.data_parallel_place(model), 2
-    given = [accel.shard_sequence(model, batch(m, *place)) for m in range(micros)]
-    total = sum((targets != -100).sum() for *_, targets in given)
+    place = accel.data_parallel_place(model)
+    shards = [accel.shard_sequence(model, batch(m, *place)) for m in range(2)]
+    total = sum((targets != -100).sum() for *_, targets in shards)
     value = torch.zeros(())
-    for ids, places, targets in given:
-        loss = accel.mean_loss(
-            F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten(), reduction="sum"), total
-        )
+    for ids, places, targets in shards:
+        losses = F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = accel.mean_loss(losses, total)
         loss.backward()
         value += loss.detach()
     optimizer.step()
-    batches = [batch(m, n, place[1]) for m in range(micros) for n in range(place[1])]
+    batches = [batch(m, n, place[1]) for m in range(2) for n in range(place[1])]
     ids, places, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     expected = F.cross_entropy(plain(ids, places[:1]).flatten(0, 1), targets.flatten())
     expected.backward()
@@ -266,19 +259,18 @@ def mean_loss(backend: Any) -> None:
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     accel.teardown(model)
     assert distance(raw, plain) <= 1e-6
+
+
+@pytest.mark.parametrize(("world", "backend"), [(1, "ddp"), (2, accel.DDP(sequence_parallel=2)), (2, "sharded")])
+def test_the_mean_over_all_tokens(world: int, backend: Any) -> None:
+    run(world, mean_loss, backend)
+
+
+def test_mistakes_in_mean_loss() -> None:
     assert accel.mean_loss(torch.ones(()), np.int64(4)) == 0.25  # type: ignore[arg-type]
     for wrong in ((torch.ones(2), 1), (1.0, 1), (torch.ones(()), True), (torch.ones(()), torch.ones(2))):
         with pytest.raises(accel.AccelError, match=r"accel\.mean_loss\("):
             accel.mean_loss(*wrong)
-
-
-def test_the_mean_over_all_tokens() -> None:
-    run(2, mean_loss, accel.DDP(sequence_parallel=2))
-    run(2, mean_loss, accel.Sharded())
-    run(1, mean_loss, accel.DDP(sequence_parallel=2))
-
-
-# -- other modules, and what cannot work ---------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):

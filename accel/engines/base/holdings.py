@@ -352,6 +352,12 @@ class Holdings(Raw):
         if not engine.distributed:
             return
         weights = [] if engine.reads else [p.data for p in engine.parameters if not p.is_meta]
+        for name, buffer in engine.module.named_buffers():
+            if buffer.layout is not torch.strided or buffer.is_quantized:
+                raise BackendError(
+                    f"The buffer {name} of {engine.label} is sparse or quantized, so it can't be "
+                    "broadcast. Keep it in a plain attribute of the module."
+                )
         values = inner_tensors(weights) + writable(engine.module.buffers())
         # In host memory a digest takes less time than a broadcast, and weights are usually equal.
         plain = all(type(t) is torch.Tensor and t.layout is torch.strided for t in values)
