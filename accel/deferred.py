@@ -96,8 +96,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and func._schema.is_mutable and isinstance(args[0], torch.Tensor):
-            writes = self._writes.get(args[0].untyped_storage()._cdata)
+        target = args[0] if args and func._schema.is_mutable else None
+        if isinstance(target, torch.Tensor) and target.is_meta:
+            writes = self._writes.get(target.untyped_storage()._cdata)
             if writes is not None:
                 # Values may be random: reset_parameters may copy a normal tensor.
                 shown = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args[1:]]

@@ -107,8 +107,9 @@ def memory_report(
     tensors = tensor_sizes(module, optimizers)
     uses = {}
     for world_size in dict.fromkeys(ranks):
-        # A backend that doesn't synchronize can't train on several ranks.
-        for backend in [b for b in ENGINES.values() if world_size == 1 or b.synchronizes]:
+        for backend in ENGINES.values():
+            if world_size > 1 and not backend.synchronizes:
+                continue  # it can't train on several ranks
             kind = backend.options_type
             shown = kind.shown if world_size > 1 else ()
             for options in (kind(), *kind.variants, *shown):
