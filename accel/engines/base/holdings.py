@@ -309,11 +309,11 @@ class Holdings(Raw):
         self, title: str, optimizer: Optimizer, **options: Any
     ) -> dict[str, dict[Any, Any]]:
         """Return the full state by parameter name, in the same order on all ranks. Collective."""
-        names = self.parameter_names
+        entries, names = self.entries(optimizer), self.parameter_names
         order = [names[id(p)] for p in parameters_of(optimizer)] + list(names.values())
         full: dict[str, dict[Any, Any]] = {name: {} for name in order}
         held: list[Item] = []
-        for entry in self.entries(optimizer):
+        for entry in entries:
             held += [(entry.name, key, value) for key, value in entry.state.items()]
         for (name, key), value in self.gather(title, held, **options).items():
             full[name][key] = value
@@ -324,8 +324,8 @@ class Holdings(Raw):
         self, title: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
         """Make a raw optimizer's state full on every rank. Collective."""
-        groups = self.groups(optimizer)
         full = self._full_optimizer_state(title, optimizer)
+        groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             optimizer.state.pop(entry.parameter, None)
         device = self.engine.process.device

@@ -18,9 +18,9 @@ def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: 
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
                 raise OptimizerError(
-                    f"{path}.param_groups[{number}]['params'][{i}] {tuple(parameter.shape)} is not "
-                    f"in {type(module).__name__}. If it trains two models, set up one that contains "
-                    'both: accel.setup(nn.ModuleDict({"a": a, "b": b}), optimizer).'
+                    f"{path}.param_groups[{number}]['params'][{i}] of shape "
+                    f"{tuple(parameter.shape)} is not in {type(module).__name__}. If it trains two "
+                    "models, set up one that contains both: nn.ModuleDict({'a': a, 'b': b})."
                 )
 
 
