@@ -122,7 +122,7 @@ class LossScale:
         try:
             (loss * self.value).backward(**options)
         finally:
-            _inf_to_nan(_multiply(holders.values(), 1.0 / self.value))
+            _multiply(holders.values(), 1.0 / self.value)
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
@@ -139,16 +139,11 @@ class LossScale:
 
 
 @torch.no_grad()
-def _multiply(holders: Iterable[Accumulator], factor: float) -> list[torch.Tensor]:
+def _multiply(holders: Iterable[Accumulator], factor: float) -> None:
+    """Multiply gradients. Inf becomes NaN, so that clipping by value can't hide an overflow."""
     grads = [here(holder.grad) for holder in holders if holder.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
-    return grads
-
-
-@torch.no_grad()
-def _inf_to_nan(grads: Iterable[torch.Tensor]) -> None:
-    """Replace inf by NaN, so that clipping by value can't hide an overflow from the step."""
     dense = [grad for grad in grads if grad.layout == torch.strided]
     if dense:
         torch._foreach_lerp_(dense, dense, 0.0)  # x + 0 * (x - x)
