@@ -167,6 +167,8 @@ def with_caches() -> None:
                 loss.backward()
                 o.step()
         assert distance(raw.state_dict(), plain.state_dict()) < 1e-6
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(raw.generate(ids[:1], **options), plain.generate(ids[:1], **options))
         accel.teardown()
 
 

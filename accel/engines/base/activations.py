@@ -57,19 +57,21 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
         )
     inside: set[nn.Module] = set()
     for _, block in blocks:
-        if block not in inside:
+        if block not in inside and not isinstance(block, nn.ModuleList):
             inside.update(block.modules())
-            forward = functools.partial(_forward_again, block.forward)
+            forward = functools.partial(_forward_again, block, block.forward)
             undo.enter_context(replaced(vars(block), "forward", forward))
     return undo
 
 
-def _forward_again(forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():  # generate() fills a cache
+        return forward(*args, **kwargs)
     # transformers gives each layer an empty cache, which the second forward would fill again.
     for name, value in list(kwargs.items()):
         if hasattr(value, "get_seq_length") and value.get_seq_length() == 0:
             del kwargs[name]
-    return run_again(forward, list(forward.__self__.modules()), args, kwargs)
+    return run_again(forward, list(block.modules()), args, kwargs)
 
 
 def run_again(
