@@ -229,6 +229,10 @@ class Holdings(Raw):
         return self._load_optimizer(optimizer, *args, **kwargs)
 
     def _load_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("assign"):
+            raise BackendError(
+                "load_state_dict(assign=True) would replace shards. Leave out assign."
+            )
         self.prepare(writing=True)
         targets: dict[int, torch.Tensor] = {}
         places: list[tuple[str, torch.Tensor, Target]] = []
