@@ -35,7 +35,7 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
 
 
 def refuse_quantized(module: nn.Module, backend: str) -> None:
-    """Raise BackendError for a parameter of several tensors, such as torchao's quantized weights."""
+    """Raise BackendError for a parameter of several tensors: torchao's quantized weights."""
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "__tensor_flatten__"):
             raise BackendError(
