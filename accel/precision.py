@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
-from types import CoroutineType, GeneratorType
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -18,15 +17,21 @@ from .errors import PrecisionError
 from .shard import parameters_of, state_device
 from .trees import map_tensors
 
+#: The dtypes of parameters and of autocast, by the name of a precision. None changes nothing.
+_DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
+    "32-true": (None, None),
+    "bf16-mixed": (None, torch.bfloat16),
+    "16-mixed": (None, torch.float16),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+}
+
 
 class Accumulator(Protocol):
     """A leaf tensor or an engine's shard of one, whose ``grad`` a backward fills."""
 
     @property
     def grad(self) -> torch.Tensor | None: ...
-
-
-NAMES: Final = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 
 def dtype_of(value: object) -> torch.dtype | None:
@@ -38,80 +43,44 @@ def dtype_of(value: object) -> torch.dtype | None:
 
 @final
 class Precision:
-    """The dtypes of parameters, inputs, the forward pass and outputs.
-
-    ``32-true`` changes nothing. ``bf16-mixed`` and ``16-mixed`` keep fp32 parameters, run the
-    forward pass under autocast, and return fp32 outputs. ``bf16-true`` and ``16-true`` store and
-    compute in bfloat16 or float16, and return fp32 outputs.
-    """
+    """The dtypes of parameters, inputs and the forward pass. Outputs are fp32."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name not in NAMES:
-            raise PrecisionError(f"unknown precision {name!r}; known: {', '.join(NAMES)}")
+        if name not in _DTYPES:
+            raise PrecisionError(f"Unknown precision {name!r}. Use one of {', '.join(_DTYPES)}.")
         self.name = name
         self.device = device
         self.plain = name == "32-true"
         self.scaled = name == "16-mixed"
-        #: The dtype of the parameters, and of autocast; None if there is none.
-        self.storage = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(name)
-        self.compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(name)
+        self.storage, self.compute = _DTYPES[name]
 
     def check(self, module: nn.Module) -> None:
         """Raise PrecisionError if mixed precision would train half-precision parameters."""
-        if self.compute is None:
-            return
         for name, parameter in module.named_parameters():
             half = parameter.is_floating_point() and parameter.dtype.itemsize < 4
-            if half and parameter.requires_grad:
-                dtype = str(parameter.dtype).removeprefix("torch.")
+            if self.compute and half and parameter.requires_grad:
                 raise PrecisionError(
-                    f"precision {self.name!r} trains fp32 parameters, but {name} of this "
-                    f"{type(module).__name__} is {dtype}. Call model.float() first, or use "
-                    "'bf16-true'."
-                )
-
-    def check_optimizer(self, optimizer: Optimizer, path: str) -> None:
-        """Raise PrecisionError if ``eps`` is 0 in the state's dtype: weights would become NaN."""
-        for group in optimizer.param_groups:
-            eps = group.get("eps")
-            if (
-                isinstance(eps, float)
-                and eps
-                and not torch.tensor(eps, dtype=self.storage, device="cpu")
-            ):
-                raise PrecisionError(
-                    f"eps={eps} of {path} ({type(optimizer).__name__}) is 0 in precision "
-                    f"{self.name!r}. Use eps=1e-4, or precision 'bf16-true' or '16-mixed'."
+                    f"precision={self.name!r} trains fp32 parameters, but {name} is "
+                    f"{parameter.dtype}. Call model.float() first, or use 'bf16-true'."
                 )
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``fn`` in this precision.
-
-        Raises:
-            PrecisionError: it returns a generator or coroutine, which would run outside of it.
-        """
+        """Call ``fn`` in this precision."""
         if self.plain:
             return fn(*args, **kwargs)
-        if self.storage is not None:
-            args, kwargs = map_tensors(self._to_storage, (args, kwargs), others=True)
-            out = fn(*args, **kwargs)
-        else:
+        if self.storage is None:
             with torch.autocast(self.device.type, self.compute):
                 out = fn(*args, **kwargs)
-        if isinstance(out, GeneratorType | CoroutineType):
-            raise PrecisionError(
-                f"{getattr(fn, '__qualname__', fn)} returns a {type(out).__name__}, which would "
-                f"run outside of precision {self.name!r}. Return tensors, or use '32-true'."
-            )
+        else:
+            to_storage = partial(_moved, None, self.storage)
+            args, kwargs = map_tensors(to_storage, (args, kwargs), others=True)
+            out = fn(*args, **kwargs)
         return map_tensors(_to_fp32, out, others=True)
-
-    def _to_storage(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.storage) if tensor.is_floating_point() else tensor
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     half = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
-    # A parameter or buffer that a method returns is the module's own, and no result.
+    # A method may return a parameter or buffer of the module, which is not a result.
     return tensor.float() if half and not isinstance(tensor, nn.Parameter | nn.Buffer) else tensor
 
 
@@ -131,34 +100,29 @@ class LossScale:
 
     def __init__(self) -> None:
         self.restore()
-        #: The number of scaled backwards, and those after which steps were counted and the scale
-        #: was halved.
-        self.serial = 0
-        self._counted = 0
-        self._halved = 0
+        #: The numbers of the last scaled backward, the last one that was counted as a good step,
+        #: and the last one that halved the scale.
+        self.serial = self._counted = self._halved = 0
 
     def state(self) -> tuple[float, int]:
+        """Return the arguments of ``restore``."""
         return self.value, self._good_steps
 
     def restore(self, value: float = 65536.0, good_steps: int = 0) -> None:
+        """Set the scale, and the number of steps since it was changed."""
         self.value, self._good_steps = value, good_steps
 
     def backward(
-        self,
-        loss: torch.Tensor,
-        accumulators: Iterable[Accumulator],
-        gradient: torch.Tensor | None,
-        retain_graph: bool | None,
-        inputs: Any,
+        self, loss: torch.Tensor, accumulators: Iterable[Accumulator], **options: Any
     ) -> None:
-        """Call ``backward`` of a scaled loss. ``accumulators`` and all leaves get true gradients."""
+        """Call ``backward`` of a scaled loss. Accumulators and leaves get true gradients."""
         holders: dict[int, Accumulator] = {id(holder): holder for holder in accumulators}
         holders.update((id(leaf), leaf) for leaf in _leaves(loss))
         _multiply(holders.values(), self.value)
         try:
-            (loss * self.value).backward(gradient, retain_graph, False, inputs)
+            (loss * self.value).backward(**options)
         finally:
-            _inf_to_nan(_multiply(holders.values(), 1.0 / self.value))
+            _multiply(holders.values(), 1.0 / self.value)
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
@@ -175,16 +139,11 @@ class LossScale:
 
 
 @torch.no_grad()
-def _multiply(holders: Iterable[Accumulator], factor: float) -> list[torch.Tensor]:
+def _multiply(holders: Iterable[Accumulator], factor: float) -> None:
+    """Multiply gradients. Inf becomes NaN, so that clipping by value can't hide an overflow."""
     grads = [here(holder.grad) for holder in holders if holder.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)
-    return grads
-
-
-@torch.no_grad()
-def _inf_to_nan(grads: Iterable[torch.Tensor]) -> None:
-    """Replace inf by NaN, so that clipping by value can't hide an overflow from the step."""
     dense = [grad for grad in grads if grad.layout == torch.strided]
     if dense:
         torch._foreach_lerp_(dense, dense, 0.0)  # x + 0 * (x - x)
@@ -193,19 +152,15 @@ def _inf_to_nan(grads: Iterable[torch.Tensor]) -> None:
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """Give the leaf tensors of a loss's graph."""
     nodes: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
+    seen: set[Any] = {None}
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
+        if hasattr(node, "variable"):
+            yield node.variable
         nodes.extend(following for following, _ in node.next_functions)
-
-
-# -- gradients and norms ---------------------------------------------------------------------------
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,70 +192,40 @@ def norms(tensors: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
 
 # -- conversion in place: parameters keep their identity -------------------------------------------
 
-#: Tensors that were converted, each with the dtype that it had.
-Dtypes = list[tuple[torch.Tensor, torch.dtype]]
-
 
 def convert_module(
     module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
-) -> Dtypes:
+) -> None:
     """Move parameters, gradients and buffers to a device, and floating ones to ``dtype``."""
-    converted: Dtypes = []
-    moved: set[int] = set()
     for tensor in chain(module.parameters(), module.buffers()):
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype is not dtype:
-            converted.append((tensor, tensor.dtype))
-        if _convert(tensor, device, dtype, undo):
-            moved.add(id(tensor))
+        before, grad = tensor.data, tensor.grad
+        # The engine moves meta tensors.
+        after = _moved(None if before.is_meta else device, dtype, before)
+        if after is not before:
+            undo.callback(_assign, tensor, before, grad)
+            _assign(tensor, after, None if grad is None else grad.to(after.device, after.dtype))
     for child in module.modules():
-        if isinstance(child, nn.RNNBase) and not moved.isdisjoint(map(id, child.parameters())):
+        if isinstance(child, nn.RNNBase):
             child.flatten_parameters()  # otherwise cuDNN copies the weights in every forward
-    return converted
 
 
-def restore_dtypes(converted: Dtypes, optimizers: Iterable[Optimizer]) -> None:
-    """Give converted tensors and their optimizer state the dtypes that they had."""
-    without_undo = contextlib.ExitStack()
-    for tensor, dtype in converted:
-        _convert(tensor, tensor.device, dtype, without_undo)
-    if converted:
-        for optimizer in optimizers:
-            convert_optimizer(optimizer, without_undo)
+def _moved(
+    device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor
+) -> torch.Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
 
-def _convert(
-    tensor: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    undo: contextlib.ExitStack,
-) -> bool:
-    """Convert one tensor. Return True if its memory is new."""
-    # A tensor can't have a gradient of a different dtype, not even for a moment.
-    grad, tensor.grad = tensor.grad, None
-    undo.callback(setattr, tensor, "grad", grad)
-    before = tensor.data
-    target_dtype = dtype if tensor.is_floating_point() else None
-    after = before.to(
-        None if before.is_meta else device, target_dtype
-    )  # the engine moves meta tensors
-    if after is not before:
-        _assign(tensor, after)
-        undo.callback(_assign, tensor, before)
-    undo.callback(setattr, tensor, "grad", None)
-    if grad is not None:
-        tensor.grad = grad.to(device, dtype if grad.is_floating_point() else None)
-    return after is not before
-
-
-def _assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def _assign(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give a tensor a new value, dtype and device without changing its identity."""
+    # A tensor can't have a gradient of a different dtype, not even for a moment.
+    tensor.grad = None
     if torch._has_compatible_shallow_copy_type(tensor, value):
         tensor.data = value
-        return
-    # For example an XLA tensor and one on the CPU.
-    parameter = isinstance(tensor, nn.Parameter)
-    other = nn.Parameter(value, tensor.requires_grad) if parameter else value.detach()
-    torch.utils.swap_tensors(tensor, other)
+    else:  # for example an XLA tensor and one on the CPU
+        is_parameter = isinstance(tensor, nn.Parameter)
+        other = nn.Parameter(value, tensor.requires_grad) if is_parameter else value.detach()
+        torch.utils.swap_tensors(tensor, other)
+    tensor.grad = grad
 
 
 def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
@@ -312,16 +237,9 @@ def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
                 if state_device(key, parameter.device, group) is not None:
                     undo.callback(state.__setitem__, key, value)
                     dtype = parameter.dtype if key != "step" else None
-                    state[key] = map_tensors(
-                        partial(_moved, parameter.device, dtype), value, others=True
-                    )
+                    move = partial(_moved, parameter.device, dtype)
+                    state[key] = map_tensors(move, value, others=True)
 
-
-def _moved(device: torch.device, dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(device, dtype if tensor.is_floating_point() else None)
-
-
-# -- BatchNorm over ranks --------------------------------------------------------------------------
 
 #: The parent, the name, and the BatchNorm that was replaced there.
 Replaced = list[tuple[nn.Module, str, nn.Module]]
@@ -329,22 +247,17 @@ Replaced = list[tuple[nn.Module, str, nn.Module]]
 
 def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Replaced:
     """Replace each BatchNorm by a ``SyncBatchNorm`` with the same parameters and buffers."""
-    replaced: Replaced = []
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.modules.batchnorm._BatchNorm) and not isinstance(
-                child, nn.SyncBatchNorm
-            ):
-                replaced.append((parent, name, child))
-                parent._modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(child, group)
-    return replaced
+    children: Replaced = []
+    for parent in module.modules():
+        children += [(parent, name, child) for name, child in parent.named_children()]
+    nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
+    return [place for place in children if place[0].get_submodule(place[1]) is not place[2]]
 
 
 def restore_batchnorms(replaced: Replaced) -> None:
     """Put the replaced BatchNorms back, with the buffers and mode of the SyncBatchNorms."""
     for parent, name, child in replaced:
-        stand_in = parent._modules[name]
-        assert stand_in is not None
+        stand_in = parent.get_submodule(name)
         child.train(stand_in.training)
         child._buffers.update(stand_in._buffers)
         parent._modules[name] = child

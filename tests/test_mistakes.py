@@ -126,7 +126,7 @@ def test_errors_name_environment_variables(monkeypatch: pytest.MonkeyPatch) -> N
         ("ACCEL_BACKEND", "fsdp:replica=2", accel.BackendError, "Did you mean replicas?"),
         ("ACCEL_BACKEND", "fsdp:param_dtype=float16", accel.BackendError, "expected None or torch.bfloat16"),
         ("ACCEL_DEVICES", "some", accel.DeviceError, "'some' is no device"),
-        ("ACCEL_PRECISION", "bf16", accel.PrecisionError, "known: 32-true, bf16-mixed"),
+        ("ACCEL_PRECISION", "bf16", accel.PrecisionError, "Use one of 32-true, bf16-mixed"),
         ("ACCEL_PRECISION", "16-mixed", accel.PrecisionError, "weight of this Linear is float16. Call model.float()"),
     ):
         accel.teardown()

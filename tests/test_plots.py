@@ -1,4 +1,4 @@
-"""What a picture shows can be read: no text lies over another one, bytes have a unit that fits, a contender has one colour."""
+"""Text in pictures does not overlap, and a contender has one color."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def test_the_memory_of_many_backends(tmp_path: Path, figures: list[Any]) -> None
         model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
     accel.memory_report(model, optimizer, ranks=(1, 2, 8)).save_plot(tmp_path / "memory.png")
-    found = read(figures[0])
-    assert "GiB per rank" in found
-    assert {"parameters", "gradients", "optimizer", "buckets", "8 ranks: fsdp"} <= set(found)
+    assert {"GiB per rank", "parameters", "optimizer_state", "buckets", "fsdp on 8"} <= set(read(figures[0]))
 
 
 def test_a_contender_has_one_colour_in_all_panels(tmp_path: Path, figures: list[Any]) -> None:

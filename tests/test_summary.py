@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import accel
+from accel.memory import human
 from tests.distributed import outcomes, refusals, run, wait_for
 
 
@@ -33,22 +34,18 @@ def summarise() -> str:
 @pytest.mark.parametrize("world", [1, 2])
 def test_summary(world: int) -> None:
     for rank, text in enumerate(run(world, summarise)):
-        lines = text.split("\n")
-        assert lines[0] == "Sequential"
-        rows = {key: value for key, _, value in (line.strip().partition("  ") for line in lines[1:])}
-        rows = {key: value.strip() for key, value in rows.items()}
-        name = "ddp on 2 ranks" if world == 2 else "single on 1 rank"
-        assert rows["backend"].startswith(f"{name} (")
+        first, *lines = text.split("\n")
+        assert first == "Sequential"
+        rows = dict(line.strip().split(": ", 1) for line in lines)
+        assert rows["backend"].startswith("ddp on 2 ranks (" if world == 2 else "single on 1 ranks (")
         assert rows["backend"].endswith(", 32-true")
         assert rows["options"].startswith("DDP(" if world == 2 else "Single(")
-        # 100 * 1000 weights, 1000 of the bias, twice 1000 of the norm
-        assert rows["parameters"] == "103,000: 102,000 trainable, 1,000 frozen"
+        # 100 * 1000 weights, 1000 of the bias, twice 1000 of the norm.
+        assert rows["parameters"] == "103,000 (102,000 trainable)"
         assert rows["optimizers"] == "AdamW"
-        # with 2 * 1000 + 1 buffers, of which one is int64; two moments of what is trainable
-        weights, state = (103_000 + 2000) * 4 + 8, 2 * 102_000 * 4
-        assert rows[f"on rank {rank}"] == (
-            f"weights and buffers {weights / 1e6:.2f} MB, optimizer state {state / 1e6:.2f} MB"
-        )
+        # 2 * 1000 + 1 buffers, of which one is int64, and two moments of trainable parameters.
+        weights, state = human((103_000 + 2000) * 4 + 8), human(2 * 102_000 * 4)
+        assert rows[f"on rank {rank}"] == f"weights and buffers {weights}, optimizer state {state}"
 
 
 def test_summary_needs_an_engine() -> None:

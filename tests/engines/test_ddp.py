@@ -235,7 +235,7 @@ def sparse_buffer() -> None:
 
 def test_buffers_that_cannot_be_sent_are_refused_on_every_rank() -> None:
     for message in refusals(2, sparse_buffer, error="BackendError"):
-        assert "The buffers graph, codes of Sequential" in message
+        assert "The buffer graph of Sequential" in message
 
 
 class Moody(nn.Module):

@@ -45,7 +45,6 @@ _COMMON: Final[Names] = (
     ("torch.nn:Module.", _TABLES, "tensors where a module holds them"),
     ("torch.nn:Module.", "_load_state_dict_post_hooks _compiled_call_impl", "loading a full state, compiled models"),
     ("torch.nn.modules.batchnorm:", "_BatchNorm", "BatchNorm of any dimension"),
-    ("torch.nn:RNNBase.", "_flat_weight_refs _init_flat_weights", "first values of deferred RNNs"),
     ("torch.distributed.distributed_c10d:", "_abort_process_group", "ending groups if a rank is gone"),
     ("torch:Tensor.", "_base _is_zerotensor _post_accumulate_grad_hooks", "views, hooks"),
     ("torch:UntypedStorage.", "_cdata", "which storage was written"),

@@ -15,117 +15,87 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import BackendError
 from ...gradients.patches import replaced
 
-# -- which modules ---------------------------------------------------------------------------------
-
-#: Classes of modules, or a function that returns True for them. None: ``_repeated``.
+#: Classes of modules, or a function that returns True for them. None means repeated blocks.
 Choice = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
 
 def chosen(module: nn.Module, choice: Choice) -> list[tuple[str, nn.Module]]:
     """Return the chosen submodules with their names, outer ones first."""
     if choice is None:
-        found = _repeated(module)
-        return [(n, m) for n, m in module.named_modules() if id(m) in found and m is not module]
-    wanted = (lambda m: isinstance(m, choice)) if isinstance(choice, tuple) else choice
-    return [(n, m) for n, m in module.named_modules() if m is not module and wanted(m)]
+        picked = _repeated(module)
+    elif isinstance(choice, tuple):
+        picked = {child for child in module.modules() if isinstance(child, choice)}
+    else:
+        picked = set(filter(choice, module.modules()))
+    picked.discard(module)
+    return [(name, child) for name, child in module.named_modules() if child in picked]
 
 
-def _repeated(module: nn.Module) -> set[int]:
+def _repeated(module: nn.Module) -> set[nn.Module]:
     """Return children of containers that have submodules, and a sibling of their class."""
-    found: set[int] = set()
+    repeated: set[nn.Module] = set()
     for container in module.modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
             # torch.compile wraps a block in a module, which isn't the block.
-            inner = [c._modules.get("_orig_mod") or c for c in container.children()]
-            children = [c for c in inner if not is_container(c) and any(True for _ in c.children())]
-            kinds = Counter(type(c) for c in children)
-            found.update(id(c) for c in children if kinds[type(c)] > 1)
-    return found
-
-
-def is_container(module: nn.Module) -> bool:
-    """True if a module has no forward of its own."""
-    return type(module).forward in (nn.ModuleList.forward, nn.ModuleDict.forward)
-
-
-# -- computing activations again -------------------------------------------------------------------
+            blocks = [c._modules.get("_orig_mod") or c for c in container.children()]
+            blocks = [c for c in blocks if c._modules and not isinstance(c, nn.ModuleList)]
+            kinds = Counter(map(type, blocks))
+            repeated.update(block for block in blocks if kinds[type(block)] > 1)
+    return repeated
 
 
 def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
-    """Checkpoint the blocks that the options choose, until the stack is closed.
-
-    Raises:
-        BackendError: there are no such blocks.
-    """
-    undo, inside = contextlib.ExitStack(), set[int]()
-    asked: Any = getattr(options, "activation_checkpointing", False)
-    choice: Choice = getattr(options, "wrap", None) if asked is True else asked
-    blocks = [m for _, m in chosen(module, choice) if not is_container(m)] if asked else []
-    if asked and not blocks:
+    """Checkpoint the blocks that the options choose, until the stack is closed."""
+    undo = contextlib.ExitStack()
+    choice: Any = getattr(options, "activation_checkpointing", False)
+    wrap = getattr(options, "wrap", None) if choice is True else choice
+    blocks = chosen(module, wrap) if choice else []
+    if choice and not blocks:
         raise BackendError(
-            f"activation_checkpointing={asked} finds no blocks in this {type(module).__name__}: modules that repeat in a "
-            "ModuleList or Sequential and have submodules. Pass their classes: activation_checkpointing=(Block,)."
+            f"activation_checkpointing={choice} finds no blocks in {type(module).__name__}. Pass "
+            "their classes: activation_checkpointing=(Block,)."
         )
-    for block in blocks:
-        if id(block) not in inside:
-            inside.update(id(m) for m in block.modules())
-            undo.enter_context(replaced(vars(block), "forward", Checkpointed(block.forward)))
+    inside: set[nn.Module] = set()
+    for _, block in blocks:
+        if block not in inside and not isinstance(block, nn.ModuleList):
+            inside.update(block.modules())
+            forward = functools.partial(_forward_again, block, block.forward)
+            undo.enter_context(replaced(vars(block), "forward", forward))
     return undo
 
 
-@final
-class Checkpointed:
-    """A block's forward that keeps only its inputs. Copies of the block have the plain forward."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, forward)
-        self._forward: Any = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # a compiled graph writes buffers once
-            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
-        # transformers gives each layer a cache, which the second forward would fill again.
-        args = tuple(None if _is_empty_cache(a) else a for a in args)
-        kwargs = {name: None if _is_empty_cache(a) else a for name, a in kwargs.items()}
-        return run_again(self._forward, list(self._forward.__self__.modules()), args, kwargs)
-
-    def __reduce__(self) -> Any:
-        return self._forward.__reduce__()
+def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():  # generate() fills a cache
+        return forward(*args, **kwargs)
+    # transformers gives each layer an empty cache, which the second forward would fill again.
+    for name, value in list(kwargs.items()):
+        if hasattr(value, "get_seq_length") and value.get_seq_length() == 0:
+            del kwargs[name]
+    return run_again(forward, list(block.modules()), args, kwargs)
 
 
 def run_again(
     function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any
 ) -> Any:
     """Call a function of these modules, and compute its activations again in backward."""
-
-    def contexts() -> tuple[Any, Any]:  # of the first forward and the second
-        return contextlib.nullcontext(), _BuffersKept(modules)
-
-    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    if not torch.compiler.is_compiling():  # a compiled graph writes buffers once
+        kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _BuffersKept(modules))
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 @final
 class _BuffersKept:
-    """Undoes changes of buffers, so that BatchNorm counts a batch once. Reusable."""
+    """Undoes changes of buffers in the second forward, so that BatchNorm counts a batch once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tables = [m._buffers for m in modules if m._buffers]
-        self._buffers: list[dict[str, torch.Tensor | None]] = []
+        self._tables = [module._buffers for module in modules]
+        self._before: list[dict[str, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self._buffers = [dict(table) for table in self._tables]
-        copies: dict[int, torch.Tensor] = {}  # what stands in several places stays one tensor
+        self._before = [dict(table) for table in self._tables]
         for table in self._tables:
-            for name, buffer in table.items():
-                if buffer is not None:
-                    table[name] = copies.setdefault(id(buffer), buffer.clone())
+            table.update({k: b if b is None else b.clone() for k, b in table.items()})
 
     def __exit__(self, *_: object) -> None:
-        for table, buffers in zip(self._tables, self._buffers, strict=True):
-            table.update(buffers)
-
-
-def _is_empty_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") and value.get_seq_length() == 0
+        for table, before in zip(self._tables, self._before, strict=True):
+            table.update(before)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.watch import REQUIRES_GRAD, TrainableMask, explain
 from ...handles import ModelHandle, end
-from ...precision import Dtypes, LossScale, Precision, Replaced, restore_dtypes
+from ...precision import LossScale, Precision, Replaced
 from ...process import Process
 from ...process.control import raise_lost, require_equal
 from .drift import DriftGuard, watch_loads
@@ -96,7 +96,6 @@ class Engine(ABC):
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
         self.optimizers: list[Optimizer] = []
-        self.dtypes: Dtypes = []
         #: The children that SyncBatchNorm replaced.
         self.replaced_modules: Replaced = []
         #: Undoes changes of the module that are not the backend's: compilation, checkpointing.
@@ -228,7 +227,6 @@ class Engine(ABC):
                 # A group of another model's parameters stays in the optimizer as it is.
                 with contextlib.suppress(OptimizerError):
                     take_added_groups(self, optimizer)
-            last.callback(restore_dtypes, self.dtypes, optimizers)
             last.callback(self.undo.close)
             for optimizer in optimizers:
                 self.detach(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar, final
 
@@ -15,10 +16,7 @@ R = TypeVar("R")
 
 #: Of the forward, and of each method.
 _FIRST_CALLS: Final = 4
-_ADVICE: Final = (
-    "ranks that share a layer or a sequence need the same batches. Use the loader that accel.setup returned, or "
-    "accel.data_parallel_place(model) instead of accel.rank()."
-)
+_ADVICE: Final = "use the loader from accel.setup, or accel.data_parallel_place(model)."
 
 
 @final
@@ -27,35 +25,28 @@ class SameInputs:
 
     def __init__(self, label: str, place: Hashable) -> None:
         self._label, self._place = label, place
-        self._calls: dict[str, int] = {}
+        self._calls: Counter[str] = Counter()
 
     def call(
         self, run: Callable[[], R], args: tuple[Any, ...], kwargs: dict[str, Any], method: str = ""
     ) -> R:
         """Run a forward or method. Collective if it is one of the first calls."""
-        number = self._calls[method] = self._calls.get(method, 0) + 1
+        self._calls[method] += 1
         tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
-        if (
-            number > _FIRST_CALLS or not tensors
-        ):  # a method without inputs may be called on one rank
+        # A method without inputs may be called on one rank.
+        if self._calls[method] > _FIRST_CALLS or not tensors:
             return run()
         prints = Prints(tensors)  # of the inputs as they are before a forward that writes to them
         out = run()
-        what = f"{f'the method {method}' if method else 'a forward'} of {self._label}"
-        from_ranks = agree(what, (self._place, [tuple(t.shape) for t in tensors], prints.read()))
-        places: dict[Hashable, dict[int, tuple[Any, Any]]] = {}
-        for rank, (place, *facts) in enumerate(from_ranks):
-            places.setdefault(place, {})[rank] = tuple(facts)
+        title = f"{f'the method {method}' if method else 'a forward'} of {self._label}"
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        places: defaultdict[Hashable, dict[int, Any]] = defaultdict(dict)
+        for rank, facts in enumerate(agree(title, (self._place, shapes, prints.read()))):
+            places[facts[0]][rank] = facts[1:]
         for by_rank in places.values():
-            _refuse_different(what, by_rank)
+            if len({str(shapes) for shapes, _ in by_rank.values()}) > 1:
+                found = ", ".join(f"{shapes} on rank {r}" for r, (shapes, _) in by_rank.items())
+                raise RankMismatchError(f"{title} got different inputs ({found}): {_ADVICE}")
+            values = {rank: values for rank, (_, values) in by_rank.items()}
+            refuse_other_values(title, values, _ADVICE)
         return out
-
-
-def _refuse_different(what: str, by_rank: dict[int, tuple[Any, Any]]) -> None:
-    (first, (shapes, _)), *others = by_rank.items()
-    for rank, (other_shapes, _) in others:
-        if other_shapes != shapes:
-            raise RankMismatchError(
-                f"{what}: rank {first} has inputs of {shapes} and rank {rank} of {other_shapes}: {_ADVICE}"
-            )
-    refuse_other_values(what, {rank: sums for rank, (_, sums) in by_rank.items()}, _ADVICE)

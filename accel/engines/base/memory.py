@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
     """Bytes on one rank after an optimizer step, while the gradients still exist.
 
-    Args:
-        parameters: all parameters, frozen ones included.
-        gradients: gradients of the trainable parameters.
-        optimizer_state: the optimizers' state, with fp32 master weights if there are any.
-        buffers: the module's buffers, such as BatchNorm's statistics.
-        buckets: communication buffers that the backend keeps between steps.
+    ``optimizer_state`` includes fp32 master weights. ``buckets`` are kept for communication.
     """
 
     parameters: int = 0
@@ -33,11 +31,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSize:
-    """The full size of a parameter or buffer, of its gradient, and of its optimizer state.
-
-    Args:
-        optimizer: the index of the first optimizer that holds the parameter, if one does.
-    """
+    """The full size of a parameter or buffer, and of its state in the optimizer of this number."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,6 +40,14 @@ class TensorSize:
     trainable: bool = False
     optimizer: int | None = None
     state_bytes: int = 0
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, **state: Any) -> TensorSize:
+        """Return the size of a tensor, which may be sharded."""
+        shape, itemsize = tuple(tensor.shape), tensor.dtype.itemsize
+        return cls(
+            name=name, shape=shape, itemsize=itemsize, trainable=tensor.requires_grad, **state
+        )
 
     @property
     def numel(self) -> int:
@@ -56,14 +58,12 @@ class TensorSize:
         nbytes = self.numel * self.itemsize
         if self.is_buffer:
             return MemoryUse(buffers=nbytes)
-        return MemoryUse(
-            parameters=round(nbytes * weights),
-            gradients=round(nbytes * gradients) if self.trainable else 0,
-            optimizer_state=round(self.state_bytes * state),
-        )
+        grads = round(nbytes * gradients) if self.trainable else 0
+        held, state_bytes = round(nbytes * weights), round(self.state_bytes * state)
+        return MemoryUse(parameters=held, gradients=grads, optimizer_state=state_bytes)
 
 
 def add_uses(uses: Iterable[MemoryUse]) -> MemoryUse:
     """Return the sum of the uses, field by field."""
-    columns = zip(*map(astuple, uses), strict=True)
-    return MemoryUse(**dict(zip(MemoryUse.__slots__, map(sum, columns), strict=False)))
+    sums = map(sum, zip(*map(astuple, uses), strict=True))
+    return MemoryUse(**dict(zip(MemoryUse.__slots__, sums, strict=False)))

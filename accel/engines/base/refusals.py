@@ -14,50 +14,44 @@ from ...errors import BackendError, OptimizerError
 
 def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: str) -> None:
     """Raise OptimizerError for an optimizer's parameters that are not ``known`` by identity."""
-    strangers = [
-        f"param_groups[{g}]['params'][{i}] of shape {tuple(p.shape)}"
-        for g, group in enumerate(optimizer.param_groups)
-        for i, p in enumerate(group["params"])
-        if id(p) not in known
-    ]
-    if strangers:
-        raise OptimizerError(
-            f"{path} holds parameters that {type(module).__name__} doesn't have: "
-            f"{', '.join(strangers[:3])}. If it trains two models, set up one that contains both: "
-            'accel.setup(nn.ModuleDict({"a": a, "b": b}), optimizer).'
-        )
+    for number, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise OptimizerError(
+                    f"{path}.param_groups[{number}]['params'][{i}] of shape "
+                    f"{tuple(parameter.shape)} is not in {type(module).__name__}. If it trains two "
+                    "models, set up one that contains both: nn.ModuleDict({'a': a, 'b': b})."
+                )
 
 
 def refuse_sparse(module: nn.Module, backend: str) -> None:
     """Raise BackendError for embeddings with sparse gradients."""
-    kinds = nn.Embedding | nn.EmbeddingBag
-    names = [n for n, m in module.named_modules() if isinstance(m, kinds) and m.sparse]
-    if names:
-        raise BackendError(
-            f"backend={backend!r} can't shard the sparse gradients of {', '.join(names[:5])}. "
-            'Use sparse=False, or backend="ddp".'
-        )
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise BackendError(
+                f"backend={backend!r} can't shard the sparse gradients of {name}. "
+                'Use sparse=False, or backend="ddp".'
+            )
 
 
 def refuse_quantized(module: nn.Module, backend: str) -> None:
-    """Raise BackendError for a parameter of several tensors, such as torchao's quantized weights."""
+    """Raise BackendError for a parameter of several tensors: torchao's quantized weights."""
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "__tensor_flatten__"):
             raise BackendError(
-                f"backend={backend!r} can't shard the quantized parameter {name} "
-                f'({type(parameter.data).__name__}). Use backend="ddp" or "sharded".'
+                f"backend={backend!r} can't shard the quantized parameter {name}. "
+                'Use backend="ddp" or "sharded".'
             )
 
 
 def refuse_scripts(module: nn.Module, backend: str) -> None:
     """Raise BackendError for scripted modules, which take no hooks."""
-    scripted = torch.jit.ScriptModule
-    names = [n or "the model" for n, m in module.named_modules() if isinstance(m, scripted)]
-    if names:
-        raise BackendError(
-            f"backend={backend!r} needs hooks, which the scripted modules {', '.join(names[:5])} "
-            'don\'t take. Set up the model before torch.jit.script, or use backend="ddp".'
-        )
+    for name, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise BackendError(
+                f"backend={backend!r} needs hooks, which the scripted {name or 'model'} doesn't "
+                'take. Set up the model before torch.jit.script, or use backend="ddp".'
+            )
 
 
 def refuse_overlaps(module: nn.Module, backend: str) -> None:

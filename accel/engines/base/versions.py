@@ -14,33 +14,26 @@ logger = logging.getLogger("accel")
 
 #: The oldest and the newest tested version of torch by backend, "" for all others.
 _TORCH: Final = {"": ("2.11", "2.15"), "horovod": ("2.11", "2.13"), "xla": ("2.9", "2.9")}
+_TOO_NEW: Final = "backend=%r was tested with %s up to %s, and %s is installed"
 
 
 def check_torch(backend: str) -> None:
     """Check the installed version of torch for a backend."""
-    oldest, newest = _TORCH.get(backend, _TORCH[""])
-    check_version(backend, "torch", oldest, newest)
+    check_version(backend, "torch", *_TORCH.get(backend, _TORCH[""]))
 
 
 @functools.cache
 def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
-    """Raise BackendError if a package is older than the tested versions. Log a warning if it is newer."""
+    """Raise BackendError if a package is older than the tested versions. Warn if it is newer."""
     version = importlib.metadata.version(package)
     if _numbers(version) < _numbers(oldest):
         raise BackendError(
             f"backend={backend!r} needs {package} {oldest} or newer, but {version} is installed. "
             f"Run pip install '{package}>={oldest}'."
         )
-    # 2.13.1 is not newer than 2.13.
     tested = _numbers(newest)
-    if _numbers(version)[: len(tested)] > tested:
-        logger.warning(
-            "backend=%r was tested with %s up to %s, and %s is installed",
-            backend,
-            package,
-            newest,
-            version,
-        )
+    if _numbers(version)[: len(tested)] > tested:  # 2.13.1 is not newer than 2.13
+        logger.warning(_TOO_NEW, backend, package, newest, version)
 
 
 def _numbers(version: str) -> list[int]:

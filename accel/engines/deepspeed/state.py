@@ -120,9 +120,7 @@ class DeepSpeedHoldings(Holdings):
         whole = self.gather(what, held, device=torch.device("cpu"))
         for optimizer in optimizers:
             self.give_back(what, optimizer, named)
-        # A weight that accel converted to half precision gets the values of its fp32 copy.
-        ours, device = {id(tensor) for tensor, _ in engine.dtypes}, engine.process.device
-        dtypes = [None if id(p) in ours else p.dtype for p in named.values()]
+        device, dtypes = engine.process.device, [p.dtype for p in named.values()]
         zero.end([whole.pop((name, "")) for name in named])
         # Only now, when the fragments have made room on the device.
         for (name, parameter), dtype in zip(named.items(), dtypes, strict=True):

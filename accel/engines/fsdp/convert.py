@@ -11,15 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from ...deferred import (
-    borrowing,
-    refuse_without_values,
-    reset_own,
-    resetting,
-    swap,
-    weights_of,
-    without_values,
-)
+from ...deferred import borrowing, reset_own, resetting, swap, weights_of, without_values
 from ...errors import BackendError
 from ...gradients.totals import average_gradients_
 from ...precision import here
@@ -185,9 +177,6 @@ class Conversion:
             for key, shard in shards.items():
                 self._fill(shard, whole[key])
             empty -= shards.keys()
-        refuse_without_values(
-            (n, here(p)) for n, p in self.module.named_parameters() if id(p) in waiting
-        )
 
     # -- which tensor is which ---------------------------------------------------------------------
 
@@ -361,7 +350,6 @@ class StandIn(Absent, nn.Parameter):
 
     shard: nn.Parameter
     plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `leaf`
-    extra = ("shard",)
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 

@@ -78,7 +78,6 @@ class Elsewhere(Absent, nn.Parameter):
     """A parameter in another rank's stage. It has a name and a shape, but no values."""
 
     plain = OF_ITSELF
-    extra = ("place",)
     place: str
 
     @classmethod

@@ -38,7 +38,7 @@ def half_precision(precision: str, chunks: int) -> float:
             o.step()
         assert model(x).dtype is torch.float32
     accel.teardown(model)
-    assert {p.dtype for p in raw.parameters()} == {torch.float32}
+    assert {p.dtype for p in raw.parameters()} == {dtype}
     return apart(raw, plain)
 
 
