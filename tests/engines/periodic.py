@@ -89,8 +89,6 @@ class PeriodicEngine(Engine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         if self.distributed and not self.ended:
             self.average()
-            for optimizer in optimizers:
-                self.holdings.give_back("the end of averaging", optimizer, self.named)
 
 
 # --8<-- [end:backend]

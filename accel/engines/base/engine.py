@@ -19,16 +19,16 @@ from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.watch import REQUIRES_GRAD, TrainableMask, explain
 from ...handles import HiddenAttribute, ModelHandle, OptimizerHandle, end
 from ...precision import Dtypes, LossScale, Precision, Replaced, restore_dtypes
-from ...process import Process
+from ...process import Process, reason_of
 from ...process.control import raise_lost, require_equal
-from .drift import DriftGuard, watch_loads
+from .drift import DriftGuard, before_load
 from .gradients import Gradients
 from .holdings import Holdings
 from .memory import MemoryUse, TensorSize, add_uses
 from .options import Options
 from .placement import REPLICATED, Placements
 from .sequence import SequenceParallel, sequence_size
-from .step import Stepper, refuse_changes, take_added_groups
+from .step import Stepper, refuse_changes, refuse_steps, take_added_groups
 
 logger = logging.getLogger("accel")
 
@@ -105,6 +105,8 @@ class Engine(ABC):
         self.undo = contextlib.ExitStack()
         self.gradients = self.gradients_type(self)
         self._read_parameters()
+        #: The parameters that the user's optimizers had, which shards may replace.
+        self._raw_parameters = dict(self.named)
         self.holdings = self.holdings_type(self)
         refreshes = getattr(self.options, "auto_refresh", True)
         self._watches_mask = self.gradients.reduced and self.distributed and refreshes
@@ -113,7 +115,9 @@ class Engine(ABC):
         self.sequence = SequenceParallel(self, size) if size > 1 else None
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
-        self._loads = watch_loads(self) if compared else None
+        self._load_hook = (
+            module.register_load_state_dict_pre_hook(before_load) if compared else None
+        )
         context.process.dependents.add(self)
         if self.placements.weights.sharded:
             self.holdings.guard.watch_modules(module)
@@ -209,7 +213,7 @@ class Engine(ABC):
         """Release everything that uses a process group, because the groups are ended. Local."""
         self.ended = reason
         self.restructured = True
-        self.drift.stop()
+        self.drift.pause()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``. Raw module and optimizers keep their trained values.
@@ -237,16 +241,28 @@ class Engine(ABC):
                 # A group of another model's parameters stays in the optimizer as it is.
                 with contextlib.suppress(OptimizerError):
                     take_added_groups(self, optimizer)
+            self._give_state_back(optimizers)
             last.callback(restore_dtypes, self.dtypes, optimizers)
             last.callback(self.undo.close)
             for optimizer in optimizers:
                 self.detach(optimizer)
-            self.gradients.close()
-            self.drift.stop()
-            if self._loads is not None:
-                self._loads.remove()
+            if self._load_hook is not None:
+                self._load_hook.remove()
             self.holdings.guard.release_modules()
             self.unwrap(optimizers)
+
+    def _give_state_back(self, optimizers: Sequence[Optimizer]) -> None:
+        """Gather the sharded state of optimizers, or let them raise if that is not possible."""
+        sharded = [o for o in optimizers if self.started and self.holdings.partial(o)]
+        try:
+            for optimizer in [] if self.ended else sharded:
+                what = "the state of an optimizer at the end of its model"
+                self.holdings.give_back(what, optimizer, self._raw_parameters)
+        except (AccelError, RuntimeError) as error:
+            self.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
+        if self.ended:
+            for optimizer in sharded:
+                refuse_steps(optimizer, self.ended)
 
     def _finish_gradients(self, problem: str) -> None:
         """Reduce pending gradients, or drop all of them if that is not possible."""
@@ -302,10 +318,6 @@ class Engine(ABC):
                 self.refresh()
         if self.drift.inputs is not None:
             self.drift.inputs.note(self, args, kwargs)
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if in_transform and function is self.entry and not self.holdings.partial(None):
-            # torch's reducer can't look at the tensors of torch.func.grad. A method goes around it.
-            function = self.entry.__call__
         try:
             if self.precision.plain:
                 return self.run(function, args, kwargs)

@@ -17,7 +17,7 @@ from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
 from ..base.raw_objects import Snapshot
-from ..base.step import refuse_steps, take_added_groups
+from ..base.step import take_added_groups
 from .config import Configuration
 from .library import without_groups
 from .partitions import Fragment, Partitions
@@ -118,8 +118,6 @@ class DeepSpeedHoldings(Holdings):
         named = engine.named
         held = [*((name, "", p) for name, p in named.items()), *self.gradients()]
         whole = self.gather(what, held, device=torch.device("cpu"))
-        for optimizer in optimizers:
-            self.give_back(what, optimizer, named)
         # A weight that accel converted to half precision gets the values of its fp32 copy.
         ours, device = {id(tensor) for tensor, _ in engine.dtypes}, engine.process.device
         dtypes = [None if id(p) in ours else p.dtype for p in named.values()]
@@ -139,7 +137,6 @@ class DeepSpeedHoldings(Holdings):
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
-            refuse_steps(optimizer, self.engine.ended)
         with without_groups():
             divided = zero.divides_weights
             copy = (
