@@ -188,11 +188,6 @@ def gradient_penalty(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     (F.mse_loss(out, y) + gradient.square().sum(1).mean()).backward()
 
 
-def transformed(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    gradient = torch.func.grad(lambda t: s.model(t).square().sum())(x)
-    (F.mse_loss(torch.vmap(s.model)(x), y) + gradient.square().mean()).backward()
-
-
 def functional_call(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     scaled = {name: 1.1 * p for name, p in s.model.named_parameters()}
     F.mse_loss(torch.func.functional_call(s.model, scaled, (x,)), y).backward()
@@ -378,7 +373,6 @@ PATTERNS: dict[str, Pattern] = {
             evaluation_in_between,
             regularised_by_parameters,
             gradient_penalty,
-            transformed,
             functional_call,
             gradients_assigned,
             raw_clip_by_norm,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import inspect
 import operator
 import os
 import re

@@ -35,18 +35,15 @@ logger = logging.getLogger("accel")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The arguments of an engine, beside its module.
-
-    Attributes:
-        serial: the engine's number. It is the same on all ranks, and no other engine has it.
-        reads: the weights are read from files after ``start``.
-    """
+    """The arguments of an engine, beside its module."""
 
     process: Process
     precision: Precision
     loss_scale: LossScale
     options: Any
+    #: The same on all ranks. No other engine has it.
     serial: int
+    #: The weights are read from files after ``start``.
     reads: bool = False
 
 
@@ -54,17 +51,7 @@ class Engine(ABC):
     """Runs one model on one backend, with its ``gradients`` and its ``holdings``.
 
     Methods are *local* or *collective*: a local method communicates with no other rank, a
-    collective method is called on every rank. Subclasses are final. docs/internals.md shows the
-    order of the calls.
-
-    Attributes:
-        module: the user's raw module.
-        entry: the callable of a forward: ``module`` or its ``torch.compile`` wrapper.
-        label: the engine's name in messages between ranks, as "Net #0". Two models of one class
-            have different labels.
-        ended: why the process groups were ended, or why the other ranks take no part in the
-            teardown. Empty while everything works.
-        optimizers: the raw optimizers in the order in which they were attached.
+    collective method is called on every rank. docs/internals.md shows the order of the calls.
     """
 
     name: ClassVar[str]
@@ -79,8 +66,8 @@ class Engine(ABC):
     holdings_type: type[Holdings] = Holdings
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        self.module = module
-        self.entry = entry
+        #: The user's raw module, and the callable of a forward: ``module`` or a compile wrapper.
+        self.module, self.entry = module, entry
         self.process = context.process
         self.options = context.options
         self.precision = context.precision
@@ -89,10 +76,12 @@ class Engine(ABC):
         self.reads = context.reads
         # A library may change the class of the module, so keep the name of the user's.
         self.kind = type(module).__name__
+        #: The name in messages between ranks.
         self.label = f"{self.kind} #{self.serial}"
         self.distributed = context.process.place.world_size > 1
         if not self.distributed:
             self.placements = REPLICATED
+        #: Why the process groups were ended, or why the other ranks take no part in the teardown.
         self.ended = ""
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
@@ -165,10 +154,9 @@ class Engine(ABC):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        """Return the bytes on the rank that needs the most. Pure.
+        """Return the bytes on the rank that needs the most, without the backend's package. Pure.
 
-        By default every rank holds everything. None means that the backend can't train this module
-        on so many ranks. Neither the backend's package nor a process group is needed.
+        None means that the backend can't train this module on so many ranks.
         """
         return add_uses(tensor.use() for tensor in tensors)
 
@@ -179,7 +167,7 @@ class Engine(ABC):
         return
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank the weights of rank 0, and shard what the backend shards. Collective.
+        """Give every rank the weights of rank 0, and shard them. Collective.
 
         It runs after ``wrap`` and ``attach``, and again after optimizers were added.
         """
@@ -216,9 +204,9 @@ class Engine(ABC):
         self.drift.pause()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Undo ``wrap`` and ``start``. Raw module and optimizers keep their trained values.
+        """Undo ``wrap`` and ``start``. The raw module keeps its trained weights.
 
-        Collective, unless ``ended`` says why the other ranks take no part. Then weights that lay
+        Collective, unless ``ended`` says why the other ranks take no part. Then weights that were
         on other ranks become nan, and the error of ``lost_weights`` is raised.
         """
         return
@@ -227,9 +215,8 @@ class Engine(ABC):
     def teardown(self, alone: str = "") -> None:
         """End the engine and give the raw module and optimizers back to the user. Collective.
 
-        Args:
-            alone: why the other ranks take no part. Then the teardown is local, gradients that
-                are not reduced are dropped, and AccelError is raised if weights lay on other ranks.
+        ``alone`` is why the other ranks take no part. Then the teardown is local, unreduced
+        gradients are dropped, and AccelError is raised if weights were on other ranks.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:
@@ -310,9 +297,8 @@ class Engine(ABC):
                 return self.call(function, args, kwargs)
         watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
         if watches_mask:
-            with (
-                torch._C.DisableTorchFunctionSubclass()
-            ):  # inline, because every forward comes here
+            # Inline, because every forward comes here.
+            with torch._C.DisableTorchFunctionSubclass():
                 changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask.known
             if changed:
                 self.refresh()
@@ -379,10 +365,9 @@ class Engine(ABC):
         explain: Callable[[list[Any]], str] = str,
         beside: Any = None,
     ) -> list[Any]:
-        """Return ``beside`` of all ranks, or raise RankMismatchError on all. Collective.
+        """Return ``beside`` of all ranks, or raise RankMismatchError if a ``value`` differs.
 
-        It raises if the ranks' next collective is not ``what`` for this model with an equal
-        ``value``. ``explain`` turns the values into the text of the error.
+        Collective. ``explain`` turns the values into the text of the error.
         """
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 
