@@ -69,7 +69,6 @@ class ShardedGradients(Gradients):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
-        self._names: dict[int, str] = {}
         #: The owners of the parameters of each optimizer that can be split.
         self.shards: dict[Optimizer, Shards] = {}
         self.loads = [0] * self._world
@@ -78,9 +77,10 @@ class ShardedGradients(Gradients):
         #: The parameters that an optimizer is stepping, until the other ranks have the new values.
         self.stepped: dict[Optimizer, list[nn.Parameter]] = {}
 
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().follow(parameters)
-        self._names = dict(zip(map(id, parameters), self.engine.names, strict=True))
+    @property
+    def _names(self) -> dict[int, str]:
+        names: dict[int, str] = self.engine.holdings.parameter_names
+        return names
 
     def backward_begins(self) -> None:
         """Make this rank's final gradients shares, because a backward is about to add to them."""

@@ -121,7 +121,6 @@ class Engine(ABC):
         #: The identities of all parameter objects that belong to this engine.
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)
-        self.gradients.follow(self.parameters)
 
     # -- before there is an engine ---------------------------------------------------------------
 
@@ -222,7 +221,7 @@ class Engine(ABC):
         with contextlib.ExitStack() as last:
             last.callback(end, self.handle)
             last.callback(self.process.dependents.discard, self)
-            self._finish_gradients(self.ended)
+            self._finish_gradients()
             optimizers = list(self.optimizers)
             for optimizer in optimizers:
                 # A group of another model's parameters stays in the optimizer as it is.
@@ -251,17 +250,17 @@ class Engine(ABC):
             for optimizer in sharded:
                 refuse_steps(optimizer, self.ended)
 
-    def _finish_gradients(self, problem: str) -> None:
+    def _finish_gradients(self) -> None:
         """Reduce pending gradients, or drop all of them if that is not possible."""
+        problem = self.ended
         try:
             if not self.gradients.pending():
-                problem = ""
-            elif not problem:
+                return
+            if not problem:
                 self.gradients.settle()
+                return
         except AccelError as error:
             problem = str(error)
-        if not problem:
-            return
         if any(p.grad is not None for p in self.parameters):
             logger.warning("teardown drops unreduced gradients of %s: %s", self.label, problem)
         for parameter in self.parameters:

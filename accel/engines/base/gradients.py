@@ -36,7 +36,7 @@ class Gradients:
 
     #: Ranks reduce gradients together, so the same parameters must be trainable on all of them.
     reduced: ClassVar[bool] = False
-    #: Gradients stay this rank's own until a step, so a change of ``requires_grad`` loses none.
+    #: Gradients are reduced at the step, so a change of ``requires_grad`` loses none.
     deferred: ClassVar[bool] = False
     #: Optimizers that were never given to ``setup`` need ``before_step`` too.
     before_any_step: ClassVar[bool] = False
@@ -71,9 +71,6 @@ class Gradients:
         """True if backwards, torch's clipping and unknown optimizers concern these gradients."""
         reduces = self.engine.distributed and (self.reduced or self.spread)
         return self.engine.precision.scaled or reduces
-
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take these as the engine's parameters. Called again if shards have replaced them."""
 
     # -- backwards ---------------------------------------------------------------------------------
 
@@ -161,12 +158,13 @@ class Gradients:
         """True if ``p.grad`` doesn't show all gradients, even once they are final. Local."""
         return False
 
+    @final
     def finite(self, optimizer: Optimizer) -> bool:
         """True if the final gradients of ``optimizer`` have neither inf nor nan on any rank."""
         finite = all_finite(optimizer)
-        if not self.partial:
-            return finite
-        return all(agree(f"the gradients' finiteness ({self.engine.label})", finite))
+        if self.partial:
+            finite = all(agree(f"the gradients' finiteness ({self.engine.label})", finite))
+        return finite
 
     # -- clipping ----------------------------------------------------------------------------------
 
