@@ -209,12 +209,6 @@ def raw_clip_by_value(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     nn.utils.clip_grad_value_(s.model.parameters(), 0.02)
 
 
-def clip_by_hand_after_total_norm(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    retain_graph(s, x, y)
-    norm = nn.utils.get_total_norm([p.grad for p in s.raw.parameters() if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(s.raw.parameters(), 0.1, norm)
-
-
 def clip(s: Setting) -> None:
     if s.distributed:
         accel.clip_grad_norm_(s.model, 0.1)
@@ -377,7 +371,6 @@ PATTERNS: dict[str, Pattern] = {
             gradients_assigned,
             raw_clip_by_norm,
             raw_clip_by_value,
-            clip_by_hand_after_total_norm,
             clip_between_backwards,
             raw_clip_between_backwards,
         )

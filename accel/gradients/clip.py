@@ -165,11 +165,14 @@ def _total_norm(
         if not (engine.distributed and engine.gradients.in_parts):
             continue
         is_hidden = not given and engine.gradients.hidden()
-        if is_hidden or not keys.isdisjoint([id(p.grad) for p in engine.parameters]):
-            raise BackendError(
-                "torch.nn.utils.get_total_norm sees only this rank's gradients. Call "
-                'accel.clip_grad_norm_(model, float("inf")) for the norm over all ranks.'
-            )
+        if not is_hidden and keys.isdisjoint([id(p.grad) for p in engine.parameters]):
+            continue
+        if given and hasattr(given[0], "full_tensor"):  # torch has the norm of DTensors
+            return original(given, *args, **kwargs).full_tensor()  # type: ignore[attr-defined]
+        raise BackendError(
+            "torch.nn.utils.get_total_norm sees only this rank's gradients. Call "
+            'accel.clip_grad_norm_(model, float("inf")) for the norm over all ranks.'
+        )
     return original(given, *args, **kwargs)
 
 

@@ -153,7 +153,7 @@ def before_load(module: nn.Module, *_: object) -> None:
 
 def compare_load(engine: Engine, what: str) -> None:
     """Raise RankMismatchError if only some ranks load a state. Collective."""
-    if not engine.ended:
+    if engine.distributed and engine.synchronizes and not engine.ended:
         engine.compare(what)
 
 

@@ -74,7 +74,7 @@ class Engine(ABC):
         self.loss_scale = context.loss_scale
         self.serial = context.serial
         self.reads = context.reads
-        # A library may change the class of the module, so keep the name of the user's.
+        # A library may change the class of the module.
         self.kind = type(module).__name__
         #: The name in messages between ranks.
         self.label = f"{self.kind} #{self.serial}"
@@ -104,9 +104,7 @@ class Engine(ABC):
         self.sequence = SequenceParallel(self, size) if size > 1 else None
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
-        self._load_hook = (
-            module.register_load_state_dict_pre_hook(before_load) if compared else None
-        )
+        self._load_hook = module.register_load_state_dict_pre_hook(before_load)
         context.process.dependents.add(self)
         if self.placements.weights.sharded:
             self.holdings.guard.watch_modules(module)
@@ -198,8 +196,7 @@ class Engine(ABC):
 
     def abandon(self, reason: str) -> None:
         """Release everything that uses a process group, because the groups are ended. Local."""
-        self.ended = reason
-        self.restructured = True
+        self.ended, self.restructured = reason, True
         self.drift.pause()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
@@ -232,8 +229,7 @@ class Engine(ABC):
             last.callback(self.undo.close)
             for optimizer in optimizers:
                 self.detach(optimizer)
-            if self._load_hook is not None:
-                self._load_hook.remove()
+            self._load_hook.remove()
             self.holdings.guard.release_modules()
             self.unwrap(optimizers)
 
