@@ -168,7 +168,8 @@ def _total_norm(
         if not is_hidden and keys.isdisjoint([id(p.grad) for p in engine.parameters]):
             continue
         if given and hasattr(given[0], "full_tensor"):  # torch has the norm of DTensors
-            return original(given, *args, **kwargs).full_tensor()  # type: ignore[attr-defined]
+            norm: Any = original(given, *args, **kwargs)
+            return norm.full_tensor()  # type: ignore[no-any-return]
         raise BackendError(
             "torch.nn.utils.get_total_norm sees only this rank's gradients. Call "
             'accel.clip_grad_norm_(model, float("inf")) for the norm over all ranks.'
