@@ -246,4 +246,7 @@ def other_parameters(given: Sequence[Sequence[str]]) -> str:
 def refuse_inside_backward() -> None:
     """Raise BackendError if a backward runs, because its gradients are not reduced yet."""
     if torch._C._current_graph_task_id() != -1:
-        raise BackendError("An optimizer steps inside a backward. Call step() after backward().")
+        raise BackendError(
+            "Gradients are not final, because an optimizer steps inside a backward. "
+            "Call step() after backward()."
+        )

@@ -46,6 +46,6 @@ class Interruption:
         """Raise BackendError if gradients are incomplete."""
         if self.incomplete:
             raise BackendError(
-                "An exception ended a backward, so its gradients are incomplete. "
+                "The gradients are incomplete, because an exception ended a backward. "
                 "Call optimizer.zero_grad(), then run forward and backward again."
             )
