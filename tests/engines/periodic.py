@@ -105,14 +105,6 @@ class NoLastAverage(PeriodicEngine):
 
 
 @final
-class NoStateGivenBack(PeriodicEngine):
-    """``teardown`` leaves each rank its own optimizer state."""
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        super().unwrap(())
-
-
-@final
 class NoPlacements(PeriodicEngine):
     """Raw objects show this rank's state as if it were everyone's."""
 
@@ -133,7 +125,6 @@ class NoRefusal(PeriodicEngine):
 
 MISTAKES: dict[type[PeriodicEngine], str] = {
     NoLastAverage: "the model after teardown",
-    NoStateGivenBack: "the optimizer after teardown",
     NoPlacements: r"state_dict\(\)",
     NoRefusal: "an optimizer that setup never saw",
 }
