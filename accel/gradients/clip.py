@@ -183,7 +183,7 @@ def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[
     Returns the owners of sharded gradients, and the parameters with full gradients. The engines
     come in the order of all ranks.
     """
-    sharded, full, rest = Owners(), list[torch.Tensor](), given
+    owners, full, rest = Owners(), list[torch.Tensor](), given
     for engine in registry.in_order():
         gradients = engine.gradients
         if not given and gradients.hidden():
@@ -198,10 +198,10 @@ def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[
             rest = [p for p in rest if id(p) not in engine.known]
             gradients.finalize(what, own)
             if gradients.in_parts:
-                sharded.append((gradients, own))
+                owners.append((gradients, own))
             else:
                 full += own
-    return sharded, full + rest
+    return owners, full + rest
 
 
 def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -81,7 +81,9 @@ PATCHED = [
 
 
 @pytest.mark.parametrize("torn_down", [True, False])
-@pytest.mark.parametrize(("backend", "world", "patched", "most"), PATCHED, ids=lambda v: str(len(v) if isinstance(v, set) else v))
+@pytest.mark.parametrize(
+    ("backend", "world", "patched", "most"), PATCHED, ids=lambda v: str(len(v) if isinstance(v, set) else v)
+)
 def test_patches_live_as_long_as_an_engine(
     backend: Any, world: int, patched: set[str], most: int, torn_down: bool
 ) -> None:
