@@ -28,7 +28,7 @@ _DTYPE: Final = operator.attrgetter("dtype")
 
 
 class Gradients(Protocol):
-    """The gradients of an engine, sharded or not."""
+    """The gradients of an engine."""
 
     process: Process
 
@@ -51,9 +51,12 @@ def clip_sharded_(
     Returns the norm before.
 
     Raises:
+        BackendError: the order is not above 0, so norms don't add up over the ranks.
         RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
     """
     order = float(norm_type)
+    if not order > 0:
+        raise BackendError(f"norm_type={norm_type!r} does not add up over ranks. Use one above 0.")
     local, norms = _by_device(full), list[torch.Tensor]()
     for gradients, parameters in owners:
         counted, copies = map(_by_device, gradients.parts(parameters))

@@ -20,7 +20,7 @@ _device: Final = operator.attrgetter("device")
 
 @final
 class Buffers:
-    """The buffers that a module has in ``setup``, by their places, because a forward may replace one.
+    """The buffers of a module in ``setup``, by their places, because a forward may replace one.
 
     A buffer that is registered later, or gets a different shape, is each rank's own.
     """

@@ -94,9 +94,8 @@ class DriftGuard:
         by_rank = agree(title, (hashes, inputs))
         if differing_names([hashes for hashes, _ in by_rank], ignore_absent=True):
             difference = _first_difference(agree(f"{title}: names", facts))
-            raise RankMismatchError(
-                f"{engine.label} differs between ranks at step {self.steps}: {difference}. {_ADVICE}"
-            )
+            where = f"{engine.label} differs between ranks at step {self.steps}"
+            raise RankMismatchError(f"{where}: {difference}. {_ADVICE}")
         if self.inputs is not None:
             self._judge_inputs(engine, [inputs for _, inputs in by_rank])
 
