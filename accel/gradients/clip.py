@@ -67,7 +67,7 @@ def clip_sharded_(
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"The norm of order {order} of the gradients is {norm.item()}, so they can't be clipped."
+            f"The norm of order {order} is {norm.item()}, so gradients can't be clipped."
         )
     # Multiplied even if it is 1, as in torch, because a comparison would wait for the device.
     factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
