@@ -60,6 +60,10 @@ class PartsInGroups:
         #: The groups of the step that runs, with their lists of parameters.
         self._groups: list[tuple[dict[str, Any], list[Any]]] = []
         self._reference = weakref.ref(optimizer)
+        self._before = optimizer.register_step_pre_hook(self._begin_step)
+        self._after = optimizer.register_step_post_hook(self._end_step)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._after.id, last=False)
         self._closed = False
         #: The program's own method, such as a scheduler's wrapper.
         self._earlier = vars(optimizer).get("step")
@@ -75,6 +79,8 @@ class PartsInGroups:
         """Leave the optimizer as it was. A scheduler that has wrapped ``step`` calls torch's."""
         self._closed = True
         self.take_out()
+        self._before.remove()
+        self._after.remove()
         optimizer = self._reference()
         if optimizer is not None and vars(optimizer).get("step") is self._method:
             del vars(optimizer)["step"]
@@ -84,18 +90,13 @@ class PartsInGroups:
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = self._reference()
         step = self._earlier or functools.partial(type(optimizer).step, optimizer)
-        # A compiled step works on the parameters themselves.
         if self._closed or torch.compiler.is_compiling():
             return step(*args, **kwargs)
-        # Registered in each step, so that the user's pre-hooks run before, and may edit ``p.grad``.
-        before = optimizer.register_step_pre_hook(self._begin_step)
-        after = optimizer.register_step_post_hook(lambda *_: self.take_out())
-        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+        # The user's pre-hooks run before, and may edit ``p.grad``.
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
         try:
             return step(*args, **kwargs)
         finally:
-            before.remove()
-            after.remove()
             self.take_out()
 
     def put_in(self, optimizer: Optimizer) -> None:
@@ -113,6 +114,8 @@ class PartsInGroups:
     def _begin_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if torch.compiler.is_compiling():  # a compiled step works on the parameters themselves
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self.put_in(optimizer)
@@ -126,6 +129,10 @@ class PartsInGroups:
 
         rest = {name: value for name, value in kwargs.items() if name != "closure"}
         return (optimizer, closure_with_parameters, *args[2:]), rest
+
+    def _end_step(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.take_out()
 
 
 # -- parts of DTensors -----------------------------------------------------------------------------
