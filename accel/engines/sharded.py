@@ -8,7 +8,6 @@ and ShardedDataParallel, are wrong if a loop freezes parameters or keeps gradien
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,6 @@ from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
 from .base.placement import Placement, Placements
-from .base.step import refuse_steps
 from .base.versions import check_version
 
 if TYPE_CHECKING:
@@ -71,7 +69,6 @@ class ShardedGradients(Gradients):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
-        self._names: dict[int, str] = {}
         #: The owners of the parameters of each optimizer that can be split.
         self.shards: dict[Optimizer, Shards] = {}
         self.loads = [0] * self._world
@@ -80,9 +77,10 @@ class ShardedGradients(Gradients):
         #: The parameters that an optimizer is stepping, until the other ranks have the new values.
         self.stepped: dict[Optimizer, list[nn.Parameter]] = {}
 
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().follow(parameters)
-        self._names = dict(zip(map(id, parameters), self.engine.names, strict=True))
+    @property
+    def _names(self) -> dict[int, str]:
+        names: dict[int, str] = self.engine.holdings.parameter_names
+        return names
 
     def backward_begins(self) -> None:
         """Make this rank's final gradients shares, because a backward is about to add to them."""
@@ -339,16 +337,8 @@ class ShardedEngine(Engine):
             self.gradients.assign(shards, [p for p in parameters_of(optimizer) if p.requires_grad])
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        shards = self.gradients.shards
-        try:
-            for optimizer in filter(shards.__contains__, optimizers):
-                if self.ended:
-                    refuse_steps(optimizer, self.ended)
-                elif self.started:
-                    what = "the whole state of an optimizer"
-                    self.holdings.give_back(what, optimizer, self.named)
-        finally:
-            for part in itertools.chain.from_iterable(s.parts for s in shards.values()):
+        for shards in self.gradients.shards.values():
+            for part in shards.parts:
                 part.release()
 
     def run(

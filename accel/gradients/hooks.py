@@ -1,7 +1,5 @@
 """Hooks of torch: call at the end of a backward, and remove a list of hooks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -23,22 +22,23 @@ def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
     return bytes(_NONE if g is None else _SPARSE if g.is_sparse else _DENSE for g in gradients)
 
 
-def held_by_any(what: str, told: Iterable[bytes], names: Sequence[str]) -> list[int]:
+def held_by_any(what: str, held_by_rank: Iterable[bytes], names: Sequence[str]) -> list[int]:
     """Return the indices of the parameters that have a gradient on any rank.
 
     Args:
         what: the operation that needs the gradients, for messages.
-        told: ``held_here`` of each rank.
+        held_by_rank: ``held_here`` of each rank.
         names: the parameters' names.
 
     Raises:
         BackendError: on every rank, if any rank has a sparse gradient.
     """
-    kinds = list(map(max, zip(*told, strict=True)))
+    kinds = list(map(max, zip(*held_by_rank, strict=True)))
     if _SPARSE in kinds:
         sparse = [name for name, kind in zip(names, kinds, strict=True) if kind == _SPARSE]
         raise BackendError(
-            f"{what} can't take the sparse gradients of {', '.join(sparse[:5])}. Use nn.Embedding(sparse=False)."
+            f"{what} can't take the sparse gradients of {', '.join(sparse[:5])}. "
+            "Use nn.Embedding(sparse=False)."
         )
     return [index for index, kind in enumerate(kinds) if kind == _DENSE]
 
@@ -52,17 +52,8 @@ def average_gradients_(
 ) -> bool:
     """Average the gradient of every parameter that has one on any rank. Collective.
 
-    A rank without a gradient counts as zero.
-
-    Args:
-        what: the operation that needs the gradients, for messages.
-        add: sums a flat tensor over the ranks, in place. None is ``dist.all_reduce``.
-
-    Returns:
-        True if there was a gradient on any rank.
-
-    Raises:
-        BackendError: on every rank, if any rank has a sparse gradient.
+    A rank without a gradient counts as zero. ``add`` sums a flat tensor over the ranks in place,
+    None is ``dist.all_reduce``. Return True if there was a gradient. Raises as ``held_by_any``.
     """
     if not parameters:
         return False
@@ -78,29 +69,25 @@ def average_gradients_(
 
 
 def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
-    """Mean loss per token over all ranks, for batches with different numbers of tokens. Collective.
+    """Mean loss per token over all ranks, if batches have different numbers of tokens. Collective.
 
-    Use it instead of ``loss_sum / tokens``. The value is the same on every rank, and the averaged gradients are those
-    of the global mean. To accumulate gradients, give each micro-batch the number of tokens of all micro-batches of the
-    step. Their losses add up to the mean.
+    Use it instead of ``loss_sum / tokens``. The value is the same on every rank, and the averaged
+    gradients are those of the global mean. To accumulate gradients, give each micro-batch the
+    number of tokens of all micro-batches of the step. Their losses add up to the mean.
 
     Args:
         loss_sum: the sum of this rank's losses, as of ``F.cross_entropy(..., reduction="sum")``.
         tokens: the number of tokens of this rank.
 
     Raises:
-        AccelError: ``loss_sum`` is not one floating number, or ``tokens`` not one number.
+        AccelError: ``loss_sum`` is not a 0-dim floating tensor, or ``tokens`` not one number.
     """
-    if not isinstance(loss_sum, torch.Tensor) or loss_sum.dim() or not loss_sum.is_floating_point():
+    count = torch.as_tensor(tokens)
+    is_sum = isinstance(loss_sum, torch.Tensor) and loss_sum.is_floating_point()
+    if not is_sum or loss_sum.dim() or count.dim() or count.dtype is torch.bool:
         raise AccelError(
-            f"accel.mean_loss(loss_sum={loss_sum!r}): expected a floating tensor without dimensions, a sum"
-        )
-    if isinstance(tokens, bool) or not isinstance(tokens, Real | torch.Tensor):
-        raise AccelError(f"accel.mean_loss(tokens={tokens!r}): expected the number of tokens")
-    count = torch.as_tensor(tokens, device=loss_sum.device)
-    if count.dim():
-        raise AccelError(
-            f"accel.mean_loss(tokens=...) of shape {tuple(count.shape)}: expected one number"
+            f"accel.mean_loss({loss_sum!r}, {tokens!r}) needs a floating sum and a number. "
+            'Use reduction="sum".'
         )
     process = current()
     if process.place.world_size > 1:

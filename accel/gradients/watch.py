@@ -15,10 +15,9 @@ REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
 class Look(NamedTuple):
-    """The gradients of some tensors at one time."""
+    """The gradients of some tensors, and the numbers of writes in place to each."""
 
     gradients: list[torch.Tensor | None]
-    #: The number of writes in place to each, or 0.
     versions: list[int]
 
 
@@ -40,12 +39,9 @@ def written(before: Look, after: Look) -> list[int]:
     ]
 
 
-# -- which parameters may get gradients --------------------------------------------------------------------------------
-
-
 @final
 class TrainableMask:
-    """Compares ``requires_grad`` of every parameter with what the engine was built for.
+    """``requires_grad`` of every parameter: now, and when the engine was built for it.
 
     The idea of a comparison before each forward, on by default, is fairscale's (pull request 369).
     """

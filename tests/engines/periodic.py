@@ -89,8 +89,6 @@ class PeriodicEngine(Engine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         if self.distributed and not self.ended:
             self.average()
-            for optimizer in optimizers:
-                self.holdings.give_back("the end of averaging", optimizer, self.named)
 
 
 # --8<-- [end:backend]
@@ -104,14 +102,6 @@ class NoLastAverage(PeriodicEngine):
     def average(self) -> None:
         if self.optimizers:  # `teardown` has detached them before `unwrap`
             super().average()
-
-
-@final
-class NoStateGivenBack(PeriodicEngine):
-    """``teardown`` leaves each rank its own optimizer state."""
-
-    def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        super().unwrap(())
 
 
 @final
@@ -135,7 +125,6 @@ class NoRefusal(PeriodicEngine):
 
 MISTAKES: dict[type[PeriodicEngine], str] = {
     NoLastAverage: "the model after teardown",
-    NoStateGivenBack: "the optimizer after teardown",
     NoPlacements: r"state_dict\(\)",
     NoRefusal: "an optimizer that setup never saw",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -102,15 +103,14 @@ def found(backend: Any, drifts: list[Any]) -> list[str]:
 @pytest.mark.parametrize("backend", WATCHED, ids=str)
 def test_values_of_groups_that_differ_are_found_and_named(backend: Any) -> None:
     scheduler, group = found(backend, [by_scheduler, by_group])
-    assert "lr of group 0 of AdamW: 0.0005 on ranks [0]; 0.001 on ranks [1]" in scheduler
-    assert "weight_decay of group 0 of AdamW: 0.01 on ranks [0]; 0.25 on ranks [1]" in group
-    assert "is not the same on all ranks at step 7" in group
+    assert "lr of group 0 of AdamW is 0.0005 on rank 0; 0.001 on rank 1" in scheduler
+    assert "weight_decay of group 0 of AdamW is 0.01 on rank 0; 0.25 on rank 1" in group
+    assert "differs between ranks at step 7" in group
 
 
 def test_a_weight_that_one_rank_changes_is_found_and_named() -> None:
     (weight,) = found(("ddp", {}), [by_weight])
-    assert "2.weight on ranks [1] is not what it is on rank 0" in weight
-    assert "0.weight" not in weight
+    assert re.search(r": 2\.weight is \w+ on rank 0; \w+ on rank 1\.", weight)
     assert "not only if accel.is_main()" in weight
 
 
@@ -166,58 +166,34 @@ def copies_are_loaded() -> None:
     raw = build()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1))
     twin, thawed = copy.deepcopy(raw), pickle.loads(pickle.dumps(raw))
-    if accel.is_main():  # they are the program's own
-        twin.load_state_dict(build(1).state_dict())
-        thawed.load_state_dict(build(1).state_dict())
     step(model, optimizer, 0)
     accel.teardown(model)
-    assert not raw._load_state_dict_pre_hooks
-    if accel.is_main():
-        raw.load_state_dict(build(1).state_dict())
+    if accel.is_main():  # they are the program's own
+        for module in (twin, thawed, raw):
+            module.load_state_dict(build(1).state_dict())
 
 
 def test_copies_are_loaded_on_one_rank() -> None:
     run(2, copies_are_loaded)
 
 
+# -- models without an optimizer --------------------------------------------------------------------------------------
+
+
 def step_by_hand(model: Any, number: int, micros: int = 1) -> None:
-    """Without an optimizer."""
     for micro in range(micros):
         with accel.no_sync(model) if micro < micros - 1 else contextlib.nullcontext():
             model(torch.full((4, 6), float(number + micro + accel.rank()))).square().mean().backward()
     with torch.no_grad():
         for p in model.parameters():
-            p -= 0.01 * p.grad if number % 2 else 0.001 * p.grad.sign()
+            p -= 0.01 * p.grad
     model.zero_grad()
 
 
-def drift_by_hand(backend: Any) -> tuple[int, str]:
-    model, _, _ = accel.setup(build(), backend=options(backend, EVERY))
-    for number in range(8):
-        step_by_hand(model, number)
-    if accel.rank() == 1:
-        with torch.no_grad():
-            model[2].weight.mul_(1.01)
-    for number in range(20):
-        try:
-            step_by_hand(model, number)
-        except accel.RankMismatchError as error:
-            accel.teardown(model)
-            return number, str(error)
-    return -1, ""
-
-
-def test_a_drift_is_found_where_there_is_no_optimizer() -> None:
-    ours, theirs = run(2, drift_by_hand, ("ddp", {}))
-    assert ours == theirs
-    assert 0 <= ours[0] <= EVERY
-    assert "2.weight on ranks [1] is not what it is on rank 0" in ours[1]
-
-
-def by_hand_alike(backend: Any) -> None:
-    """A loop that updates by hand, a teacher without gradients, and evaluation on one rank."""
-    model, _, _ = accel.setup(build(), backend=options(backend, 1))
-    teacher, _, _ = accel.setup(build(1).requires_grad_(False), backend=options(backend, 1))
+def by_hand() -> str:
+    """Update by hand beside a teacher, evaluate on one rank, then change a weight on one rank."""
+    model, _, _ = accel.setup(build(), backend=accel.DDP(drift_check=1))
+    teacher, _, _ = accel.setup(build(1).requires_grad_(False), backend=accel.DDP(drift_check=1))
     for number in range(6):
         teacher(torch.ones(4, 6))
         step_by_hand(model, number, micros=1 + number % 3)
@@ -225,11 +201,15 @@ def by_hand_alike(backend: Any) -> None:
             with torch.no_grad():
                 model.eval()(torch.ones(4, 6))
             model.train()
-    accel.teardown()
+    by_weight(model, None)
+    with pytest.raises(accel.RankMismatchError) as error:
+        step_by_hand(model, 6)
+    return str(error.value)
 
 
-def test_right_loops_without_an_optimizer_raise_nothing() -> None:
-    run(2, by_hand_alike, ("ddp", {}))
+def test_a_model_without_optimizer_is_compared_after_backward() -> None:
+    for text in run(2, by_hand):
+        assert ": 2.weight is" in text
 
 
 def switched_off() -> list[float]:
@@ -244,12 +224,6 @@ def switched_off() -> list[float]:
 def test_it_can_be_switched_off() -> None:
     ours, theirs = run(2, switched_off)
     assert ours != theirs
-
-
-@pytest.mark.parametrize("value", [-1, True, 2.0, "often"])
-def test_an_option_that_is_no_number_of_steps_is_refused(value: Any) -> None:
-    with pytest.raises(accel.BackendError, match=r"drift_check=.*expected a number of steps"):
-        accel.FSDP(drift_check=value)
 
 
 # -- programs that go through -----------------------------------------------------------------------------------------
@@ -271,16 +245,6 @@ def clamp(model: Any, optimizer: Any) -> Iterator[None]:
             p.data.clamp_(-0.05, 0.05)
 
 
-def freeze(model: Any, optimizer: Any) -> Iterator[None]:
-    yield
-    model[0].requires_grad_(False)
-    yield
-    yield
-    model[0].requires_grad_(True)
-    while True:
-        yield
-
-
 def reload(model: Any, optimizer: Any) -> Iterator[None]:
     yield
     model.load_state_dict(build(3).state_dict())
@@ -290,22 +254,6 @@ def reload(model: Any, optimizer: Any) -> Iterator[None]:
     optimizer.load_state_dict(accel.full_state_dict(optimizer))
     while True:
         yield
-
-
-def become_nan(model: Any, optimizer: Any) -> Iterator[None]:
-    yield
-    state = {name: value * float("nan") for name, value in build().state_dict().items()}
-    model.load_state_dict(state)
-    while True:
-        yield
-
-
-def accumulate(model: Any, optimizer: Any) -> Iterator[None]:
-    while True:
-        yield
-        with accel.no_sync(model):
-            model(torch.randn(2, 6)).sum().backward()
-        accel.clip_grad_norm_(model, 1.0)
 
 
 def go_back(model: Any, optimizer: Any) -> Iterator[None]:
@@ -322,22 +270,14 @@ def go_back(model: Any, optimizer: Any) -> Iterator[None]:
         yield
 
 
-PROGRAMS = [
-    go_back,
-    schedule,
-    clamp,
-    freeze,
-    reload,
-    become_nan,
-    accumulate,
-]
+PROGRAMS = [go_back, schedule, clamp, reload]
 
 
-def pass_through(backend: Any, programs: list[Any], precision: str) -> None:
+def pass_through(backend: Any, programs: list[Any]) -> None:
     for program in programs:
         raw = build()
         model, optimizer, _ = accel.setup(
-            raw, torch.optim.AdamW(raw.parameters(), lr=1e-3), backend=options(backend, 1), precision=precision
+            raw, torch.optim.AdamW(raw.parameters(), lr=1e-3), backend=options(backend, 1)
         )
         between = program(model, optimizer)
         for number in range(6):
@@ -351,22 +291,7 @@ def test_usual_programs_raise_nothing(backend: Any) -> None:
     need(backend[0], 2)
     # ZeRO-3 and pipeline raise for weights that this rank doesn't hold.
     programs = [program for program in PROGRAMS if program is not clamp or backend not in (ZERO3, PIPELINE)]
-    run(2, pass_through, backend, programs, "32-true")
-
-
-def test_usual_programs_raise_nothing_in_low_precision() -> None:
-    for precision in ("bf16-true", "bf16-mixed", "16-mixed"):
-        run(2, scaled_loop, precision)
-
-
-def scaled_loop(precision: str) -> None:
-    raw = build()
-    optimizer = torch.optim.AdamW(raw.parameters(), lr=torch.tensor(1e-3))
-    model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.DDP(drift_check=1), precision=precision)
-    for _ in range(5):
-        optimizer.zero_grad()
-        accel.backward(model(torch.randn(4, 6)).square().mean())
-        optimizer.step()
+    run(2, pass_through, backend, programs)
 
 
 def adapters() -> None:

@@ -35,7 +35,6 @@ _COMMON: Final[Names] = (
     ("torch.autograd:Variable.", "_execution_engine.queue_callback", "the end of a backward"),
     ("torch.autograd:", "_engine_run_backward graph._engine_run_backward", "the begin and the end of each backward"),
     ("torch._C:", "_current_graph_task_id", "whether a backward runs, and which"),
-    ("torch._C:", "_functorch.peek_interpreter_stack", "transforms of torch.func around a forward"),
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
     (_CLIP, "_get_total_norm", "a norm over all ranks in torch's clipping"),
@@ -167,7 +166,7 @@ FAIRSCALE: Names = (
 #: Names that no row can look up: of Python, of operators, of objects that torch's schedulers and DeepSpeed mark, of NCCL,
 #: of fsspec and of transformers.
 _PYTHON: Final = {"_at_fork_reinit", "_current_frames", "_exit", "_getframe", "_register_atexit", "_replace"}
-_OPERATORS: Final = {"_C", "_foreach_lerp_", "_foreach_sub", "_local_scalar_dense"}
+_OPERATORS: Final = {"_C", "_foreach_lerp_", "_local_scalar_dense"}
 _MARKS: Final = {"_opt_called", "_external_params", "_metadata"}
 _OTHERS: Final = {"_group_start", "_group_end", "_get_kwargs_from_urls", "_strip_protocol", "_tp_plan"}
 ELSEWHERE: Final = _PYTHON | _OPERATORS | _MARKS | _OTHERS

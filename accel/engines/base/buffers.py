@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from itertools import repeat, starmap
+from itertools import starmap
 from typing import Any, Final, final
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...process import Process
-from ...process.control import Waiting, announce
+from ...process.control import Waiting
 from ...process.packing import broadcast_, writable
 
 _contiguous: Final = operator.methodcaller("is_contiguous")
@@ -20,26 +20,22 @@ _device: Final = operator.attrgetter("device")
 
 @final
 class Buffers:
-    """The buffers that a module has in ``setup``, by their places, because a forward may replace one.
+    """The buffers of a module in ``setup``, by their places, because a forward may replace one.
 
-    A buffer that is registered later is each rank's own, as in DistributedDataParallel.
+    A buffer that is registered later, or gets a different shape, is each rank's own.
     """
 
-    def __init__(self, module: nn.Module, process: Process, asked: bool) -> None:
+    def __init__(self, module: nn.Module, process: Process, wanted: bool) -> None:
         self._process = process
-        self._names: list[str] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         for name, _ in module.named_buffers():
             parent, _, key = name.rpartition(".")
-            self._names.append(name)
             self._places.append((module.get_submodule(parent)._buffers, key))
-        self._shapes = list(
-            map(getattr, starmap(dict.get, self._places), repeat("shape"), repeat(None))
-        )
-        self._what = f"the buffers that rank 0 gives to all ({type(module).__name__})"
-        self._waiting = Waiting(process, self._what)
+        self._first = [table[key] for table, key in self._places]
+        self._kinds = list(map(_kind, self._first))
+        self._waiting = Waiting(process, f"rank 0's buffers ({type(module).__name__})")
         #: True if ranks take rank 0's; and if a forward may have changed them since they did.
-        self.wanted = asked and process.place.world_size > 1 and bool(self._names)
+        self.wanted = wanted and process.place.world_size > 1 and bool(self._places)
         self.stale = False
 
     def touch(self) -> None:
@@ -47,33 +43,27 @@ class Buffers:
         self.stale = self.wanted
 
     def synchronize(self) -> None:
-        """Copy rank 0's buffers to every rank, in place. Collective.
-
-        Raises:
-            RankMismatchError: ranks have buffers of different shapes.
-        """
+        """Copy rank 0's buffers to every rank, in place. Collective."""
         self.stale = False
         if not self.wanted:
             return
-        tensors: list[Any] = list(starmap(dict.get, self._places))
-        shapes = list(map(getattr, tensors, repeat("shape"), repeat(None)))
-        if shapes != self._shapes:
-            self._announce(shapes)
-            tensors = [tensor for tensor in tensors if tensor is not None]
+        buffers: list[Any] = list(starmap(dict.get, self._places))
+        # A cache that has grown stays as it is. All ranks send as many bytes as in ``setup``.
+        for number, first in enumerate(self._first):
+            now = buffers[number]
+            if now is not first and _kind(now) != self._kinds[number]:
+                buffers[number] = first
         with self._waiting:
-            if not all(map(_contiguous, tensors)) or len(set(map(_device, tensors))) > 1:
-                broadcast_(writable(tensors), self._process.group)
+            if not all(map(_contiguous, buffers)) or len(set(map(_device, buffers))) > 1:
+                broadcast_(writable(buffers), self._process.group)
                 return
             # One message of bytes, because not every transport knows every dtype.
-            rows = [tensor.detach().view(-1).view(torch.uint8) for tensor in tensors]
+            rows = [buffer.detach().view(-1).view(torch.uint8) for buffer in buffers]
             flat = torch.cat(rows)
             dist.broadcast(flat, 0, group=self._process.group)
             if self._process.place.rank:
                 torch._foreach_copy_(rows, flat.split(list(map(len, rows))))
 
-    def _announce(self, shapes: list[Any]) -> None:
-        """Compare shapes that have changed since ``setup``, as those of a cache of positions."""
-        pairs = zip(self._names, shapes, self._shapes, strict=True)
-        changed = [f"{name} {list(new or ())}" for name, new, old in pairs if new != old]
-        one_shape = "which must have one shape on all ranks, as a plain attribute need not"
-        announce(self._process, f"{self._what}, {one_shape}: {', '.join(sorted(changed)[:5])}")
+
+def _kind(buffer: torch.Tensor | None) -> Any:
+    return None if buffer is None else (buffer.shape, buffer.dtype)

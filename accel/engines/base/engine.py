@@ -18,34 +18,31 @@ from ...errors import AccelError, BackendError, OptimizerError
 from ...gradients.watch import REQUIRES_GRAD, TrainableMask, explain
 from ...handles import ModelHandle, end
 from ...precision import LossScale, Precision, Replaced
-from ...process import Process
+from ...process import Process, reason_of
 from ...process.control import raise_lost, require_equal
-from .drift import DriftGuard, watch_loads
+from .drift import DriftGuard, before_load
 from .gradients import Gradients
 from .holdings import Holdings
 from .memory import MemoryUse, TensorSize, add_uses
 from .options import Options
 from .placement import REPLICATED, Placements
 from .sequence import SequenceParallel, sequence_size
-from .step import Stepper, refuse_changes, take_added_groups
+from .step import Stepper, refuse_changes, refuse_steps, take_added_groups
 
 logger = logging.getLogger("accel")
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The arguments of an engine, beside its module.
-
-    Attributes:
-        serial: the engine's number. It is the same on all ranks, and no other engine has it.
-        reads: the weights are read from files after ``start``.
-    """
+    """The arguments of an engine, beside its module."""
 
     process: Process
     precision: Precision
     loss_scale: LossScale
     options: Any
+    #: The same on all ranks. No other engine has it.
     serial: int
+    #: The weights are read from files after ``start``.
     reads: bool = False
 
 
@@ -53,17 +50,7 @@ class Engine(ABC):
     """Runs one model on one backend, with its ``gradients`` and its ``holdings``.
 
     Methods are *local* or *collective*: a local method communicates with no other rank, a
-    collective method is called on every rank. Subclasses are final. docs/internals.md shows the
-    order of the calls.
-
-    Attributes:
-        module: the user's raw module.
-        entry: the callable of a forward: ``module`` or its ``torch.compile`` wrapper.
-        label: the engine's name in messages between ranks, as "Net #0". Two models of one class
-            have different labels.
-        ended: why the process groups were ended, or why the other ranks take no part in the
-            teardown. Empty while everything works.
-        optimizers: the raw optimizers in the order in which they were attached.
+    collective method is called on every rank. docs/internals.md shows the order of the calls.
     """
 
     name: ClassVar[str]
@@ -78,20 +65,22 @@ class Engine(ABC):
     holdings_type: type[Holdings] = Holdings
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        self.module = module
-        self.entry = entry
+        #: The user's raw module, and the callable of a forward: ``module`` or a compile wrapper.
+        self.module, self.entry = module, entry
         self.process = context.process
         self.options = context.options
         self.precision = context.precision
         self.loss_scale = context.loss_scale
         self.serial = context.serial
         self.reads = context.reads
-        # A library may change the class of the module, so keep the name of the user's.
+        # A library may change the class of the module.
         self.kind = type(module).__name__
+        #: The name in messages between ranks.
         self.label = f"{self.kind} #{self.serial}"
         self.distributed = context.process.place.world_size > 1
         if not self.distributed:
             self.placements = REPLICATED
+        #: Why the process groups were ended, or why the other ranks take no part in the teardown.
         self.ended = ""
         self.handle = ModelHandle(self)
         self.steppers: dict[int, Stepper] = {}
@@ -102,6 +91,8 @@ class Engine(ABC):
         self.undo = contextlib.ExitStack()
         self.gradients = self.gradients_type(self)
         self._read_parameters()
+        #: The parameters that the user's optimizers had, which shards may replace.
+        self._raw_parameters = dict(self.named)
         self.holdings = self.holdings_type(self)
         refreshes = getattr(self.options, "auto_refresh", True)
         self._watches_mask = self.gradients.reduced and self.distributed and refreshes
@@ -110,7 +101,7 @@ class Engine(ABC):
         self.sequence = SequenceParallel(self, size) if size > 1 else None
         compared = self.distributed and self.synchronizes
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
-        self._loads = watch_loads(self) if compared else None
+        self._load_hook = module.register_load_state_dict_pre_hook(before_load)
         context.process.dependents.add(self)
         if self.placements.sharded:
             self.holdings.guard.watch(module)
@@ -123,7 +114,6 @@ class Engine(ABC):
         #: The identities of all parameter objects that belong to this engine.
         self.known: Container[int] = {id(p) for p in self.parameters}
         self.mask = TrainableMask(self.parameters)
-        self.gradients.follow(self.parameters)
 
     # -- before there is an engine ---------------------------------------------------------------
 
@@ -156,10 +146,9 @@ class Engine(ABC):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        """Return the bytes on the rank that needs the most. Pure.
+        """Return the bytes on the rank that needs the most, without the backend's package. Pure.
 
-        By default every rank holds everything. None means that the backend can't train this module
-        on so many ranks. Neither the backend's package nor a process group is needed.
+        None means that the backend can't train this module on so many ranks.
         """
         return add_uses(tensor.use() for tensor in tensors)
 
@@ -170,7 +159,7 @@ class Engine(ABC):
         return
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank the weights of rank 0, and shard what the backend shards. Collective.
+        """Give every rank the weights of rank 0, and shard them. Collective.
 
         It runs after ``wrap`` and ``attach``, and again after optimizers were added.
         """
@@ -197,14 +186,13 @@ class Engine(ABC):
 
     def abandon(self, reason: str) -> None:
         """Release everything that uses a process group, because the groups are ended. Local."""
-        self.ended = reason
-        self.restructured = True
-        self.drift.stop()
+        self.ended, self.restructured = reason, True
+        self.drift.pause()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Undo ``wrap`` and ``start``. Raw module and optimizers keep their trained values.
+        """Undo ``wrap`` and ``start``. The raw module keeps its trained weights.
 
-        Collective, unless ``ended`` says why the other ranks take no part. Then weights that lay
+        Collective, unless ``ended`` says why the other ranks take no part. Then weights that were
         on other ranks become nan, and the error of ``lost_weights`` is raised.
         """
         return
@@ -213,41 +201,51 @@ class Engine(ABC):
     def teardown(self, alone: str = "") -> None:
         """End the engine and give the raw module and optimizers back to the user. Collective.
 
-        Args:
-            alone: why the other ranks take no part. Then the teardown is local, gradients that
-                are not reduced are dropped, and AccelError is raised if weights lay on other ranks.
+        ``alone`` is why the other ranks take no part. Then the teardown is local, unreduced
+        gradients are dropped, and AccelError is raised if weights were on other ranks.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:
             last.callback(end, self.handle)
             last.callback(self.process.dependents.discard, self)
-            self._finish_gradients(self.ended)
+            self._finish_gradients()
             optimizers = list(self.optimizers)
             for optimizer in optimizers:
                 # A group of another model's parameters stays in the optimizer as it is.
                 with contextlib.suppress(OptimizerError):
                     take_added_groups(self, optimizer)
+            self._give_state_back(optimizers)
             last.callback(self.undo.close)
             for optimizer in optimizers:
                 self.detach(optimizer)
-            self.gradients.close()
-            self.drift.stop()
-            if self._loads is not None:
-                self._loads.remove()
+            self._load_hook.remove()
             self.holdings.guard.release(self.module)
             self.unwrap(optimizers)
 
-    def _finish_gradients(self, problem: str) -> None:
+    def _give_state_back(self, optimizers: Sequence[Optimizer]) -> None:
+        """Gather the sharded state of optimizers, or let them raise if that is not possible."""
+        sharded = [o for o in optimizers if self.started and self.holdings.partial(o)]
+        try:
+            for optimizer in [] if self.ended else sharded:
+                what = "the state of an optimizer at the end of its model"
+                self.holdings.give_back(what, optimizer, self._raw_parameters)
+        except (AccelError, RuntimeError) as error:
+            self.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
+        if self.ended:
+            for optimizer in sharded:
+                refuse_steps(optimizer, self.ended)
+
+    def _finish_gradients(self) -> None:
         """Reduce pending gradients, or drop all of them if that is not possible."""
+        problem = self.ended
         try:
             if not self.gradients.pending():
-                problem = ""
-            elif not problem:
+                return
+            if not problem:
                 self.gradients.settle()
+                return
         except AccelError as error:
             problem = str(error)
-        if not problem:
-            return
         if any(p.grad is not None for p in self.parameters):
             logger.warning("teardown drops unreduced gradients of %s: %s", self.label, problem)
         for parameter in self.parameters:
@@ -283,18 +281,13 @@ class Engine(ABC):
                 return self.call(function, args, kwargs)
         watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
         if watches_mask:
-            with (
-                torch._C.DisableTorchFunctionSubclass()
-            ):  # inline, because every forward comes here
+            # Inline, because every forward comes here.
+            with torch._C.DisableTorchFunctionSubclass():
                 changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask.known
             if changed:
                 self.refresh()
         if self.drift.inputs is not None:
             self.drift.inputs.note(self, args, kwargs)
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None
-        if in_transform and function is self.entry and not self.holdings.partial(None):
-            # torch's reducer can't look at the tensors of torch.func.grad. A method goes around it.
-            function = self.entry.__call__
         try:
             if self.precision.plain:
                 return self.run(function, args, kwargs)
@@ -356,10 +349,9 @@ class Engine(ABC):
         explain: Callable[[list[Any]], str] = str,
         beside: Any = None,
     ) -> list[Any]:
-        """Return ``beside`` of all ranks, or raise RankMismatchError on all. Collective.
+        """Return ``beside`` of all ranks, or raise RankMismatchError if a ``value`` differs.
 
-        It raises if the ranks' next collective is not ``what`` for this model with an equal
-        ``value``. ``explain`` turns the values into the text of the error.
+        Collective. ``explain`` turns the values into the text of the error.
         """
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 

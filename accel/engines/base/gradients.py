@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, PrecisionError
-from ...gradients.clip import clip_parts_, part_of
+from ...gradients.clip import clip_sharded_
 from ...gradients.watch import Look, look, written
 from ...precision import Accumulator, all_finite, here
 from ...process import Process
@@ -36,7 +36,7 @@ class Gradients:
 
     #: Ranks reduce gradients together, so the same parameters must be trainable on all of them.
     reduced: ClassVar[bool] = False
-    #: Gradients stay this rank's own until a step, so a change of ``requires_grad`` loses none.
+    #: Gradients are reduced at the step, so a change of ``requires_grad`` loses none.
     deferred: ClassVar[bool] = False
     #: Optimizers that were never given to ``setup`` need ``before_step`` too.
     before_any_step: ClassVar[bool] = False
@@ -72,18 +72,7 @@ class Gradients:
         reduces = self.engine.distributed and (self.reduced or self.spread)
         return self.engine.precision.scaled or reduces
 
-    @property
-    def spares(self) -> bool:
-        """True if ``no_sync`` saves messages, and costs no memory."""
-        return False
-
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Take these as the engine's parameters. Called again if shards have replaced them."""
-
-    def close(self) -> None:
-        """Remove hooks at the end of the engine. Local."""
-
-    # -- backwards ------------------------------------------------------------------------------------------------
+    # -- backwards ---------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
         """Look at the gradients before an outermost backward. Local."""
@@ -116,13 +105,19 @@ class Gradients:
 
         Zero gradients count only if ``zeros`` is True.
         """
-        if self.plain and self.exist(zeros=zeros):
+        if not self.plain:
+            return
+        gradients = [here(a.grad) for a in self.holders() if a.grad is not None]
+        exists = bool(gradients) if zeros else any(bool(grad.any()) for grad in gradients)
+        if self.partial:  # maybe on other ranks only
+            exists = any(agree(f"the gradients ({self.engine.label})", exists))
+        if exists:
             raise PrecisionError(
                 f"A plain loss.backward() made gradients of this '16-mixed' {self.engine.kind} "
                 "without scaling the loss. Call accel.backward(loss), or use torch.amp.GradScaler."
             )
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- which tensor is which ---------------------------------------------------------------------
 
     def holders(self) -> Sequence[Accumulator]:
         """Return everything with a ``grad`` that a backward of this model writes. Local."""
@@ -136,30 +131,11 @@ class Gradients:
         """Return the one of ``engine.parameters`` that a module's parameter stands for. Local."""
         return parameter
 
-    def exist(self, *, zeros: bool) -> bool:
-        """True if there are gradients, on any rank if they are ``partial``."""
-        gradients = [here(a.grad) for a in self.holders() if a.grad is not None]
-        exists = bool(gradients) if zeros else any(bool(grad.any()) for grad in gradients)
-        return (
-            any(agree(f"the gradients ({self.engine.label})", exists)) if self.partial else exists
-        )
+    # -- final gradients ---------------------------------------------------------------------------
 
     def pending(self) -> bool:
         """True if ``settle`` would reduce something. Local."""
         return False
-
-    def hidden(self) -> bool:
-        """True if ``p.grad`` doesn't show all gradients, even once they are final. Local."""
-        return False
-
-    def finite(self, optimizer: Optimizer) -> bool:
-        """True if the final gradients of ``optimizer`` have neither inf nor nan on any rank."""
-        finite = all_finite(optimizer)
-        if not self.partial:
-            return finite
-        return all(agree(f"the gradients' finiteness ({self.engine.label})", finite))
-
-    # -- making them final ----------------------------------------------------------------------------------------
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Make gradients final. Collective if there is something to reduce.
@@ -174,6 +150,25 @@ class Gradients:
         self.accumulating = accumulating
 
     @property
+    def spares(self) -> bool:
+        """True if ``no_sync`` saves messages, and costs no memory."""
+        return False
+
+    def hidden(self) -> bool:
+        """True if ``p.grad`` doesn't show all gradients, even once they are final. Local."""
+        return False
+
+    @final
+    def finite(self, optimizer: Optimizer) -> bool:
+        """True if the final gradients of ``optimizer`` have neither inf nor nan on any rank."""
+        finite = all_finite(optimizer)
+        if self.partial:
+            finite = all(agree(f"the gradients' finiteness ({self.engine.label})", finite))
+        return finite
+
+    # -- clipping ----------------------------------------------------------------------------------
+
+    @property
     def in_parts(self) -> bool:
         """True if final gradients are sharded, and ``parts`` returns this rank's. Local."""
         return self.engine.placements.gradients.sharded
@@ -183,27 +178,6 @@ class Gradients:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the local gradients that this rank counts in a norm, and the copies. Local."""
         raise NotImplementedError
-
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """Clip by the global norm of the model's gradients. Return the norm before. Collective."""
-        parameters = self.engine.parameters
-        if self.in_parts:
-            self.finalize("accel.clip_grad_norm_", parameters)
-            return self.clip_parts(max_norm, norm_type, error_if_nonfinite)
-        self.settle()  # every rank clips all parameters, so there is nothing to compare
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-
-    @final
-    def clip_parts(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip sharded gradients that are final. Collective."""
-        part = part_of(self, self.engine.parameters)
-        return clip_parts_([part], (), max_norm, norm_type, error_if_nonfinite)
-
-    def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return a norm over all ranks in the form in which torch returns it. Local."""
-        return norm
 
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
         """Make gradients final because ``what`` clips those of ``parameters``. Collective.
@@ -219,7 +193,19 @@ class Gradients:
             names = self.engine.holdings.parameter_names
             self.engine.compare(what, sorted({names[id(p)] for p in parameters}), other_parameters)
 
-    # -- steps ----------------------------------------------------------------------------------------------------
+    @final
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Clip by the global norm of the model's gradients. Return the norm before. Collective."""
+        # Torch's function leads to `gradients/clip.py` while an engine on several ranks lives.
+        parameters = self.engine.parameters
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    @final
+    def clip_parts(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip sharded gradients that are final. Collective."""
+        return clip_sharded_([(self, self.engine.parameters)], (), max_norm, norm_type, False)
+
+    # -- steps -------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise OptimizerError for parameters that are not the engine's. Local."""
@@ -253,13 +239,14 @@ class Gradients:
 def other_parameters(given: Sequence[Sequence[str]]) -> str:
     """Return which parameters some ranks clip and others don't."""
     common = set(given[0]).intersection(*given)
-    missing = set().union(*given) - common
-    return f"some were not given {', '.join(sorted(missing)[:5])} (their p.grad was None?); give all of model.parameters()"
+    missing = sorted(set().union(*given) - common)
+    return f"some were not given {', '.join(missing[:5])}. Clip all of model.parameters()"
 
 
 def refuse_inside_backward() -> None:
     """Raise BackendError if a backward runs, because its gradients are not reduced yet."""
     if torch._C._current_graph_task_id() != -1:
         raise BackendError(
-            "an optimizer steps inside a backward, before its gradients are reduced. Call step() after backward()."
+            "Gradients are not final, because an optimizer steps inside a backward. "
+            "Call step() after backward()."
         )

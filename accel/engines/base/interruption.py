@@ -1,4 +1,4 @@
-"""Remember backward passes that raised, for backends whose libraries keep state between backwards."""
+"""Backward passes that raised, for backends whose libraries keep state between backwards."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ class Interruption:
 
     Attributes:
         running: autograd's numbers of the backwards that run. The backend adds and removes them.
-        incomplete: gradients of an interrupted backward may exist. The backend sets it to False
-            when they are dropped.
-        stale: the library still has state of an interrupted forward, backward or reduction. The
-            backend sets it to False when it has cleared that state.
-        cut: the interrupted call was a backward or a reduction, so nothing can be reduced before
-            the state is cleared.
+        incomplete: gradients are incomplete, until the backend drops them.
+        stale: the library keeps the state of a call that raised, until the backend clears it.
+        cut: that call was a backward or a reduction, so the state is cleared before a reduction.
     """
 
     def __init__(self) -> None:
@@ -49,6 +46,6 @@ class Interruption:
         """Raise BackendError if gradients are incomplete."""
         if self.incomplete:
             raise BackendError(
-                "an exception ended a backward, a reduction of its gradients, or a forward after one, so that gradients are "
-                "incomplete: call zero_grad(), then the model's handle, and backward again"
+                "The gradients are incomplete, because an exception ended a backward. "
+                "Call optimizer.zero_grad(), then run forward and backward again."
             )

@@ -2,8 +2,8 @@
 
 A backend that shards parameters lets the user's optimizer step the part on this rank: a plain
 tensor, which can be several times as fast as the library's own kind of sharded tensor. The parts
-stand in the groups from the last pre-hook of a step to its first post-hook. The user's hooks and
-closures therefore find the parameters, as they do between steps.
+are in the groups from the last pre-hook of a step to its first post-hook. So the user's hooks and
+closures find the parameters, as they do between steps.
 """
 
 from __future__ import annotations
@@ -22,23 +22,9 @@ from torch.optim import Optimizer
 
 from ...precision import here
 
-#: Optimizers that treat each element by itself, so a part is stepped as in the whole parameter.
-ELEMENTWISE: Final = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "SGD",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "Adagrad",
-        "Adadelta",
-        "ASGD",
-    )
-)
+#: Optimizers that treat each element by itself, so a part is stepped as in the full parameter.
+_NAMES: Final = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD"
+ELEMENTWISE: Final = frozenset(getattr(torch.optim, name) for name in _NAMES.split())
 #: Methods that a subclass may override without changing what ``step`` computes.
 _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
 
@@ -46,31 +32,20 @@ _OUTSIDE: Final = {"step", "zero_grad", "add_param_group", "state_dict", "load_s
 def elementwise(optimizer: Optimizer) -> bool:
     """True if an optimizer makes the step of one of torch's elementwise optimizers."""
     kind: Any = type(optimizer)
-    return _steps_elementwise(kind)
+    return _is_elementwise(kind)
 
 
 @functools.cache
-def _steps_elementwise(kind: type[Optimizer]) -> bool:
-    theirs = next((c for c in kind.__mro__ if c in ELEMENTWISE), None)
-    if theirs is None or not _is_of_torch(kind.step):
-        return False
-    subclasses = kind.__mro__[: kind.__mro__.index(theirs)]
-    overrides = {
-        name
-        for c in subclasses
-        for name in vars(c)
-        if hasattr(theirs, name) and not name.startswith("__")
-    }
-    return overrides <= _OUTSIDE
-
-
-def _is_of_torch(function: Any) -> bool:
-    """True if a function, and each one that it wraps, is defined in ``torch.optim``."""
-    while function is not None:
-        if not function.__globals__["__name__"].startswith("torch.optim."):
-            return False
-        function = getattr(function, "__wrapped__", None)
-    return True
+def _is_elementwise(kind: Any) -> bool:
+    base = next((c for c in kind.__mro__ if c in ELEMENTWISE), None)
+    step = kind.step
+    while base is not None and step is not None:
+        if not step.__module__.startswith("torch.optim."):
+            return False  # such as a schedule-free step
+        step = getattr(step, "__wrapped__", None)
+    own_classes = kind.__mro__[: kind.__mro__.index(base)] if base is not None else ()
+    names = {name for c in own_classes for name in vars(c) if not name.startswith("__")}
+    return base is not None and {name for name in names if hasattr(base, name)} <= _OUTSIDE
 
 
 class PartsInGroups:
@@ -84,24 +59,45 @@ class PartsInGroups:
         self._parts_of = parts_of
         #: The groups of the step that runs, with their lists of parameters.
         self._groups: list[tuple[dict[str, Any], list[Any]]] = []
+        self._reference = weakref.ref(optimizer)
         self._before = optimizer.register_step_pre_hook(self._begin_step)
         self._after = optimizer.register_step_post_hook(self._end_step)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._after.id, last=False)
-        self._release = _guard_step(optimizer, self)
+        self._closed = False
+        #: The program's own method, such as a scheduler's wrapper.
+        self._earlier = vars(optimizer).get("step")
+
+        @functools.wraps(self._earlier or type(optimizer).step)
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._step(*args, **kwargs)
+
+        # Schedulers wrap ``optimizer.step.__func__``.
+        self._method = vars(optimizer)["step"] = MethodType(step, self._reference)
 
     def close(self) -> None:
-        """Leave the optimizer as it was."""
+        """Leave the optimizer as it was. A scheduler that has wrapped ``step`` calls torch's."""
+        self._closed = True
         self.take_out()
         self._before.remove()
         self._after.remove()
-        self._release()
+        optimizer = self._reference()
+        if optimizer is not None and vars(optimizer).get("step") is self._method:
+            del vars(optimizer)["step"]
+            if self._earlier is not None:
+                vars(optimizer)["step"] = self._earlier
 
-    def be_last_hook(self, optimizer: Optimizer) -> None:
-        """Let the user's pre-hooks run first, which may edit ``p.grad``."""
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        if next(reversed(hooks)) != self._before.id:
-            hooks.move_to_end(self._before.id)
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = self._reference()
+        step = self._earlier or functools.partial(type(optimizer).step, optimizer)
+        if self._closed or torch.compiler.is_compiling():
+            return step(*args, **kwargs)
+        # The user's pre-hooks run before, and may edit ``p.grad``.
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self.take_out()
 
     def put_in(self, optimizer: Optimizer) -> None:
         """Replace the parameters in the groups by this rank's parts."""
@@ -122,61 +118,21 @@ class PartsInGroups:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self.take_out()
             self.put_in(optimizer)
             return None
 
-        def closure_without_parts() -> Any:
+        def closure_with_parameters() -> Any:
             self.take_out()  # an optimizer may call it twice
             loss = closure()
             self.put_in(optimizer)
             return loss
 
-        return (optimizer, closure_without_parts, *args[2:]), {
-            k: v for k, v in kwargs.items() if k != "closure"
-        }
+        rest = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, closure_with_parameters, *args[2:]), rest
 
     def _end_step(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
             self.take_out()
-
-
-def _guard_step(optimizer: Optimizer, parts: PartsInGroups) -> Callable[[], None]:
-    """Make ``optimizer.step()`` restore the groups if it raises; return a function that undoes this.
-
-    It is a MethodType because torch's schedulers wrap ``optimizer.step.__func__``. If one of them has
-    wrapped it, the guard can't be removed, and becomes a plain call.
-    """
-    earlier = vars(optimizer).get("step")
-    reference, active = weakref.ref(optimizer), [True]
-
-    @functools.wraps(type(optimizer).step if earlier is None else earlier)
-    def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-        own = reference()
-        assert own is not None  # somebody steps it
-        call = functools.partial(type(own).step, own) if earlier is None else earlier
-        if not active or torch.compiler.is_compiling():
-            return call(*args, **kwargs)
-        try:
-            parts.be_last_hook(own)
-            return call(*args, **kwargs)
-        except BaseException:
-            parts.take_out()
-            raise
-
-    guarded = vars(optimizer)["step"] = MethodType(step, reference)
-
-    def release() -> None:
-        active.clear()
-        own = reference()
-        if own is None or vars(own).get("step") is not guarded:
-            return
-        if earlier is None:
-            del vars(own)["step"]
-        else:
-            vars(own)["step"] = earlier
-
-    return release
 
 
 # -- parts of DTensors -----------------------------------------------------------------------------
@@ -193,7 +149,7 @@ def parts_of(tensors: Sequence[Any]) -> list[Any]:
     """Return ``local_of`` of each."""
     try:
         return list(map(_LOCAL, tensors))
-    except AttributeError:  # a scalar, which every rank has whole
+    except AttributeError:  # every rank holds a scalar
         return list(map(local_of, tensors))
 
 
@@ -206,10 +162,10 @@ class LocalSteps(PartsInGroups):
     ) -> None:
         super().__init__(optimizer, parts_of)
         self._stepping = stepping
-        #: Of the step that runs: the local tensors that have gradients, the optimizer with the
-        #: user's state, and the values in the state that the step was given.
+        #: Of the step that runs: the local tensors that have gradients, the user's state, and the
+        #: values that the step was given in its place.
         self._stepped: list[torch.Tensor] = []
-        self._state: tuple[Optimizer, defaultdict[torch.Tensor, Any]] | None = None
+        self._state: Any = None
         self._given: list[Any] = []
 
     def put_in(self, optimizer: Optimizer) -> None:
@@ -224,42 +180,36 @@ class LocalSteps(PartsInGroups):
                         self._stepped.append(part)
                         written.append(parameter)
         self._stepping(written)
-        local: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        local: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, values in optimizer.state.items():
-            part, kind = (
-                local_of(parameter),
-                type(parameter),
-            )  # `local_of` of each value would be slow
-            if part is not parameter:
-                values = {k: v._local_tensor if type(v) is kind else v for k, v in values.items()}  # type: ignore[attr-defined]
-            local[part] = values
-        self._state, self._given = (optimizer, optimizer.state), _values_of(local)
+            kind = type(parameter)  # `local_of` of each value would be slow
+            local[local_of(parameter)] = {
+                key: local_of(value) if type(value) is kind else value
+                for key, value in values.items()
+            }
+        self._state, self._given = optimizer.state, _values_of(local)
         optimizer.state = local
 
     def take_out(self) -> None:
-        if self._state is not None:
-            optimizer, state = self._state
-            local, optimizer.state = optimizer.state, state
+        optimizer = self._reference()
+        if self._state is not None and optimizer is not None:
+            state, local, self._state = self._state, optimizer.state, None
+            optimizer.state = state
             values = _values_of(local)
             if len(values) != len(self._given) or not all(map(operator.is_, values, self._given)):
                 self._adopt_state(local, state)
-            self._state, self._given = None, []
+            self._given = []
         for part in self._stepped:
             part.grad = None
         self._stepped.clear()
         super().take_out()
 
-    def _adopt_state(
-        self, local: defaultdict[torch.Tensor, Any], state: defaultdict[torch.Tensor, Any]
-    ) -> None:
+    def _adopt_state(self, local: defaultdict[Any, Any], state: defaultdict[Any, Any]) -> None:
         """Take what the step has added to the state, or replaced."""
         everything = chain(state, *(parameters for _, parameters in self._groups))
-        parameters = {id(local_of(p)): p for p in everything}
+        by_part = {id(local_of(p)): p for p in everything}
         for part, values in local.items():
-            parameter: Any = parameters.get(id(part), part)
-            if parameter is part:
-                state[part] = values
-                continue
+            parameter = by_part.get(id(part), part)
             known = state[parameter]
             for key, value in values.items():
                 if local_of(known.get(key)) is not value:
@@ -268,23 +218,20 @@ class LocalSteps(PartsInGroups):
                 del known[key]
 
 
-def _values_of(state: defaultdict[torch.Tensor, Any]) -> list[Any]:
-    return list(
-        chain.from_iterable(
-            values.values() for values in state.values() if isinstance(values, dict)
-        )
-    )
+def _values_of(state: defaultdict[Any, Any]) -> list[Any]:
+    return [value for values in state.values() for value in values.values()]
 
 
 def _local_gradient(gradient: Any, parameter: Any) -> torch.Tensor:
     spec = getattr(gradient, "_spec", None)
     if spec is parameter._spec or spec == parameter._spec:
-        return gradient._local_tensor  # type: ignore[no-any-return]
+        return local_of(gradient)  # type: ignore[no-any-return]
     return here(torch.empty_like(parameter).copy_(gradient))  # assigned by hand
 
 
 def _like(parameter: Any, value: Any) -> Any:
     """Return a value of a parameter's state, as a DTensor if it has the local tensor's shape."""
-    if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape:
+    is_sharded = hasattr(parameter, "_spec") and isinstance(value, torch.Tensor)
+    if is_sharded and value.shape == local_of(parameter).shape:
         return type(parameter)(value, parameter._spec, requires_grad=False)
     return value

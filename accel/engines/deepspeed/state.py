@@ -17,7 +17,7 @@ from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
 from ..base.raw_objects import Snapshot
-from ..base.step import refuse_steps, take_added_groups
+from ..base.step import take_added_groups
 from .config import Configuration
 from .library import without_groups
 from .partitions import Fragment, Partitions
@@ -118,8 +118,6 @@ class DeepSpeedHoldings(Holdings):
         named = engine.named
         held = [*((name, "", p) for name, p in named.items()), *self.gradients()]
         whole = self.gather(what, held, device=torch.device("cpu"))
-        for optimizer in optimizers:
-            self.give_back(what, optimizer, named)
         device, dtypes = engine.process.device, [p.dtype for p in named.values()]
         zero.end([whole.pop((name, "")) for name in named])
         # Only now, when the fragments have made room on the device.
@@ -137,7 +135,6 @@ class DeepSpeedHoldings(Holdings):
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
-            refuse_steps(optimizer, self.engine.ended)
         with without_groups():
             divided = zero.divides_weights
             copy = (

@@ -38,7 +38,6 @@ from ..base.parts import LocalSteps, elementwise
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from ..base.sequence import sequence_size
-from ..base.step import refuse_steps
 from .plan import (
     Mesh,
     Plan,
@@ -208,17 +207,12 @@ class FSDPHoldings(Holdings):
                 held = [(name, "", p) for name, p in engine.named.items() if name in old]
                 grads = [(name, key, grad) for name, key, grad in self.gradients() if name in old]
                 whole = self.gather(what, [*held, *grads])
-                for optimizer in optimizers:
-                    self.give_back(what, optimizer, engine.named | old)
         except (RuntimeError, AccelError) as error:
             engine.ended, whole = (
                 str(error) if isinstance(error, AccelError) else reason_of(error),
                 None,
             )
         parts.restore(whole, optimizers)
-        if whole is None:
-            for optimizer in optimizers:
-                refuse_steps(optimizer, engine.ended)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return parameters that every rank holds, and shards that other ranks hold too, with the shard in their names."""
@@ -274,10 +268,6 @@ class FSDPGradients(Gradients):
         self, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.engine.parts.gradients(parameters)
-
-    def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor, as torch does."""
-        return self.engine.parts.whole(norm)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.announce_step(optimizer)
@@ -482,7 +472,6 @@ class FSDPEngine(Engine):
             self.divided = False
             del self.parts
             self._read_parameters()
-            self.gradients.close()
             if lost:
                 raise lost_weights(self)
 

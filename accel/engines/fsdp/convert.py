@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from ...deferred import borrowing, reset_own, resetting, swap, weights_of, without_values
 from ...errors import BackendError
 from ...gradients.totals import average_gradients_
+from ...gradients.watch import GRAD
 from ...precision import here
 from ...process.control import agree, announce, raise_together
 from ...process.packing import broadcast_
@@ -272,23 +273,14 @@ class Conversion:
         self, parameters: Iterable[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this rank's parts of gradients: those that it counts in a norm, and the rest."""
+        if self._counts_all:
+            return parts_of([grad for grad in map(GRAD, parameters) if grad is not None]), []
         having = [p for p in parameters if p.grad is not None]
         parts = parts_of([p.grad for p in having])
-        if self._counts_all:
-            return parts, []
         split: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         for parameter, part in zip(having, parts, strict=True):
             split[id(self.known.get(id(parameter), parameter)) not in self._counted].append(part)
         return split
-
-    def whole(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a replicated DTensor, or a plain tensor if parameters lie on several meshes."""
-        mesh = self.sharded.mesh
-        if mesh.parallel:
-            return value
-        return DTensor.from_local(
-            value, mesh.whole, [Replicate()] * mesh.whole.ndim, run_check=False
-        )
 
     def age(self, shards: Iterable[torch.Tensor]) -> None:
         """Let a backward from an earlier forward raise, as it does after a step in one process."""

@@ -24,7 +24,6 @@ from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize
 from ..base.options import Options
 from ..base.placement import Placement, Placements
-from ..base.step import refuse_steps
 from .passes import SAME_BATCH, Channel, Pass
 from .stages import (
     Named,
@@ -161,22 +160,19 @@ class PipelineHoldings(Holdings):
         """Drop the optimizer's state of other stages."""
         self.drop_others(optimizer)
 
-    def end(self, optimizers: Sequence[Optimizer]) -> None:
+    def end(self) -> None:
         """Gather all stages on every rank, unless the other ranks take no part. Collective."""
         others = self._others()
         for tensor in others.values():
             if isinstance(tensor, nn.Parameter):
                 bring_back(tensor)
         if not self.engine.ended:
-            self._gather(optimizers, others)
+            self._gather(others)
         self._stage_of = {}
 
-    def _gather(self, optimizers: Sequence[Optimizer], others: dict[str, torch.Tensor]) -> None:
+    def _gather(self, others: dict[str, torch.Tensor]) -> None:
         module, what = self.engine.module, "the end of a pipeline"
         parameters = dict(module.named_parameters())
-        for optimizer in optimizers:
-            self.drop_others(optimizer)
-            self.give_back(what, optimizer, parameters)
         held: list[Item] = [(name, "", p.data) for name, p in parameters.items()]
         held += [(name, "", buffer) for name, buffer in module.named_buffers()]
         held += [(name, "extra", value) for name, value in self.values(None).items()]
@@ -306,10 +302,8 @@ class PipelineEngine(Engine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         self._stages = []
         if self.holdings.divided:
-            self.holdings.end(optimizers)
+            self.holdings.end()
             if self.ended:
-                for optimizer in optimizers:
-                    refuse_steps(optimizer, self.ended)
                 raise lost_weights(self)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -324,7 +324,7 @@ def exceptions(stage: int) -> None:
                 pair.optimizer.step()
         if stage > 1 and forward is around_it:
             pair.optimizer.zero_grad()
-            with pytest.raises(accel.BackendError, match="zero_grad.., then the model's handle"):
+            with pytest.raises(accel.BackendError, match="zero_grad"):
                 loss_of(pair.raw(x)).backward()
             forward = by_handle
         pair.train(forward=forward)

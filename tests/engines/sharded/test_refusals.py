@@ -78,7 +78,7 @@ def late_groups() -> None:
 
 def test_a_group_added_on_one_rank_is_noticed() -> None:
     for text in refusals(2, late_groups, error="RankMismatchError"):
-        assert "AdamW (2) on ranks [0]" in text
+        assert "the number of groups of AdamW is 2 on rank 0; 1 on rank 1" in text
 
 
 def clip_the_other_optimizers_part() -> float:
