@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -104,9 +103,6 @@ class ZeROGradients(Gradients):
     def hidden(self) -> bool:
         return self.engine.zero is not None
 
-    def accumulate(self, accumulating: bool) -> None:
-        """Do nothing: every backward reduces, because a sum of means is the mean of the sums."""
-
     def backward_begins(self) -> None:
         super().backward_begins()
         if self.engine.zero is not None:
@@ -138,6 +134,8 @@ class ZeROGradients(Gradients):
             for fragment in zero.fragments.values():
                 weights, grad = fragment.weights, fragment.grad
                 weights.grad = None if grad is None else grad.to(weights.dtype)
+            # The user's hooks before a step edit these gradients.
+            self.engine.steps[id(optimizer)].put_in(optimizer)
 
     def _reduce(self, zero: Partitions) -> None:
         # Stages 2 and 3 have reduced these in their order of arrival.
@@ -182,12 +180,6 @@ class ZeROGradients(Gradients):
                 gradients.append(fragment.grad)
         return gradients, []
 
-    def finite(self, optimizer: Optimizer) -> bool:
-        if (steps := self.engine.steps.get(id(optimizer))) is not None:
-            steps.take_out()
-            steps.put_in(optimizer)  # a step that overflowed hides the gradients that it finds
-        return super().finite(optimizer)
-
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Drop the gradients of these parameters, after ``zero_grad`` of the raw object. Local."""
         if self.engine.zero is not None:
@@ -226,6 +218,25 @@ class ZeROGradients(Gradients):
 
 
 @final
+class FragmentSteps(PartsInGroups):
+    """Puts this rank's fragments into the groups of an optimizer while it steps."""
+
+    def __init__(self, optimizer: Optimizer, owner: weakref.ref[DeepSpeedEngine]) -> None:
+        self._owner = owner
+        super().__init__(optimizer, self._weights_of)
+
+    def _weights_of(self, parameters: list[Any]) -> list[Any]:
+        engine = self._owner()
+        if engine is None or engine.zero is None:
+            return parameters
+        return [fragment.weights for fragment in engine.fragments_of(parameters)]
+
+    def put_in(self, optimizer: Optimizer) -> None:
+        self.take_out()  # `settle` may have put them in already
+        super().put_in(optimizer)
+
+
+@final
 class DeepSpeedEngine(Engine):
     """A model that DeepSpeed shards once it has an optimizer, and at stage 3 at once."""
 
@@ -246,7 +257,7 @@ class DeepSpeedEngine(Engine):
             self.placements = replace(self.placements, weights=Placement.BY_ELEMENT)
         super().__init__(module, entry, context)
         self.zero: Partitions | None = None
-        self.steps: dict[int, PartsInGroups] = {}
+        self.steps: dict[int, FragmentSteps] = {}
 
     @classmethod
     def probe(cls) -> str:
@@ -314,8 +325,7 @@ class DeepSpeedEngine(Engine):
         super().attach(optimizer)
         if self.distributed:
             put_zero_grad(optimizer, self)
-            parts_of = functools.partial(_parts_of, weakref.ref(self))
-            self.steps[id(optimizer)] = PartsInGroups(optimizer, parts_of)
+            self.steps[id(optimizer)] = FragmentSteps(optimizer, weakref.ref(self))
 
     def detach(self, optimizer: Optimizer) -> None:
         if (steps := self.steps.pop(id(optimizer), None)) is not None:
@@ -350,10 +360,3 @@ class DeepSpeedEngine(Engine):
         super().abandon(reason)
         if self.zero is not None and hasattr(self.zero, "library"):
             release_groups([self.zero.library, *self.parameters])
-
-
-def _parts_of(owner: weakref.ref[DeepSpeedEngine], parameters: list[Any]) -> list[Any]:
-    engine = owner()
-    if engine is None or engine.zero is None:
-        return parameters
-    return [fragment.weights for fragment in engine.fragments_of(parameters)]

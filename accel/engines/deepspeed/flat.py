@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -38,16 +38,11 @@ class Flat(Partitions):
             # DeepSpeed's own copy of the weights, of which `_hp_mapping` had views.
             zero.single_partition_of_fp32_groups[number].data = torch.empty(0, device="cpu")
         zero.copy_grads_in_partition = self._collect
-        zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, self._in_buckets)
+        zero.reduce_ipg_grads = self.announced(
+            zero.reduce_ipg_grads, "the reduction of a bucket of gradients"
+        )
 
     # -- gradients --------------------------------------------------------------------------------
-
-    def _in_buckets(self, comm_dtype: Any = None) -> tuple[str, Any]:
-        numbers: list[int] = []
-        for dtype, bucket in self.zero.ipg_buckets.items():
-            if comm_dtype in (None, dtype):
-                numbers += [number for *_, number in bucket.params]
-        return "the reduction of a bucket of gradients", tuple(numbers) or None
 
     def take(self, index: int) -> None:
         parameter, zero = self.parameters[index], self.zero

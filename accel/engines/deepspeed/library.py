@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from ...errors import BackendError
 from ...gradients.hooks import remove_hooks
 from ...gradients.patches import Patch, around, ignored, replaced
 from ...process import running
@@ -56,12 +55,6 @@ def _import(device: torch.device) -> Any:
     with replaced(vars(torch), "compile", _leave_uncompiled):
         deepspeed = library()
         library("deepspeed.runtime.zero.muon.muon_optimizer")
-    kind = accelerator()._name
-    if kind != device.type:
-        raise BackendError(
-            f"DeepSpeed runs on {kind!r} in this process, but the model is on {device.type!r}. "
-            f'Set the environment variable DS_ACCELERATOR="{device.type}".'
-        )
     return deepspeed
 
 
@@ -128,8 +121,11 @@ def initialize(
             engine, *_ = deepspeed.initialize(
                 model=module, optimizer=stand_in, config=config, dist_init_required=False
             )
-    for patch in _patches(zero):
-        patch.need(engine)
+    _renamed.need(engine)
+    if zero["stage"] == 3:
+        _comparison().need(engine)
+        if zero.get("memory_efficient_linear", True):
+            _efficient_linear.need(engine)
     # accel's own hooks collect gradients, also for several forwards before a backward.
     remove_hooks([engine.module_forward_pre_hook, engine.module_forward_post_hook])
     remove_hooks(engine.optimizer._grad_acc_hooks)
@@ -142,16 +138,6 @@ def end(engine: Any) -> None:
     """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
     engine.destroy()
     _efficient_linear.drop(engine)
-
-
-def _patches(zero: dict[str, Any]) -> list[Patch]:
-    """Return the patches that an engine needs while it lives."""
-    patches = [_renamed]
-    if zero["stage"] == 3:
-        patches.append(_comparison())
-        if zero.get("memory_efficient_linear", True):
-            patches.append(_efficient_linear)
-    return patches
 
 
 def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:

@@ -8,13 +8,12 @@ one process.
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -60,17 +59,6 @@ class Fragment:
         """Convert the gradient to the dtype of ``weights``, in which it is summed and clipped."""
         if self.grad is not None:
             self.grad = self.grad.to(self.weights.dtype)
-
-
-#: Methods that ``deepspeed.utils.safe_set_*`` calls. They would write to memory that nobody uses.
-_ACCESS: Final = re.compile("[gs]et_(full|local|fp32)_")
-
-
-def _refuse_access(*_: Any, **__: Any) -> NoReturn:
-    raise BackendError(
-        "deepspeed.utils.safe_get_* and safe_set_* can't see what accel trains. Use "
-        "accel.full_state_dict(), and load_state_dict() of the handles."
-    )
 
 
 def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
@@ -134,9 +122,6 @@ class Partitions(ABC):
                     parameter.data = parameter.data.view(())
             self.snapshot.changed()
             self.arrange()
-            for owner in (self.zero, *self.floating.values()):
-                for name in filter(_ACCESS.match, {*vars(owner), *vars(type(owner))}):
-                    setattr(owner, name, _refuse_access)
             for index, parameter in self.floating.items():
                 # Weakly, because the garbage collector doesn't see what autograd's hooks hold.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
@@ -159,21 +144,17 @@ class Partitions(ABC):
         self.fragments[index] = Fragment(start, home, weights)
 
     def announced(
-        self, act: Callable[..., Any], describe: Callable[..., tuple[str, Any]]
+        self, act: Callable[..., Any], what: str | Callable[..., str], announces: bool = True
     ) -> Callable[..., Any]:
-        """Return a function of DeepSpeed's that communicates, and is announced before.
-
-        ``describe`` returns what a call does, and what must be equal on all ranks. None announces
-        nothing.
-        """
+        """Return a collective function of DeepSpeed's, which first says what it does."""
         process, label = self.process, self.label
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            what, details = describe(*args, **kwargs)
-            what = f"{what} ({label})"
-            if details is not None:
-                announce(process, what, details)
-            with Waiting(process, what):
+            text = what if isinstance(what, str) else what(*args, **kwargs)
+            text = f"{text} ({label})"
+            if announces:
+                announce(process, text)
+            with Waiting(process, text):
                 return act(*args, **kwargs)
 
         return call

@@ -147,28 +147,25 @@ class Stage3(Partitions):
         for flat in zero.fp32_partitioned_groups_flat:
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
-        numbers, buckets = self.numbers, zero.ipg_buckets
-
-        def in_bucket(dtype: torch.dtype) -> tuple[str, Any]:
-            contents = tuple(numbers[id(p)] for p in buckets[dtype].params)
-            return "the reduction of a bucket of gradients", contents or None
-
         name = f"{OF_STAGE3}reduce_and_partition_ipg_grads"
-        setattr(zero, name, self.announced(getattr(zero, name), in_bucket))
+        setattr(
+            zero,
+            name,
+            self.announced(getattr(zero, name), "the reduction of a bucket of gradients"),
+        )
 
     def _watch_coordinator(self) -> None:
         """Announce what the coordinator gathers, and notice backward passes."""
         coordinator, owner = self._coordinator, weakref.ref(self)
         names = {id(m): name or "the model itself" for name, m in self.module.named_modules()}
         weights: Sequence[Any] = self.parameters
-        # Small weights need no gathering in a forward.
-        details = () if any(not weight.ds_persist for weight in weights) else None
+        gathers = any(not weight.ds_persist for weight in weights)
 
-        def describe(module: Any, forward: bool) -> tuple[str, Any]:
+        def describe(module: Any, forward: bool) -> str:
             kind = "forward" if forward else "backward"
-            return f"the gathering of {names[id(module)]} for its {kind}", details
+            return f"the gathering of {names[id(module)]} for its {kind}"
 
-        fetch = self.announced(coordinator.fetch_sub_module, describe)
+        fetch = self.announced(coordinator.fetch_sub_module, describe, gathers)
         release = coordinator.release_sub_module
 
         def fetch_sub_module(module: Any, forward: bool) -> None:
@@ -181,9 +178,9 @@ class Stage3(Partitions):
             if forward or getattr(coordinator, f"{OF_COORDINATOR}active_backward_submodules"):
                 release(module, forward)
 
-        begin = self.announced(coordinator.reset_step, lambda: ("the start of a forward", details))
-        methods = {"fetch_sub_module": fetch_sub_module, "reset_step": begin}
-        methods["release_sub_module"] = release_sub_module
+        begin = self.announced(coordinator.reset_step, "the start of a forward", gathers)
+        methods = {"fetch_sub_module": fetch_sub_module, "release_sub_module": release_sub_module}
+        methods["reset_step"] = begin
         for name in ("trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
             methods[name] = getattr(coordinator, name)
         for name, method in methods.items():
@@ -291,8 +288,7 @@ class Stage3(Partitions):
         world = weights[0].ds_zero_partition_world_size
         shard = torch.cat([weight.ds_tensor for weight in weights])
         full = shard.new_empty(world * shard.numel())
-        what = "the gathering of small weights", len(weights)
-        gather = self.announced(dist.all_gather_into_tensor, lambda *_, **__: what)
+        gather = self.announced(dist.all_gather_into_tensor, "the gathering of small weights")
         gather(full, shard, group=weights[0].ds_process_group)
         columns = full.view(world, -1).split([weight.ds_tensor.ds_numel for weight in weights], 1)
         for weight, values in zip(weights, columns, strict=True):

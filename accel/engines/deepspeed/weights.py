@@ -127,9 +127,6 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     Stage3Weight.by_user = home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
     facts, owner, partition = vars(weight), weakref.ref(stage3), vars(weight)["partition"]
 
-    def describe(param_list: Any = None, **_: Any) -> tuple[str, int]:
-        return f"the gathering of {name}", len(param_list or [weight])
-
     def release(param_list: Any = None, has_been_updated: bool = False, **options: Any) -> None:
         weights = param_list or [weight]
         if has_been_updated and (stage3 := owner()) is not None:
@@ -141,7 +138,7 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
         ds_owner=owner,
         ds_name=name,
         ds_class=type(weight),
-        all_gather=by_library(stage3.announced(facts["all_gather"], describe)),
+        all_gather=by_library(stage3.announced(facts["all_gather"], f"the gathering of {name}")),
         all_gather_coalesced=by_library(facts["all_gather_coalesced"]),
         partition=by_library(release),
     )
