@@ -17,22 +17,10 @@ from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.parts import elementwise
 from .library import library
 
-#: Sections that DeepSpeed gets as they are.
-_PASSED: Final = (
-    "activation_checkpointing",
-    "comms_logger",
-    "communication_data_type",
-    "steps_per_print",
-)
-#: Keys that accel reads, or that have no meaning in a raw loop.
-_KNOWN: Final = (
-    *_PASSED,
-    "bf16",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "zero_allow_untested_optimizer",
-    "zero_optimization",
-)
+#: Sections that DeepSpeed gets as they are, and keys that accel reads or that a loop doesn't need.
+_PASSED: Final = {"activation_checkpointing", "comms_logger", "communication_data_type"}
+_READ: Final = {"bf16", "zero_allow_untested_optimizer", "zero_optimization"}
+_IGNORED: Final = {"steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"}
 _LOSSY: Final = "Remove it, because quantized communication changes the result."
 _OFFLOAD: Final = "Use 'offload_optimizer' or 'offload_param' with {'device': 'cpu'}."
 _UNUSED: Final = "Remove it, because accel doesn't use it."
@@ -70,17 +58,6 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == "auto"
 
 
-def _without_auto(section: Any) -> Any:
-    """Return a section without the values that are left to accel."""
-    if not isinstance(section, Mapping):
-        return section
-    chosen = {}
-    for key, value in section.items():
-        if value is not None and value != "auto":
-            chosen[key] = _without_auto(value)
-    return chosen
-
-
 def _refuse(key: str, value: Any, advice: str) -> NoReturn:
     """Raise BackendError for an option or a key of the configuration."""
     raise BackendError(f"DeepSpeed's {key!r} is {value!r}. {advice}")
@@ -106,57 +83,50 @@ class Configuration:
 
     def __init__(self, options: Any) -> None:
         self._config = _read(options.config)
-        self._zero = _without_auto(self._config.get("zero_optimization") or {})
-        if not isinstance(self._zero, dict):
-            _refuse("zero_optimization", self._zero, "Use a dict, such as {'stage': 2}.")
+        zero = self._config.get("zero_optimization") or {}
+        if not isinstance(zero, dict):
+            _refuse("zero_optimization", zero, "Use a dict, such as {'stage': 2}.")
+        self._zero = {k: v for k, v in zero.items() if v is not None and v != "auto"}
         given = self._zero.get("stage")
         if options.stage is not None and given not in (None, options.stage):
             _refuse("zero_optimization.stage", given, f"Or remove stage={options.stage}.")
         self.stage: int = options.stage or (2 if given is None else given)
         check_stage(self.stage)
-        offload = self._offload("offload_optimizer")
-        #: The weights that the optimizer updates are in CPU memory, which may be pinned.
-        self.offload_optimizer = options.offload_optimizer or bool(offload)
-        self.pins = self.offload_optimizer and offload.get("pin_memory") is not False
+        #: The weights that the optimizer updates are in CPU memory.
+        self.offload_optimizer = self._offloads("offload_optimizer", options.offload_optimizer)
         #: The shards of the model's weights are in CPU memory.
-        self.offload_parameters = options.offload_parameters or bool(self._offload("offload_param"))
+        self._offload_param = self._offloads("offload_param", options.offload_parameters)
         #: The optimizer updates fp32 copies of bfloat16 weights.
         self.masters = not _is_off(self._config.get("bf16"))
         self._any_optimizer = self._config.get("zero_allow_untested_optimizer") is True
 
-    def _offload(self, key: str) -> dict[str, Any]:
+    def _offloads(self, key: str, option: bool) -> bool:
         section = self._zero.get(key) or {}
         device = section.get("device", "none") if isinstance(section, dict) else section
         if device not in ("cpu", "none"):
             _refuse(f"zero_optimization.{key}", section, "Use {'device': 'cpu'}.")
-        return section if device == "cpu" else {}
+        return bool(option or device == "cpu")
 
     def check(self, world_size: int) -> None:
         """Raise BackendError for keys that contradict the loop or would be ignored."""
-        keys = {**self._config}
-        for name, value in self._zero.items():
-            keys[f"zero_optimization.{name}"] = value
+        known = _PASSED | _READ | _IGNORED
+        keys = {key: value for key, value in self._config.items() if key not in known}
+        for name in self._zero:
+            if (key := f"zero_optimization.{name}") in _REFUSED:
+                keys[key] = self._zero[name]
         for key, value in keys.items():
-            known = key in _KNOWN or key.startswith("zero_optimization.")
-            refused = key in _REFUSED or not known
-            if refused and not _is_off(value) and value != _HARMLESS.get(key):
+            if not _is_off(value) and value != _HARMLESS.get(key):
                 _refuse(key, value, _REFUSED.get(key, _UNUSED))
-        if self.offload_parameters and self.stage != 3:
+        if self._offload_param and self.stage != 3:
             _refuse("zero_optimization.offload_param", "cpu", "Use stage=3 with it.")
-        if world_size == 1 and (self.offload_optimizer or self.offload_parameters or self.masters):
-            raise BackendError(
-                "DeepSpeed can't offload or keep fp32 master weights on one process. Use more "
-                "ranks, or remove these options."
-            )
+        if world_size == 1 and (self.offload_optimizer or self._offload_param or self.masters):
+            _refuse("world size", 1, "Offload and fp32 master weights need at least 2 ranks.")
         if self._zero:  # without it, an estimate of memory doesn't need the library
-            self._check_by_library()
-
-    def _check_by_library(self) -> None:
-        schema = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
-        try:
-            schema(**{**self._zero, "stage": self.stage})
-        except (AssertionError, TypeError, ValueError) as error:
-            raise BackendError(f"DeepSpeed's 'zero_optimization': {error}") from error
+            schema = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+            try:
+                schema(**{**self._zero, "stage": self.stage})
+            except (AssertionError, TypeError, ValueError) as error:
+                raise BackendError(f"DeepSpeed's 'zero_optimization': {error}") from error
 
     def check_precision(self, name: str) -> None:
         """Raise PrecisionError for master weights with a precision other than bf16-true."""
@@ -210,23 +180,20 @@ class Configuration:
         return int(value) if isinstance(value, int | float) else default
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
-        """Return the configuration for ``deepspeed.initialize``.
+        """Return the configuration for ``deepspeed.initialize``, for ``numel`` elements of ``dtype``.
 
-        Args:
-            dtype: of the weights that DeepSpeed shards.
-            numel: their number of elements.
-            transport: the backend of the process group that reduces gradients.
+        ``transport`` is the backend of the process group that reduces gradients.
         """
         size = min(_GLOO_BUCKET if transport == "gloo" else _BUCKET, numel + numel % 2)
         zero = {"reduce_bucket_size": size, "allgather_bucket_size": size, **self._zero}
         zero["stage"] = self.stage
         zero.pop("offload_optimizer", None)  # the user's optimizer steps accel's fragments
-        if self.offload_parameters:
-            zero["offload_param"] = {**self._offload("offload_param"), "device": "cpu"}
-        passed = {key: self._config[key] for key in _PASSED if key in self._config}
+        if self._offload_param:
+            offload = self._zero.get("offload_param", {})
+            zero["offload_param"] = {**offload, "device": "cpu"}
         config = {
+            **{key: self._config[key] for key in _PASSED & self._config.keys()},
             "steps_per_print": None,
-            **_without_auto(passed),
             "zero_optimization": zero,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -235,10 +202,11 @@ class Configuration:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-        if dtype is torch.bfloat16:
-            config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-        if dtype is torch.float16:  # its own fp16 scales the loss
-            config["data_types"] = {"grad_accum_dtype": "fp16"}
+        if dtype in (torch.bfloat16, torch.float16):
+            short = "bf16" if dtype is torch.bfloat16 else "fp16"
+            config["data_types"] = {"grad_accum_dtype": short}
+            # Its own fp16 would scale the loss.
+            config["bf16"] = {"enabled": dtype is torch.bfloat16}
         return config
 
 
@@ -258,15 +226,10 @@ def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in named.items():
         dtype = parameter.dtype
         if dtype is torch.float64 or dtype.is_complex or not parameter.numel():
-            raise BackendError(
-                f"DeepSpeed can't shard {name}, which is {dtype} with shape "
-                f'{tuple(parameter.shape)}. Use backend="fsdp".'
-            )
+            kind = f"{dtype} of shape {tuple(parameter.shape)}"
+            raise BackendError(f'DeepSpeed can\'t shard {name} ({kind}). Use backend="fsdp".')
         if dtype.is_floating_point:
             by_dtype.setdefault(dtype, name)
     if len(by_dtype) > 1:
         kinds = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
-        raise BackendError(
-            f"DeepSpeed needs one dtype for all weights, but {kinds}. Convert the model, or use "
-            'backend="ddp".'
-        )
+        raise BackendError(f"DeepSpeed needs one dtype for all weights, but {kinds}. Convert one.")

@@ -322,12 +322,7 @@ def exceptions(stage: int) -> None:
         if stage > 1:  # stage 1 has reduced nothing yet, so nothing is incomplete
             with pytest.raises(accel.BackendError, match="zero_grad"):
                 pair.optimizer.step()
-        if stage > 1 and forward is around_it:
-            pair.optimizer.zero_grad()
-            with pytest.raises(accel.BackendError, match="zero_grad.., then the model's handle"):
-                loss_of(pair.raw(x)).backward()
-            forward = by_handle
-        pair.train(forward=forward)
+        pair.train(forward=forward if stage < 3 else by_handle)
     hook = pair.raw_optimizer.register_step_pre_hook(fail)
     pair.optimizer.zero_grad()
     loss_of(pair.model(x)).backward()
@@ -354,7 +349,7 @@ def interrupted(stage: int) -> None:
         loss.backward()
     loss = loss_of(pair.model(data(0, accel.rank())))
     if stage > 1:
-        with pytest.raises(accel.BackendError, match="an exception ended a backward"):
+        with pytest.raises(accel.BackendError, match="are incomplete"):
             loss.backward()
         loss = loss_of(pair.model(data(0, accel.rank())))
     pair.optimizer.zero_grad()
@@ -435,7 +430,7 @@ def cut_reduction(stage: int) -> None:
     loss = loss_of(pair.model(data(2, accel.rank())))
     if stage == 1:
         loss.backward()
-    with pytest.raises(accel.BackendError, match="gradients are incomplete"):
+    with pytest.raises(accel.BackendError, match="are incomplete"):
         (loss.backward if stage > 1 else pair.optimizer.step)()
     pair.optimizer.zero_grad()
     pair.train(range(1, 3))
