@@ -101,7 +101,7 @@ EDITS: list[Use] = [
 FACTS: list[Use] = [
     lambda m, w: (w.shape, w.size(), w.size(0), w.dim(), w.ndim, len(w), w.numel(), w.nelement(), w.nbytes),
     lambda m, w: (w.dtype, w.device, w.layout, w.is_leaf, w.requires_grad, w.is_floating_point(), w.type()),
-    lambda m, w: (w.stride(), w.is_contiguous(), w.element_size(), isinstance(w, nn.Parameter), type(w).__name__),
+    lambda m, w: (w.stride(), w.is_contiguous(), w.element_size(), isinstance(w, nn.Parameter)),
     lambda m, w: (sum(p.numel() for p in m.parameters()), [tuple(p.shape) for p in m.parameters()]),
     lambda m, w: (torch.zeros_like(w).tolist(), torch.full_like(w, 2.0).device, w.new_zeros(3).tolist()),
     lambda m, w: (torch.randn_like(w, dtype=torch.float64).dtype, torch.empty_like(w).shape),
@@ -113,7 +113,7 @@ FACTS: list[Use] = [
 ]
 
 
-MESSAGE = r"(head\.weight|scale|body\.0\.weight)(\.data = | is sharded over ranks, so .* outside of a forward)"
+MESSAGE = r"(head\.weight|scale|body\.0\.weight) is sharded, so .* outside of a forward"
 
 
 def divided() -> None:
@@ -126,7 +126,6 @@ def divided() -> None:
                 use(raw, weight)
         for number, use in enumerate(FACTS):
             assert use(raw, weight) == use(pair.plain, pair.plain.head.weight), number
-        assert repr(raw.scale) == "Parameter of shape (1,), sharded over ranks"
     with torch.no_grad(), pytest.raises(accel.BackendError, match=MESSAGE):
         raw.body(torch.ones(5)) * raw.scale.sum()
     pair.train(range(2, 4))
@@ -159,11 +158,13 @@ def gathered() -> None:
     torch.testing.assert_close(mine, theirs)
     pair.train(range(4, 6))
     pair.check()
-    with (
-        pytest.raises(accel.BackendError, match="modifier_rank"),
-        deepspeed.zero.GatheredParameters([pair.raw.scale], modifier_rank=0),
-    ):
-        pass
+    with deepspeed.zero.GatheredParameters([pair.raw.scale, pair.raw.head.weight], modifier_rank=0):
+        if accel.rank() == 0:
+            pair.raw.scale.data.mul_(2.0)
+            pair.raw.head.weight.data.mul_(0.5)
+    with torch.no_grad():
+        pair.plain.scale.mul_(2.0)
+        pair.plain.head.weight.mul_(0.5)
     pair.train(range(6, 8))
     pair.check()
 
@@ -184,15 +185,15 @@ def kept() -> None:
     pair.train(range(4, 5))
     # One for the gradients and one for all the weights.
     assert group._get_sequence_number_for_group() - before == 2
-    assert repr(pair.raw.scale).startswith("Parameter containing:\ntensor([")
     pair.check()
-    before = accel.full_state_dict(pair.model)
-    pair.raw.head.weight.data.clamp_(-0.1, 0.1)
-    with pytest.raises(accel.BackendError, match="head.weight changed in place, which is lost"):
-        pair.model(data(0)[0])
-    with pytest.raises(accel.BackendError, match="scale.data = "):
-        pair.raw.scale.data = torch.ones(1)
-    pair.model.load_state_dict(before)
+    for model in (pair.raw, pair.plain):
+        # WGAN clips like this, and an EMA is swapped in and out.
+        model.head.weight.data.clamp_(-0.1, 0.1)
+        model.scale.data = torch.ones(1)
+        with torch.no_grad():
+            model.body[0].weight.mul_(0.5)
+    torch.testing.assert_close(pair.model(data(0)[0]), pair.plain(data(0)[0]))
+    pair.check()
     pair.train(range(5, 7))
     pair.check()
 
@@ -235,7 +236,6 @@ def classes() -> None:
     for backend in (DIVIDED, KEPT, DIVIDED):
         model, _, _ = accel.setup(raw, sgd(raw), backend=backend)
         model(data(0)[0])
-        assert isinstance(raw.mark, Marked)
         assert measured(model).parameters >= sum(p.nbytes for p in raw.parameters()) // 2
         accel.teardown(model)
         assert [(type(p), vars(p)) for p in raw.parameters()] == before
@@ -258,12 +258,10 @@ def assigned(backend: Any) -> None:
     pair.check()
     pair.train(range(2, 4))
     pair.check()
-    with pytest.raises(RuntimeError, match="size"):
-        pair.raw.scale.grad = torch.ones(2)
 
 
 @pytest.mark.parametrize(
-    "backend", [DeepSpeed(stage=1), DeepSpeed(stage=2), DIVIDED, KEPT], ids=lambda b: f"stage {b.stage}"
+    "backend", [DeepSpeed(stage=1), DeepSpeed(stage=2), KEPT], ids=lambda b: f"stage {b.stage}"
 )
 def test_assigned_gradients_are_stepped(backend: Any) -> None:
     run(2, assigned, backend, timeout=200.0)
@@ -413,18 +411,17 @@ def test_a_list_of_weights_is_first_read_in_inference_mode() -> None:
     run(2, inferred_first)
 
 
-def shown(stage: int) -> None:
+def shown() -> None:
     raw = nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2))
     plain = repr(nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2)))
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DeepSpeed(stage=stage))
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=DeepSpeed(stage=2))
     model(torch.tensor([[1, 2]])).sum().backward()
     optimizer.step()
     assert repr(raw) == plain
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_module_that_shows_its_attributes_can_be_shown(stage: int) -> None:
-    run(2, shown, stage)
+def test_embedding_bag_can_be_shown() -> None:
+    run(2, shown)
 
 
 class Functional(nn.Module):
