@@ -89,8 +89,6 @@ class Partitions(ABC):
         self._hooks: list[RemovableHandle] = []
         #: Parameters with gradients, in the order of arrival, since the last ``flush``.
         self.arrivals: list[int] = []
-        #: Parameters with gradients since this backward began, or since one inside of it ended.
-        self._in_backward: set[int] = set()
         #: Autograd's numbers of the backwards that run, inside of each other.
         self.running: set[int] = set()
         #: An exception ended a forward, and DeepSpeed still has its state.
@@ -167,16 +165,9 @@ class Partitions(ABC):
         if self.parameters[index].grad is None:  # frozen since the forward
             return
         self.arrivals.append(index)
-        if not self.eager:
-            return
-        self.enter_backward()
-        if index in self._in_backward:  # autograd may have added to the bucket's memory already
-            raise BackendError(
-                f"{self.names[index]} got two gradients in one backward, because its layer runs "
-                "inside and outside of a checkpoint. Use checkpoint(..., use_reentrant=False)."
-            )
-        self._in_backward.add(index)
-        self.take(index)
+        if self.eager:
+            self.enter_backward()
+            self.take(index)
 
     def enter_backward(self) -> None:
         """Note the backward that runs. Its end reduces the rest.
@@ -191,7 +182,6 @@ class Partitions(ABC):
 
     def _end_backward(self, task: int) -> None:
         self.finish()
-        self._in_backward.clear()
         self.running.discard(task)
 
     @abstractmethod
@@ -263,7 +253,6 @@ class Partitions(ABC):
         if self.stale or self.incomplete:
             self.stale = False
             self.running.clear()
-            self._in_backward.clear()
             for parameter in self.parameters if self.incomplete else ():
                 parameter.grad = None
             self.reset()

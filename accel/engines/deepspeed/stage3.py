@@ -57,7 +57,7 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
 
 
 class _Gradients(dict[int, torch.Tensor]):
-    """The memory to which DeepSpeed copies reduced gradients, made when DeepSpeed asks for it."""
+    """The memory to which DeepSpeed adds reduced gradients, made when DeepSpeed asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,9 +67,8 @@ class _Gradients(dict[int, torch.Tensor]):
     def __missing__(self, ds_id: int) -> torch.Tensor:
         shard, fragment = self.owned[ds_id]
         weights, pins = fragment.weights, fragment.weights.is_pinned()
-        grad = torch.empty_like(shard, device=weights.device, pin_memory=pins)
-        self[ds_id] = grad
-        return grad
+        grad = torch.zeros_like(shard, device=weights.device, pin_memory=pins)
+        return self.setdefault(ds_id, grad)
 
     def hand_out(self) -> None:
         """Give each fragment its gradient, without the padding."""
@@ -137,10 +136,10 @@ class Stage3(Partitions):
                 self._gradients.owned[parameter.ds_id] = shard, self.fragments[index]
 
     def _take_over_gradients(self) -> None:
-        """Let DeepSpeed copy gradients to accel's memory, and announce its reductions."""
+        """Let DeepSpeed add gradients to accel's memory, and announce its reductions."""
         zero = self.zero
         setattr(zero, f"{OF_STAGE3}param_id_to_grad_partition", self._gradients)
-        zero.micro_step_id = 0  # at which it copies
+        zero.micro_step_id = 1  # not 0, at which it overwrites
         # The memory of its own gradients and master weights.
         zero.grad_partitions_flat_buffer = None
         zero.offload_optimizer = False

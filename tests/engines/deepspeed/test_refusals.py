@@ -16,8 +16,7 @@ from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.config import Configuration
 from accel.engines.deepspeed.library import library
 from tests.distributed import refusals, run
-from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, momentum, whole, zero
-
+from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, momentum, zero
 
 SEES_A_PART: list[Callable[[Pair], Any]] = [
     lambda pair: adamw(pair.raw).step(),
