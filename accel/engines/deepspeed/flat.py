@@ -38,9 +38,7 @@ class Flat(Partitions):
             # DeepSpeed's own copy of the weights, of which `_hp_mapping` had views.
             zero.single_partition_of_fp32_groups[number].data = torch.empty(0, device="cpu")
         zero.copy_grads_in_partition = self._collect
-        zero.reduce_ipg_grads = self.announced(
-            zero.reduce_ipg_grads, "the reduction of a bucket of gradients"
-        )
+        zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, "the reduction of a bucket")
 
     # -- gradients --------------------------------------------------------------------------------
 

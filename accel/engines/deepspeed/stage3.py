@@ -147,11 +147,7 @@ class Stage3(Partitions):
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
         name = f"{OF_STAGE3}reduce_and_partition_ipg_grads"
-        setattr(
-            zero,
-            name,
-            self.announced(getattr(zero, name), "the reduction of a bucket of gradients"),
-        )
+        setattr(zero, name, self.announced(getattr(zero, name), "the reduction of a bucket"))
 
     def _watch_coordinator(self) -> None:
         """Announce what the coordinator gathers, and notice backward passes."""

@@ -68,29 +68,6 @@ def zero_grad_anywhere(stage: int) -> None:
     pair.check()
 
 
-class Counting(torch.optim.SGD):
-    """Its ``zero_grad`` has no arguments, and does more."""
-
-    calls = 0
-
-    def zero_grad(self) -> None:  # type: ignore[override]
-        self.calls += 1
-        super().zero_grad()
-
-
-def zero_grad_of_its_own(stage: int) -> None:
-    config = {"zero_allow_untested_optimizer": True}
-    backend = accel.DeepSpeed(stage=stage, config=config)
-    pair = Pair(backend, lambda m: Counting(m.parameters(), lr=0.05, momentum=0.9))
-    for step in range(4):
-        pair.train(range(step, step + 1), lambda m, x, right=step % 2 == 0: m(x, right=right))
-    assert pair.raw_optimizer.calls == pair.plain_optimizer.calls == 4  # type: ignore[attr-defined]
-    pair.raw_optimizer.zero_grad()
-    with pytest.raises(TypeError):
-        pair.optimizer.zero_grad(False)
-    pair.check()
-
-
 def unused(stage: int) -> None:
     """A branch that no rank uses is left alone, its decay and its step count too."""
     pair = Pair(zero(stage))
@@ -208,25 +185,6 @@ def hooks_of_the_program(stage: int) -> None:
     pair.check()
 
 
-def two_backwards_over_a_checkpoint() -> None:
-    """DeepSpeed gathers nothing for the second one: small weights are here, the computation of the others gathers them."""
-    config = {"zero_optimization": {"stage3_param_persistence_threshold": 30}}
-    pair = Pair(accel.DeepSpeed(stage=3, config=config), momentum)
-    for step in range(3):
-        for model, optimizer, batches in (
-            (pair.model, pair.optimizer, [data(step, accel.rank())]),
-            (pair.plain, pair.plain_optimizer, list(data(step))),
-        ):
-            optimizer.zero_grad()
-            for x in batches:
-                out = model.left(checkpoint(model.body, x, use_reentrant=False))
-                loss = loss_of(out) / len(batches)
-                loss.backward(retain_graph=True)
-                loss.backward()
-            optimizer.step()
-    pair.check()
-
-
 def came_twice(stage: int) -> None:
     """A layer that runs in a reentrant checkpoint and directly: refused, and right without reentrancy."""
     pair = Pair(zero(stage), momentum)
@@ -264,7 +222,6 @@ LOOPS = [
     *(
         several_backwards,
         zero_grad_anywhere,
-        zero_grad_of_its_own,
         unused,
         closures,
         weights_of_another_module,
@@ -286,7 +243,3 @@ def test_every_loop_is_exact(stage: int, loop: Callable[[int], None]) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_layer_in_a_reentrant_checkpoint_and_outside_of_it(stage: int) -> None:
     run(2, came_twice, stage)
-
-
-def test_two_backwards_over_a_checkpoint_at_stage_3() -> None:
-    run(2, two_backwards_over_a_checkpoint)

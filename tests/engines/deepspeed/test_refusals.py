@@ -72,47 +72,6 @@ def test_what_hooks_of_stage_3_must_not_change() -> None:
     run(2, what_torch_does_in_evaluation)
 
 
-def assigned_by_hand(stage: int) -> None:
-    net = nn.Linear(4, 2)
-    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()  # what is assigned later takes its place
-        accel.clip_grad_norm_(model, 1.0)
-        before = {k: v.clone() for k, v in accel.full_state_dict(model).items()}
-        for p in net.parameters():
-            p.grad = torch.full_like(p, 2.0 * accel.rank())
-        optimizer.step()
-        for name, value in accel.full_state_dict(model).items():
-            torch.testing.assert_close(value, before[name] - 0.1)
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_assigned_by_hand(stage: int) -> None:
-    run(2, assigned_by_hand, stage)
-
-
-def a_group_taken_out(stage: int) -> None:
-    """Its state stays where the loop has it."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    raw = torch.optim.Adam([{"params": list(m.parameters())} for m in net], lr=0.1)
-    net(torch.ones(2, 4)).sum().backward()
-    raw.step()
-    raw.param_groups.pop()
-    model, optimizer, _ = accel.setup(net, raw, backend=zero(stage))
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    accel.teardown(model)
-    assert [int(raw.state[p]["step"]) for p in net.parameters()] == [3, 3, 1, 1]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_state_of_what_no_group_has_any_more_is_kept(stage: int) -> None:
-    run(2, a_group_taken_out, stage)
-
-
 def never_dropped(stage: int) -> list[str]:
     net = nn.Linear(4, 2)
     model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
