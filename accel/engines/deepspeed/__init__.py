@@ -198,7 +198,12 @@ class ZeROGradients(Gradients):
             self.engine.zero.take_edits()
             self.announce_step(optimizer)
 
+    def break_step(self) -> None:
+        for steps in self.engine.steps.values():
+            steps.take_out()
+
     def after_step(self, optimizer: Optimizer) -> None:
+        self.break_step()
         if (zero := self.engine.zero) is None:
             return
         for index, fragment in zero.fragments.items():

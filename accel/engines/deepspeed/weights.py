@@ -95,7 +95,7 @@ class Stage3Weight(Absent, nn.Parameter):
 def all_here(values: Iterable[Any]) -> bool:
     """True if the values of all weights among a function's arguments are here."""
     for value in values:
-        if isinstance(value, Stage3Weight):
+        if type(value) is Stage3Weight:
             if not value.is_here():
                 return False
         elif type(value) in (list, tuple) and not all_here(value):
@@ -148,5 +148,5 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
 
 def unmark(weight: Any) -> None:
     """Give a weight its own class back. ``Snapshot`` takes the attributes away."""
-    if isinstance(weight, Stage3Weight):
+    if type(weight) is Stage3Weight:
         weight.__class__ = vars(weight)["ds_class"]
