@@ -37,7 +37,7 @@ from .flat import Flat
 from .library import probe, release_groups
 from .partitions import Fragment, Partitions
 from .stage3 import Stage3
-from .state import DeepSpeedHoldings, put_zero_grad, remove_zero_grad
+from .state import DeepSpeedHoldings, put_zero_grad
 
 logger = logging.getLogger("accel")
 
@@ -82,13 +82,7 @@ class ZeROGradients(Gradients):
     reduced = True
     engine: DeepSpeedEngine
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        #: Parameters whose gradients a step has used since ``zero_grad``.
-        self._used: set[int] = set()
-        self._warned = False
-        #: A step may have changed fragments that the other ranks don't have yet.
-        self._unpublished = False
+    _warned = False
 
     def holders(self) -> Sequence[Accumulator]:
         """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
@@ -108,13 +102,6 @@ class ZeROGradients(Gradients):
         if self.engine.zero is not None:
             self.engine.zero.replace_assigned()
 
-    def forward_begins(self, zero: Partitions) -> None:
-        """Clear what an exception left. Collective if it ended a step."""
-        zero.recover()
-        if self._unpublished:
-            self.engine.compare("the weights of a step that an exception ended")
-            self.publish()
-
     # -- final gradients --------------------------------------------------------------------------
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
@@ -130,7 +117,7 @@ class ZeROGradients(Gradients):
         if self.pending():
             self._reduce(zero)
         if optimizer is not None:
-            self._unpublished = True
+            zero.unpublished = True
             for fragment in zero.fragments.values():
                 weights, grad = fragment.weights, fragment.grad
                 weights.grad = None if grad is None else grad.to(weights.dtype)
@@ -147,9 +134,9 @@ class ZeROGradients(Gradients):
             lambda _: "different parameters, or in a different order",
             zero.mask(),
         )
-        self._used.difference_update(assigned)
+        zero.replace_assigned()
         # for p in model.parameters(): p.grad = None
-        if not self._warned and not self._used.isdisjoint(zero.arrivals):
+        if not self._warned and not zero.used.isdisjoint(zero.arrivals):
             self._warned = True
             logger.warning(
                 "backend='deepspeed' adds new gradients to those of an earlier step, which "
@@ -180,12 +167,6 @@ class ZeROGradients(Gradients):
                 gradients.append(fragment.grad)
         return gradients, []
 
-    def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Drop the gradients of these parameters, after ``zero_grad`` of the raw object. Local."""
-        if self.engine.zero is not None:
-            self.engine.zero.drop(indices, set_to_none)
-            self._used.difference_update(indices)
-
     # -- steps ------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
@@ -209,17 +190,11 @@ class ZeROGradients(Gradients):
         for index, fragment in zero.fragments.items():
             fragment.weights.grad = None
             if fragment.grad is not None:
-                self._used.add(index)
+                zero.used.add(index)
         # Autograd tells by the version that a graph was made with other values.
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         torch.autograd.graph.increment_version([p for p in parameters if p.requires_grad])
-        self.publish()
-
-    def publish(self) -> None:
-        """Give every rank the weights of a step. Collective."""
-        assert self.engine.zero is not None
-        self.engine.zero.publish()
-        self._unpublished = False
+        zero.publish()
 
 
 @final
@@ -320,10 +295,13 @@ class DeepSpeedEngine(Engine):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a forward or method. At stage 3 each module gathers its weights."""
-        if self.zero is None:
+        if (zero := self.zero) is None:
             return function(*args, **kwargs)
-        self.gradients.forward_begins(self.zero)
-        return self.zero.call(function, args, kwargs)
+        zero.recover()
+        if zero.unpublished:
+            self.compare("the weights of a step that an exception ended")
+            zero.publish()
+        return zero.call(function, args, kwargs)
 
     def attach(self, optimizer: Optimizer) -> None:
         self.gradients.check(optimizer)
@@ -335,7 +313,7 @@ class DeepSpeedEngine(Engine):
     def detach(self, optimizer: Optimizer) -> None:
         if (steps := self.steps.pop(id(optimizer), None)) is not None:
             steps.close()
-        remove_zero_grad(optimizer)
+        put_zero_grad(optimizer, None)
         super().detach(optimizer)
 
     def fragments_of(self, parameters: Sequence[torch.Tensor]) -> list[Fragment]:
@@ -351,7 +329,7 @@ class DeepSpeedEngine(Engine):
         return [numbers[id(p)] for p in parameters if id(p) in numbers]
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        remove_zero_grad(self.module)
+        put_zero_grad(self.module, None)
         zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
         if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)

@@ -89,12 +89,16 @@ class Partitions(ABC):
         self._hooks: list[RemovableHandle] = []
         #: Parameters with gradients, in the order of arrival, since the last ``flush``.
         self.arrivals: list[int] = []
+        #: Parameters whose gradients a step has used since ``zero_grad``.
+        self.used: set[int] = set()
         #: Autograd's numbers of the backwards that run, inside of each other.
         self.running: set[int] = set()
         #: An exception ended a forward, and DeepSpeed still has its state.
         self.stale = False
         #: An exception ended a backward or a reduction, and its gradients were not dropped.
         self.incomplete = False
+        #: A step may have changed fragments that the other ranks don't have yet.
+        self.unpublished = False
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
     # -- building ---------------------------------------------------------------------------------
@@ -202,6 +206,7 @@ class Partitions(ABC):
     def replace_assigned(self) -> None:
         """Let gradients that the program has set replace those from backward passes."""
         for index in self.assigned():
+            self.used.discard(index)
             if (fragment := self.fragments.get(index)) is not None:
                 fragment.grad = None
 
@@ -213,7 +218,6 @@ class Partitions(ABC):
     def flush(self, masks: Iterable[bytes]) -> None:
         """Reduce each ``p.grad`` that a rank has, by the masks of all ranks. Collective."""
         self.incomplete = True  # until the reduction has ended
-        self.replace_assigned()
         indices = list(self.floating)
         what = f"the gradients of a step ({self.label})"
         given = held_by_any(what, map(zlib.decompress, masks), [self.names[i] for i in indices])
@@ -228,6 +232,7 @@ class Partitions(ABC):
         """Drop the gradients of these parameters, after ``zero_grad`` of the raw object. Local."""
         self.recover()
         self.incomplete = False
+        self.used.difference_update(indices)
         for index in indices:
             fragment = self.fragments.get(index)
             if fragment is not None and set_to_none:
@@ -284,6 +289,7 @@ class Partitions(ABC):
             torch._foreach_copy_(homes, weights, non_blocking=True)
             self.wait_for_copies()
         self.gather()
+        self.unpublished = False
 
     @abstractmethod
     def gather(self) -> None:

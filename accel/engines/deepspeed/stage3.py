@@ -102,8 +102,7 @@ class Stage3(Partitions):
             if not parameter.is_contiguous() or parameter.stride()[-1:] not in ((), (1,)):
                 parameter.data = row_of(parameter.data.contiguous()).view(parameter.shape)
         super().start(config, device)
-        self._note_versions()
-        self._order_gathers()
+        self._note_weights()
 
     def arrange(self) -> None:
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
@@ -226,7 +225,7 @@ class Stage3(Partitions):
         weights = self.parameters
         versions = zip(weights, self._versions, strict=True)
         self.take_over([w for w, version in versions if w._version != version])
-        self._note_versions()
+        self._note_weights()
 
     @plainly
     @torch.no_grad()
@@ -241,12 +240,12 @@ class Stage3(Partitions):
                 tensor.copy_(values)
 
     @plainly
-    def _note_versions(self) -> None:
+    def _note_weights(self) -> None:
+        """Note the weights as they are. Gathers wait for them, and later writes are the program's."""
         self._versions = [p._version for p in self.parameters]
-
-    def publish(self) -> None:
-        super().publish()
-        self._note_versions()
+        # DeepSpeed's stream for gathers waits for nothing by itself.
+        if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
+            stream.wait_stream(accelerator().current_stream())
 
     @plainly
     def gather(self) -> None:
@@ -260,7 +259,7 @@ class Stage3(Partitions):
             buckets.setdefault(place, []).append(weight)
         for bucket in buckets.values():
             self._gather_bucket(bucket)
-        self._order_gathers()
+        self._note_weights()
 
     def _release_weights(self) -> None:
         """Release all but the small weights, also those that are being gathered."""
@@ -289,11 +288,6 @@ class Stage3(Partitions):
         for weight, values in zip(weights, columns, strict=True):
             weight.data = values.reshape(-1)[: weight.ds_numel].view(weight.ds_shape)
             weight.ds_status = weight.available
-
-    def _order_gathers(self) -> None:
-        """Let gathers wait for what has been written. DeepSpeed's stream for them waits for none."""
-        if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
-            stream.wait_stream(accelerator().current_stream())
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:

@@ -151,18 +151,14 @@ class ZeroGrad:
             out = type(raw).zero_grad(raw, *args, **kwargs)
         if engine is not None and engine.zero is not None:
             set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-            engine.gradients.drop(engine.indices(raw), set_to_none)
+            engine.zero.drop(engine.indices(raw), set_to_none)
         return out
 
 
-def put_zero_grad(raw: nn.Module | Optimizer, engine: DeepSpeedEngine) -> None:
-    """Replace the method of an optimizer, or of a module and its submodules."""
-    for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
-        vars(owner)["zero_grad"] = ZeroGrad(weakref.ref(engine), owner)
-
-
-def remove_zero_grad(raw: nn.Module | Optimizer) -> None:
-    """Undo ``put_zero_grad``."""
+def put_zero_grad(raw: nn.Module | Optimizer, engine: DeepSpeedEngine | None) -> None:
+    """Replace the method of an optimizer, or of a module and its submodules. None undoes it."""
     for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
         if isinstance(vars(owner).get("zero_grad"), ZeroGrad):
             del vars(owner)["zero_grad"]
+        if engine is not None:
+            vars(owner)["zero_grad"] = ZeroGrad(weakref.ref(engine), owner)
