@@ -105,7 +105,7 @@ class ZeROGradients(Gradients):
     # -- final gradients --------------------------------------------------------------------------
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Reduce what is left, compare the gradients over the ranks, and show them to ``optimizer``."""
+        """Reduce pending gradients, compare them over the ranks, and show them to ``optimizer``."""
         zero = self.engine.zero
         if zero is None:
             self._average()

@@ -180,7 +180,7 @@ class Configuration:
         return int(value) if isinstance(value, int | float) else default
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
-        """Return the configuration for ``deepspeed.initialize``, for ``numel`` elements of ``dtype``.
+        """Return the configuration for ``deepspeed.initialize`` and weights of this size and dtype.
 
         ``transport`` is the backend of the process group that reduces gradients.
         """

@@ -1,4 +1,4 @@
-"""The place that imports DeepSpeed: late, quietly, and without parts that a raw loop doesn't use."""
+"""Import DeepSpeed late, quietly, and without parts that a raw loop doesn't use."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def accelerator() -> Any:
 def probe(device: torch.device) -> None:
     """Import DeepSpeed as for an engine, or raise BackendError. Local."""
     with _quietly(device), unseen_group():
-        _import(device)
+        _import()
 
 
-def _import(device: torch.device) -> Any:
+def _import() -> Any:
     # With 0.19.6 and 0.19.7 the tests of configurations fail.
     check_version("deepspeed", "deepspeed", "0.19.8", "0.19.8")
     # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
@@ -100,7 +100,7 @@ def initialize(
     config = {**config, "zero_optimization": {**zero, "memory_efficient_linear": False}}
     with _quietly(device):
         with unseen_group():
-            deepspeed = _import(device)
+            deepspeed = _import()
         _prepare_groups()
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
         # All ranks have rank 0's weights already.

@@ -241,7 +241,7 @@ class Stage3(Partitions):
 
     @plainly
     def _note_weights(self) -> None:
-        """Note the weights as they are. Gathers wait for them, and later writes are the program's."""
+        """Note the weights as they are, for gathers and to find later writes."""
         self._versions = [p._version for p in self.parameters]
         # DeepSpeed's stream for gathers waits for nothing by itself.
         if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
@@ -249,7 +249,7 @@ class Stage3(Partitions):
 
     @plainly
     def gather(self) -> None:
-        """Release gathered weights, which are old now, but gather small weights again, in buckets."""
+        """Release old gathered weights, and gather small weights again, in buckets."""
         self._release_weights()
         buckets: dict[Any, list[Any]] = {}
         end = 0
@@ -291,7 +291,7 @@ class Stage3(Partitions):
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:
-        """Gather a weight that a module reads from another one, or return False if no forward runs."""
+        """Gather a weight of a different module, or return False if no forward runs."""
         if not self._forwards:
             return False
         module = self._stack[-1]
@@ -309,14 +309,14 @@ class Stage3(Partitions):
         return True
 
     def _forget_trace(self) -> None:
-        """Let DeepSpeed trace the model again. It raises if a module needs more than in its trace."""
+        """Let DeepSpeed trace the model again, because it raises for unexpected weights."""
         if not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
 
     # -- forwards ---------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a forward, or a method with DeepSpeed's hooks around it, and none of the program's."""
+        """Call a forward, or a method with DeepSpeed's hooks around it."""
         with self._forward():
             if isinstance(function, nn.Module):  # which calls the hooks
                 return function(*args, **kwargs)

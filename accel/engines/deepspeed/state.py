@@ -1,4 +1,4 @@
-"""What this rank has of a model that DeepSpeed shards: fragments of parameters and optimizer state."""
+"""The fragments of parameters and optimizer state on this rank, and full state from them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The class of the user's weights at stage 3.
 
-DeepSpeed puts an empty tensor in the place of a weight that is not gathered, and torch would compute
-with that: a weight penalty outside of the forward would be 0, for example. So each weight gets a
-class that reads DeepSpeed's ``ds_status`` at every use.
+DeepSpeed replaces a weight that is not gathered by an empty tensor, and torch would compute with
+that: a weight penalty outside of the forward would be 0, for example. So each weight gets a class
+that reads DeepSpeed's ``ds_status`` at every use.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Stage3Weight(Absent, nn.Parameter):
         stage3: Stage3 | None = vars(self)["ds_owner"]()
         if stage3 is None or not stage3.gather_for_forward(self):
             raise BackendError(
-                f"{vars(self)['ds_name']} is sharded, so {name_of(function)}() can't use it outside "
-                "of a forward. Use accel.full_state_dict(model), or a method of the wrapped model."
+                f"{vars(self)['ds_name']} is sharded, so {name_of(function)}() can't use it "
+                "outside of a forward. Use accel.full_state_dict(model), or a method of the wrapped model."
             )
 
     @classmethod
