@@ -61,7 +61,7 @@ class Stage3Weight(Absent, nn.Parameter):
         if stage3 is None or not stage3.gather_for_forward(self):
             raise BackendError(
                 f"{vars(self)['ds_name']} is sharded, so {name_of(function)}() can't use it "
-                "outside of a forward. Use accel.full_state_dict(model), or a method of the wrapped model."
+                "outside of a forward. Use accel.full_state_dict(model), or a method of the model."
             )
 
     @classmethod
