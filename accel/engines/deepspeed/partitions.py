@@ -93,7 +93,7 @@ class Partitions(ABC):
         self.used: set[int] = set()
         #: Autograd's numbers of the backwards that run, inside of each other.
         self.running: set[int] = set()
-        #: An exception ended a forward, and DeepSpeed still has its state.
+        #: DeepSpeed still has the state of a forward, backward or reduction that raised.
         self.stale = False
         #: An exception ended a backward or a reduction, and its gradients were not dropped.
         self.incomplete = False
@@ -217,7 +217,7 @@ class Partitions(ABC):
 
     def flush(self, masks: Iterable[bytes]) -> None:
         """Reduce each ``p.grad`` that a rank has, by the masks of all ranks. Collective."""
-        self.incomplete = True  # until the reduction has ended
+        self.stale = self.incomplete = True  # until the reduction has ended
         indices = list(self.floating)
         what = f"the gradients of a step ({self.label})"
         given = held_by_any(what, map(zlib.decompress, masks), [self.names[i] for i in indices])
@@ -226,7 +226,7 @@ class Partitions(ABC):
         if given:
             self.finish()
         self.arrivals.clear()
-        self.incomplete = False
+        self.stale = self.incomplete = False
 
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Drop the gradients of these parameters, after ``zero_grad`` of the raw object. Local."""
@@ -254,13 +254,14 @@ class Partitions(ABC):
         """Clear what an exception in a forward or backward has left in DeepSpeed. Local."""
         if torch._C._current_graph_task_id() != -1:  # checkpoints run forwards in a backward
             return
-        self.incomplete |= bool(self.running)
-        if self.stale or self.incomplete:
-            self.stale = False
+        if self.running:  # their ends did not come
             self.running.clear()
+            self.stale = self.incomplete = True
+        if self.stale:
             for parameter in self.parameters if self.incomplete else ():
                 parameter.grad = None
             self.reset()
+            self.stale = False
 
     @abstractmethod
     def reset(self) -> None:
