@@ -88,9 +88,10 @@ class DeepSpeedHoldings(Holdings):
         return super().new_state(entry, key, shape, dtype)
 
     def gradients(self) -> Iterator[Item]:
-        assert self.engine.zero is not None  # `restore` calls it
-        for index, fragment in self.engine.zero.fragments.items():
-            if fragment.grad is not None:
+        zero = self.engine.zero
+        assert zero is not None  # `restore` calls it
+        for index, fragment in zero.fragments.items():
+            if fragment.grad is not None and not zero.incomplete:
                 yield self.engine.names[index], "grad", fragment.grad
 
     def filled(self) -> None:
