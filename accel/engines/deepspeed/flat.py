@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -46,9 +46,9 @@ class Flat(Partitions):
         parameter, zero = self.parameters[index], self.zero
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if zero.overlap_comm and parameter.numel() > zero.reduce_bucket_size:
+        if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
             # DeepSpeed drops it before it has reduced it, so its memory must stay reserved.
-            parameter.grad.record_stream(zero.reduction_stream)
+            parameter.grad.record_stream(self._stream)
         zero.setup_buckets()
         zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
 
@@ -86,8 +86,13 @@ class Flat(Partitions):
 
     def _wait_for_reductions(self) -> None:
         """Let the device's main stream wait for the stream on which DeepSpeed reduces."""
-        if self.zero.overlap_comm:
-            accelerator().current_stream().wait_stream(self.zero.reduction_stream)
+        if (stream := self._stream) is not None:
+            accelerator().current_stream().wait_stream(stream)
+
+    @property
+    def _stream(self) -> Any:
+        """The stream on which DeepSpeed reduces with ``overlap_comm``, or None."""
+        return self.zero.reduction_stream if self.zero.overlap_comm else None
 
     # -- weights ----------------------------------------------------------------------------------
 
