@@ -62,7 +62,7 @@ def raw_deepspeed(workload: Workload, stage: int, offload: str = "") -> Step:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        deepspeed: Any = quiet._import(torch.device("cpu"))
+        deepspeed: Any = quiet._import()
         if offload == OFFLOADS[0]:
             optimizer = _cpu_adam(model)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]

@@ -148,7 +148,7 @@ DEEPSPEED: Names = (
     (_OWN, f"{OF_COORDINATOR}active_backward_submodules", "a second backward of one graph"),
     (_OWN, f"{OF_COORDINATOR}release_param", "what is gathered, and divided again"),
     (_OWN, f"{OF_COORDINATOR}allgather_stream", "weights that are gathered after they were written"),
-    ("deepspeed.runtime.zero.utils:", "assert_lst_len_same_as_other_ranks get_lst_from_rank0", "where it compares"),
+    (_COORDINATOR, "assert_ints_same_as_other_ranks", "a comparison that accel makes itself"),
     ("deepspeed.runtime.zero.linear:", "zero3_linear_wrap", "gathered weights"),
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
     ("deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.", "AVAILABLE INFLIGHT", "what is gathered"),

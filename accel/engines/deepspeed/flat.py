@@ -38,31 +38,19 @@ class Flat(Partitions):
             # DeepSpeed's own copy of the weights, of which `_hp_mapping` had views.
             zero.single_partition_of_fp32_groups[number].data = torch.empty(0, device="cpu")
         zero.copy_grads_in_partition = self._collect
-        buckets = zero.ipg_buckets
-
-        def in_buckets(comm_dtype: Any = None) -> tuple[Any, ...]:
-            filled = {dtype: bucket.params for dtype, bucket in buckets.items() if bucket.params}
-            return tuple(
-                (str(dtype), *(number for *_, number in params))
-                for dtype, params in filled.items()
-                if comm_dtype in (None, dtype)
-            )
-
-        zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, in_buckets)
+        zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, "the reduction of a bucket")
 
     # -- gradients --------------------------------------------------------------------------------
 
     def take(self, index: int) -> None:
-        parameter = self.parameters[index]
-        if parameter.numel():
-            zero = self.zero
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
-                # DeepSpeed drops it before it has reduced it, so its memory must stay reserved.
-                parameter.grad.record_stream(self._stream)
-            zero.setup_buckets()
-            zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
+        parameter, zero = self.parameters[index], self.zero
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
+            # DeepSpeed drops it before it has reduced it, so its memory must stay reserved.
+            parameter.grad.record_stream(self._stream)
+        zero.setup_buckets()
+        zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
 
     def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
         """Take this rank's range of a gradient that DeepSpeed has reduced."""
@@ -79,7 +67,7 @@ class Flat(Partitions):
             zero.reduce_ipg_grads()
         self._wait_for_reductions()
         zero._clear_previous_reduced_grads()
-        for parameter in self.divided.values():
+        for parameter in self.floating.values():
             number = zero.get_param_id(parameter)
             if zero.params_already_reduced[number]:
                 zero.params_already_reduced[number] = False
@@ -88,7 +76,6 @@ class Flat(Partitions):
         self.wait_for_copies()
 
     def reset(self) -> None:
-        super().reset()
         self._wait_for_reductions()
         zero = self.zero
         for bucket in zero.ipg_buckets.values():
@@ -97,41 +84,33 @@ class Flat(Partitions):
         zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
         zero._release_ipg_buffers()
 
+    def _wait_for_reductions(self) -> None:
+        """Let the device's main stream wait for the stream on which DeepSpeed reduces."""
+        if (stream := self._stream) is not None:
+            accelerator().current_stream().wait_stream(stream)
+
     @property
     def _stream(self) -> Any:
         """The stream on which DeepSpeed reduces with ``overlap_comm``, or None."""
         return self.zero.reduction_stream if self.zero.overlap_comm else None
 
-    def _wait_for_reductions(self) -> None:
-        """Let the device wait for reductions before it goes on, or reuses the buckets' memory."""
-        if (stream := self._stream) is not None:
-            accelerator().current_stream().wait_stream(stream)
-            for bucket in self.zero.ipg_buckets.values():
-                for buffer in bucket.buffer:
-                    buffer.record_stream(stream)
-
     # -- weights ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_edits(self) -> list[int]:
-        """Take over weights that the program wrote or replaced by tensors of this shape and dtype."""
-        lost = []
+    def take_edits(self) -> None:
+        """Take over ``p.data = values``, and writes that copies of the weights don't have.
+
+        Without copies, a write in place reaches what the optimizer updates.
+        """
         for index, place in self._places.items():
             parameter = self.parameters[index]
-            if parameter.data_ptr() == place.data_ptr():
-                continue
-            if parameter.shape == place.shape and parameter.dtype is place.dtype:
+            if parameter.data_ptr() != place.data_ptr():
                 place.copy_(parameter.data)
                 parameter.data = place
-            else:
-                lost.append(index)
-        for fragment in self.fragments.values() if self.apart else ():
-            home = fragment.home.to(fragment.weights.device, non_blocking=fragment.pinned)
-            self.wait_for_copies()
-            weights = fragment.weights
-            same = weights.to(home.dtype) == home  # there the copy keeps its own digits
-            weights.copy_(torch.where(same, weights, home.to(weights.dtype)))
-        return lost
+        for fragment in self.fragments.values() if self.copies else ():
+            weights, home = fragment.weights, fragment.home.to(fragment.weights.device)
+            unchanged = weights.to(home.dtype) == home  # the copy may have more digits
+            weights.copy_(torch.where(unchanged, weights, home.to(weights.dtype)))
 
     def gather(self) -> None:
         zero = self.zero

@@ -1,4 +1,4 @@
-"""The place that imports DeepSpeed: late, quietly, and without parts that a raw loop doesn't use."""
+"""Import DeepSpeed late, quietly, and without parts that a raw loop doesn't use."""
 
 from __future__ import annotations
 
@@ -18,91 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from ...errors import BackendError
 from ...gradients.hooks import remove_hooks
 from ...gradients.patches import Patch, around, ignored, replaced
 from ...process import running
 from ...process.startup import unseen_group
 from ..base.versions import check_version
-
-#: What torch says, in every step, about functions that DeepSpeed calls.
-_renamed: Final = ignored(
-    r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`", FutureWarning
-)
-
-
-def _quiet(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
-
-
-def _compile(original: Callable[..., Any], model: Any = None, **options: Any) -> Any:
-    """``torch.compile``, which leaves alone what the library's own modules define."""
-    if not str(sys._getframe(2).f_globals.get("__name__")).startswith(
-        "deepspeed"
-    ):  # who has called the patch
-        return original(model, **options)
-    return model if model is not None else lambda function: function
-
-
-def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
-    """Call DeepSpeed's linear for a weight of stage 3: torch's would keep it gathered until backward."""
-    # DeepSpeed's can't compute with nested tensors.
-    if not hasattr(weight, "ds_id") or input.is_nested:
-        return plain(input, weight, bias)
-    efficient = library("deepspeed.runtime.zero.linear").zero3_linear_wrap
-    return type(weight).__torch_function__(efficient, (), (input, weight, bias))
-
-
-#: DeepSpeed alone would replace it in every model, for good.
-_efficient: Final = around(vars(nn.functional), "linear", _linear)
-
-
-def end(engine: Any) -> None:
-    """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
-    engine.destroy()
-    _efficient.drop(engine)
-
-
-@contextlib.contextmanager
-def _numbered(device: torch.device) -> Iterator[None]:
-    """Inside, DeepSpeed takes this device, whose number it reads from variables of launchers."""
-    with contextlib.ExitStack() as undo:
-        for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {"LOCAL_RANK", *os.environ}:
-            undo.enter_context(replaced(os.environ, name, str(device.index or 0)))
-        yield
-
-
-def _compare(original: Callable[..., Any], values: Any) -> Any:
-    """Let DeepSpeed compare values over the ranks on this device too."""
-    process = running()
-    with contextlib.nullcontext() if process is None else _numbered(process.device):
-        return original(values)
-
-
-@functools.cache
-def _comparisons() -> list[Patch]:
-    table = vars(library("deepspeed.runtime.zero.utils"))
-    return [
-        around(table, name, _compare)
-        for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
-    ]
-
-
-@contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Import and build without log lines, warnings, and compilation of what is never used."""
-    with contextlib.ExitStack() as undo:
-        if device.type == "cpu" and "DS_ACCELERATOR" not in os.environ:
-            undo.enter_context(replaced(os.environ, "DS_ACCELERATOR", "cpu"))
-        undo.enter_context(_numbered(device))
-        logger = logging.getLogger("DeepSpeed")
-        logger.addFilter(_quiet)
-        undo.callback(logger.removeFilter, _quiet)
-        undo.enter_context(ignored())
-        # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
-        undo.enter_context(around(vars(torch), "compile", _compile))
-        yield
-
 
 #: Python's prefixes of the attributes that these two classes name with two underscores.
 OF_STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
@@ -119,23 +39,143 @@ def accelerator() -> Any:
     return library("deepspeed.accelerator").get_accelerator()
 
 
-def _import(device: torch.device) -> Any:
-    deepspeed = library()
-    # With 0.19.6 and 0.19.7 the tests of configurations fail.
-    check_version("deepspeed", "deepspeed", "0.19.8", "0.19.8")
-    found = accelerator()._name
-    if found != device.type:
-        raise BackendError(
-            f"DeepSpeed runs on {found!r} in this process, but the model is on {device.type!r}. "
-            f'Set the environment variable DS_ACCELERATOR="{device.type}".'
-        )
-    return deepspeed
+# -- importing ------------------------------------------------------------------------------------
 
 
 def probe(device: torch.device) -> None:
-    """Import DeepSpeed as for an engine, or raise what is missing. Local."""
-    with _undisturbed(device), unseen_group():
-        _import(device)
+    """Import DeepSpeed as for an engine, or raise BackendError. Local."""
+    with _quietly(device), unseen_group():
+        _import()
+
+
+def _import() -> Any:
+    # With 0.19.6 and 0.19.7 the tests of configurations fail.
+    check_version("deepspeed", "deepspeed", "0.19.8", "0.19.8")
+    # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
+    with replaced(vars(torch), "compile", _leave_uncompiled):
+        deepspeed = library()
+        library("deepspeed.runtime.zero.muon.muon_optimizer")
+    return deepspeed
+
+
+def _leave_uncompiled(function: Any = None, **_: Any) -> Any:
+    return (lambda decorated: decorated) if function is None else function
+
+
+@contextlib.contextmanager
+def _quietly(device: torch.device) -> Iterator[None]:
+    """Import and build on this device without log lines and warnings."""
+    with contextlib.ExitStack() as undo:
+        if device.type == "cpu" and "DS_ACCELERATOR" not in os.environ:
+            undo.enter_context(replaced(os.environ, "DS_ACCELERATOR", "cpu"))
+        # DeepSpeed takes the device of LOCAL_RANK. SLURM doesn't set it, and MPI's must be equal.
+        for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {"LOCAL_RANK", *os.environ}:
+            undo.enter_context(replaced(os.environ, name, str(device.index or 0)))
+        logger = logging.getLogger("DeepSpeed")
+        logger.addFilter(_is_error)
+        undo.callback(logger.removeFilter, _is_error)
+        undo.enter_context(ignored())
+        yield
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
+# -- building -------------------------------------------------------------------------------------
+
+
+def initialize(
+    module: nn.Module,
+    groups: list[list[nn.Parameter]],
+    config: dict[str, Any],
+    device: torch.device,
+) -> Any:
+    """Call ``deepspeed.initialize``, which shards ``groups``. Collective.
+
+    Its optimizer never steps.
+    """
+    zero = config["zero_optimization"]
+    # It would replace torch.nn.functional.linear for all models, and for good.
+    config = {**config, "zero_optimization": {**zero, "memory_efficient_linear": False}}
+    with _quietly(device):
+        with unseen_group():
+            deepspeed = _import()
+        _prepare_groups()
+        stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
+        # All ranks have rank 0's weights already.
+        kind = type(
+            "DeepSpeedEngine",
+            (deepspeed.DeepSpeedEngine,),
+            {"_broadcast_model": lambda engine: None},
+        )
+        # Its shared-memory op takes a minute to compile, and serves only inference.
+        no_ops: dict[str, bool] = collections.defaultdict(bool)
+        with (
+            replaced(vars(library("deepspeed.ops")), "__compatible_ops__", no_ops),
+            replaced(vars(deepspeed), kind.__name__, kind),
+        ):
+            if zero["stage"] == 3:
+                # It moves weights to the device one at a time.
+                deepspeed.zero.Init(module=module, config_dict_or_path=config)
+            engine, *_ = deepspeed.initialize(
+                model=module, optimizer=stand_in, config=config, dist_init_required=False
+            )
+    _renamed.need(engine)
+    if zero["stage"] == 3:
+        _comparison().need(engine)
+        if zero.get("memory_efficient_linear", True):
+            _efficient_linear.need(engine)
+    # accel's own hooks collect gradients, also for several forwards before a backward.
+    remove_hooks([engine.module_forward_pre_hook, engine.module_forward_post_hook])
+    remove_hooks(engine.optimizer._grad_acc_hooks)
+    remove_hooks(getattr(engine.optimizer, "_leaf_module_hooks", []))
+    library("deepspeed.utils.debug").debug_clear_module_and_param_names()
+    return engine
+
+
+def end(engine: Any) -> None:
+    """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
+    engine.destroy()
+    _efficient_linear.drop(engine)
+
+
+def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
+    """Call DeepSpeed's linear for a weight of stage 3. torch's keeps it gathered until backward."""
+    # DeepSpeed's can't compute with nested tensors.
+    if not hasattr(weight, "ds_id") or input.is_nested:
+        return plain(input, weight, bias)
+    efficient = library("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    return type(weight).__torch_function__(efficient, (), (input, weight, bias))
+
+
+_efficient_linear: Final = around(vars(nn.functional), "linear", _linear)
+#: torch's warnings, in every step, about functions that DeepSpeed calls.
+_renamed: Final = ignored(
+    r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`", FutureWarning
+)
+
+
+@functools.cache
+def _comparison() -> Patch:
+    """Return a patch that leaves out a comparison over ranks, because accel announces gathers."""
+    table = vars(library("deepspeed.runtime.zero.partitioned_param_coordinator"))
+    return replaced(table, "assert_ints_same_as_other_ranks", lambda numbers: None)
+
+
+# -- process groups -------------------------------------------------------------------------------
+
+
+def _prepare_groups() -> None:
+    """Let DeepSpeed make groups for this process group, and forget them when it ends."""
+    groups = library("deepspeed.utils.groups")
+    # It keeps process groups for good, also those of a process group that ended.
+    if groups._WORLD_GROUP not in (None, *distributed_c10d._world.pg_map):
+        forget_groups()
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # it raises if an earlier model has set one
+    process = running()
+    if process is not None and forget_groups not in process.releases:
+        process.releases.append(forget_groups)
 
 
 def forget_groups() -> None:
@@ -164,78 +204,17 @@ def release_groups(roots: Iterable[Any]) -> None:
         seen.add(id(owner))
         attributes = getattr(owner, "__dict__", {})
         for name, value in list(attributes.items()):
-            if any(
-                isinstance(v, dist.ProcessGroup)
-                for v in (value if isinstance(value, list) else [value])
-            ):
+            values = value if isinstance(value, list) else [value]
+            if any(isinstance(v, dist.ProcessGroup) for v in values):
                 attributes[name] = None
         cells = [cell.cell_contents for cell in getattr(owner, "__closure__", None) or ()]
-        reached = (*attributes.values(), *cells)
-        todo += [
-            v
-            for v in reached
-            if isinstance(v, FunctionType) or type(v).__module__.startswith("deepspeed.")
-        ]
+        for value in (*attributes.values(), *cells):
+            if isinstance(value, FunctionType) or type(value).__module__.startswith("deepspeed."):
+                todo.append(value)
 
 
 def without_groups() -> contextlib.AbstractContextManager[None]:
-    """Inside, DeepSpeed can log without process groups: it asks for its rank first."""
+    """Let DeepSpeed log without process groups: it asks for its rank first."""
     comm = vars(library("deepspeed.comm.comm"))
     nobody = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: -1)
     return replaced(comm, "cdb", nobody) if comm["cdb"] is None else contextlib.nullcontext()
-
-
-def initialise(
-    module: nn.Module,
-    groups: list[list[nn.Parameter]],
-    config: dict[str, Any],
-    device: torch.device,
-) -> Any:
-    """Call ``deepspeed.initialize``, which shards ``groups``. Its own optimizer never steps. Collective."""
-    with _undisturbed(device):
-        with unseen_group():
-            deepspeed = _import(device)
-        # It keeps process groups for good, also those of a process group that ended.
-        if library("deepspeed.utils.groups")._WORLD_GROUP not in (
-            None,
-            *distributed_c10d._world.pg_map,
-        ):
-            forget_groups()
-        # It raises if an earlier model has set one.
-        library("deepspeed.utils.groups")._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        process = running()
-        if process is not None and forget_groups not in process.releases:
-            process.releases.append(forget_groups)
-        divided = config["zero_optimization"]
-        config = {**config, "zero_optimization": {**divided, "memory_efficient_linear": False}}
-        stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
-        # All ranks have rank 0's weights, or wait for their own.
-        kind = type(
-            "DeepSpeedEngine",
-            (deepspeed.DeepSpeedEngine,),
-            {"_broadcast_model": lambda engine: None},
-        )
-        # Its shared-memory op takes a minute to compile and serves only inference.
-        ops = replaced(
-            vars(library("deepspeed.ops")), "__compatible_ops__", collections.defaultdict(bool)
-        )
-        with ops, replaced(vars(deepspeed), kind.__name__, kind):
-            if divided["stage"] == 3:
-                # One weight after the other, or else it would bring all of them to the device first.
-                deepspeed.zero.Init(module=module, config_dict_or_path=config)
-            engine = deepspeed.initialize(
-                model=module, optimizer=stand_in, config=config, dist_init_required=False
-            )[0]
-    _renamed.need(engine)
-    for patch in _comparisons() if divided["stage"] == 3 else ():
-        patch.need(engine)
-    if divided["stage"] == 3 and divided.get("memory_efficient_linear", True):
-        _efficient.need(engine)
-    zero, forward = (
-        engine.optimizer,
-        [engine.module_forward_pre_hook, engine.module_forward_post_hook],
-    )
-    for hooks in (forward, zero._grad_acc_hooks, getattr(zero, "_leaf_module_hooks", [])):
-        remove_hooks(hooks)
-    library("deepspeed.utils.debug").debug_clear_module_and_param_names()
-    return engine

@@ -7,19 +7,15 @@ one process.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import re
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
@@ -27,9 +23,8 @@ from ...gradients.hooks import at_end_of_backward, remove_hooks
 from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
-from ..base.interruption import Interruption
 from ..base.raw_objects import Snapshot
-from .library import accelerator, end, initialise
+from .library import accelerator, end, initialize
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
@@ -40,8 +35,8 @@ if TYPE_CHECKING:
 class Fragment:
     """The range of one parameter that this rank owns.
 
-    ``grad`` is its mean gradient, or None as in ``p.grad``. The gradient of a single reduction keeps
-    the dtype of that reduction, which loses nothing. A sum has the dtype of ``weights``.
+    ``grad`` is its mean gradient, or None as in ``p.grad``. The gradient of a single reduction
+    keeps the dtype of that reduction, which loses nothing. A sum has the dtype of ``weights``.
     """
 
     start: int  # its first element
@@ -49,14 +44,12 @@ class Fragment:
     #: What an optimizer updates: ``home``, or a copy of higher precision or on another device.
     weights: torch.Tensor
     grad: torch.Tensor | None = None
-    #: ``weights`` is pinned CPU memory, to which a device copies while the CPU goes on.
-    pinned: bool = False
 
     @torch.no_grad()
     def accumulate(self, gradient: torch.Tensor) -> None:
-        """Add a reduced gradient. If ``pinned``, the first one arrives by ``wait_for_copies``."""
+        """Add a reduced gradient. Copies to CPU memory end with ``wait_for_copies``."""
         if self.grad is None:
-            self.grad = gradient.to(self.weights.device, copy=True, non_blocking=self.pinned)
+            self.grad = gradient.to(self.weights.device, copy=True, non_blocking=True)
         else:
             gradient = gradient.to(self.weights.device)  # which waits for the first one
             self.widen()
@@ -68,54 +61,6 @@ class Fragment:
             self.grad = self.grad.to(self.weights.dtype)
 
 
-@final
-class PlacedFragments:
-    """This rank's fragments in the groups of the optimizer that steps."""
-
-    def __init__(self) -> None:
-        self._groups: list[tuple[dict[str, Any], list[nn.Parameter], list[torch.Tensor]]] = []
-
-    def place(self, optimizer: Optimizer, partitions: Partitions) -> None:
-        """Put fragments in the places of the parameters, until ``remove``."""
-        for group in optimizer.param_groups if not self._groups else ():
-            parameters = group["params"]
-            fragments = [partitions.fragments.get(partitions.numbers[id(p)]) for p in parameters]
-            group["params"] = [fragment.weights for fragment in fragments if fragment is not None]
-            self._groups.append((group, parameters, group["params"]))
-
-    def remove(self) -> None:
-        for group, parameters, _ in self._groups:
-            group["params"] = parameters
-        self._groups.clear()
-
-    def parameters(self, group: dict[str, Any]) -> list[nn.Parameter]:
-        """Return the parameters of a group, in a step too."""
-        placed = [parameters for known, parameters, _ in self._groups if known is group]
-        return placed[0] if placed else group["params"]
-
-    @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Inside, the groups have their parameters in a step too. A closure calls ``zero_grad``."""
-        for group, parameters, _ in self._groups:
-            group["params"] = parameters
-        try:
-            yield
-        finally:
-            for group, _, fragments in self._groups:
-                group["params"] = fragments
-
-
-#: Methods that ``deepspeed.utils.safe_set_*`` calls. They would write to memory that nobody uses.
-_ACCESS: Final = re.compile("[gs]et_(full|local|fp32)_")
-
-
-def _refuse_access(*_: Any, **__: Any) -> NoReturn:
-    raise BackendError(
-        "deepspeed.utils.safe_get_* and safe_set_* would use memory that no optimizer steps here. Use "
-        "accel.full_state_dict(), load_state_dict() of the handles, and accel.clip_grad_norm_()."
-    )
-
-
 def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
     if (owner := partitions()) is not None:
         owner.arrived(index)
@@ -124,35 +69,36 @@ def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -
 class Partitions(ABC):
     """The parameters of an engine's model, which DeepSpeed shards."""
 
-    #: Weights are sharded too.
-    divides_weights: ClassVar[bool] = False
-
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.module, self.process, self.label = engine.module, engine.process, engine.label
         self.names, self.parameters = engine.names, engine.parameters
-        #: Gradients are reduced while backward runs, and else in ``flush``.
-        self.eager = engine.stage > 1
         self.shapes = [p.shape for p in self.parameters]
-        self.fragments: dict[int, Fragment] = {}
-        self.divided = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
-        #: The numbers of the parameters of which ranks have fragments.
-        sharded = range(len(self.names)) if self.divides_weights else self.divided
-        self.by_name = {self.names[i]: i for i in sharded}
+        #: The parameters that get gradients.
+        self.floating = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
+        self.fragments: dict[int, Fragment] = {}
+        #: The numbers of the parameters of which ranks have fragments, by name.
+        indices = range(len(self.names)) if engine.stage == 3 else self.floating
+        self.sharded = {self.names[i]: i for i in indices}
         self.masters = engine.configuration.masters
-        offloads = engine.configuration.offload_optimizer
-        self._weights_on = torch.device("cpu") if offloads else None
+        self._offloads = engine.configuration.offload_optimizer
         #: The optimizer updates copies of the homes: fp32 master weights, or weights in CPU memory.
-        self.apart = self.masters or offloads
-        self._pinned = engine.configuration.pins and engine.process.device.type != "cpu"
+        self.copies = self.masters or self._offloads
+        #: Stages 2 and 3: gradients are reduced while backward runs, and else in ``flush``.
+        self.eager = engine.stage > 1
         self._hooks: list[RemovableHandle] = []
         #: Parameters with gradients, in the order of arrival, since the last ``flush``.
         self.arrivals: list[int] = []
-        #: Parameters with gradients since this backward began, or since one inside of it ended.
-        self._came: set[int] = set()
-        self.interruption = Interruption()
-        #: Stage 1: what backward passes left in ``p.grad``.
-        self.waiting: dict[int, torch.Tensor] = {}
+        #: Parameters whose gradients a step has used since ``zero_grad``.
+        self.used: set[int] = set()
+        #: Autograd's numbers of the backwards that run, inside of each other.
+        self.running: set[int] = set()
+        #: DeepSpeed still has the state of a forward, backward or reduction that raised.
+        self.stale = False
+        #: An exception ended a backward or a reduction, and its gradients were not dropped.
+        self.incomplete = False
+        #: A step may have changed fragments that the other ranks don't have yet.
+        self.unpublished = False
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
     # -- building ---------------------------------------------------------------------------------
@@ -161,32 +107,29 @@ class Partitions(ABC):
         """Let DeepSpeed shard the model, and find this rank's fragments. Collective."""
         trainable = [p.requires_grad for p in self.parameters]
         try:
-            for parameter in self.divided.values():
+            for parameter in self.floating.values():
                 parameter.requires_grad_(True)
-            # DeepSpeed can't broadcast a tensor without dimensions.
+            # DeepSpeed can't broadcast a tensor without dimensions, such as CLIP's logit_scale.
             scalars = [p for p in self.parameters if p.dim() == 0]
             for parameter in scalars:
                 parameter.data = parameter.data.view(1)
-            # Frozen parameters get a group of their own, which need not be gathered after a step.
-            active = [p for i, p in self.divided.items() if trainable[i]]
-            frozen = [p for i, p in self.divided.items() if not trainable[i]]
+            # A frozen base may have another dtype than the adapters of LoRA.
+            active = [p for i, p in self.floating.items() if trainable[i]]
+            frozen = [p for i, p in self.floating.items() if not trainable[i]]
             groups = [group for group in (active, frozen) if group]
-            self.library = initialise(self.module, groups, config, device)
+            self.library = initialize(self.module, groups, config, device)
             self.zero = self.library.optimizer
             for parameter in scalars:
                 if parameter.data.numel():
                     parameter.data = parameter.data.view(())
             self.snapshot.changed()
             self.arrange()
-            for owner in (self.zero, *self.divided.values()):
-                for name in filter(_ACCESS.match, {*vars(owner), *vars(type(owner))}):
-                    setattr(owner, name, _refuse_access)
-            for index, parameter in self.divided.items():
+            for index, parameter in self.floating.items():
                 # Weakly, because the garbage collector doesn't see what autograd's hooks hold.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         finally:
-            for index, parameter in self.divided.items():
+            for index, parameter in self.floating.items():
                 parameter.requires_grad_(trainable[index])
 
     @abstractmethod
@@ -196,23 +139,25 @@ class Partitions(ABC):
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
         """Note that this rank owns ``home`` of a parameter."""
         dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
-        weights = home.detach().to(self._weights_on or home.device, dtype, copy=self.apart)
-        pinned = self._pinned and weights.device != home.device
-        weights = weights.pin_memory() if pinned else weights
-        self.fragments[index] = Fragment(start, home, weights, pinned=pinned)
+        device = torch.device("cpu") if self._offloads else home.device
+        weights = home.detach().to(device, dtype, copy=self.copies)
+        if weights.device != home.device:
+            weights = weights.pin_memory()
+        self.fragments[index] = Fragment(start, home, weights)
 
     def announced(
-        self, reduce: Callable[..., None], came: Callable[..., Any]
-    ) -> Callable[..., None]:
-        """Return DeepSpeed's ``reduce`` of a bucket, announced before. ``came`` lists its contents."""
-        process, what = self.process, f"the reduction of a bucket of gradients ({self.label})"
-        waiting = Waiting(process, what)
+        self, act: Callable[..., Any], what: str | Callable[..., str], announces: bool = True
+    ) -> Callable[..., Any]:
+        """Return a collective function of DeepSpeed's, which first says what it does."""
+        process, label = self.process, self.label
 
-        def call(*args: Any, **kwargs: Any) -> None:
-            if listed := came(*args, **kwargs):
-                announce(process, what, listed)
-            with waiting:
-                reduce(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            text = what if isinstance(what, str) else what(*args, **kwargs)
+            text = f"{text} ({label})"
+            if announces:
+                announce(process, text)
+            with Waiting(process, text):
+                return act(*args, **kwargs)
 
         return call
 
@@ -221,44 +166,31 @@ class Partitions(ABC):
     @plainly
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
-        grad = self.parameters[index].grad
-        if grad is None:  # frozen since the forward
+        if self.parameters[index].grad is None:  # frozen since the forward
             return
         self.arrivals.append(index)
-        if not self.eager:
-            self.waiting[index] = grad
-            return
-        self.waiting.pop(index, None)
-        self.enter_backward()
-        if index in self._came:  # autograd may have added to the bucket's memory already
-            raise BackendError(
-                f"{self.label}: {self.names[index]!r} got two gradients in one backward, because its layer runs in a "
-                "checkpoint(..., use_reentrant=True) and outside of it. Use use_reentrant=False."
-            )
-        self._came.add(index)
-        self.take(index)
+        if self.eager:
+            self.enter_backward()
+            self.take(index)
 
     def enter_backward(self) -> None:
-        """Note the backward that runs, whose end reduces the rest.
+        """Note the backward that runs. Its end reduces the rest.
 
         Reentrant checkpoints run other backward passes inside of it.
         """
         task = torch._C._current_graph_task_id()
-        if task not in self.interruption.running:
-            self.interruption.running.add(task)
-            # After a failed backward, a forward of the handle has to reset DeepSpeed first.
-            self.interruption.incomplete |= self.interruption.cut
-            self.interruption.refuse()
-            at_end_of_backward(lambda: self._end_of_backward(task))
+        if task not in self.running:
+            self.refuse_incomplete()
+            self.running.add(task)
+            at_end_of_backward(lambda: self._end_backward(task))
 
-    def _end_of_backward(self, task: int) -> None:
+    def _end_backward(self, task: int) -> None:
         self.finish()
-        self._came.clear()
-        self.interruption.running.discard(task)
+        self.running.discard(task)
 
     @abstractmethod
     def take(self, index: int) -> None:
-        """Put ``p.grad``, or zeros, into a bucket, which is reduced when it is full. Collective."""
+        """Put ``p.grad`` into a bucket, which is reduced when it is full. Collective."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -266,102 +198,105 @@ class Partitions(ABC):
 
     @plainly
     def assigned(self) -> list[int]:
-        """Return the parameters whose ``p.grad`` is not from a backward: the program has set it."""
-        grads = {i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
-        return [i for i, grad in grads.items() if grad is not self.waiting.get(i)]
+        """Return the parameters whose ``p.grad`` the program has set."""
+        from_backward = set() if self.eager else set(self.arrivals)
+        grads = [p.grad for p in self.parameters]
+        return [i for i, grad in enumerate(grads) if grad is not None and i not in from_backward]
+
+    def replace_assigned(self) -> None:
+        """Let gradients that the program has set replace those from backward passes."""
+        for index in self.assigned():
+            self.used.discard(index)
+            if (fragment := self.fragments.get(index)) is not None:
+                fragment.grad = None
 
     @plainly
-    def held(self) -> bytes:
+    def mask(self) -> bytes:
         """Return which parameters have a ``p.grad``, in a few bytes."""
-        return zlib.compress(held_here(self.divided.values()), level=1)
+        return zlib.compress(held_here(self.floating.values()), level=1)
 
-    def flush(self, held: Iterable[bytes]) -> None:
-        """Reduce every ``p.grad`` that a rank has, where ``held`` are the masks of all ranks. Collective.
-
-        A rank without it counts as zeros.
-        """
-        indices = list(self.divided)
+    def flush(self, masks: Iterable[bytes]) -> None:
+        """Reduce each ``p.grad`` that a rank has, by the masks of all ranks. Collective."""
+        self.stale = self.incomplete = True  # until the reduction has ended
+        indices = list(self.floating)
         what = f"the gradients of a step ({self.label})"
-        told = held_by_any(what, map(zlib.decompress, held), [self.names[i] for i in indices])
-        waiting = [indices[n] for n in told]
-        for index in waiting:
-            self.take(index)
-        self.waiting.clear()
-        if waiting:
+        given = held_by_any(what, map(zlib.decompress, masks), [self.names[i] for i in indices])
+        for number in given:
+            self.take(indices[number])
+        if given:
             self.finish()
-
-    def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's shards of the final gradients of these parameters; none is replicated."""
-        fragments = [fragment for i, fragment in self.fragments.items() if i in indices]
-        for fragment in fragments:
-            fragment.widen()
-        return [f.grad for f in fragments if f.grad is not None], []
+        self.arrivals.clear()
+        self.stale = self.incomplete = False
 
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Drop the gradients of some parameters, as ``zero_grad`` does."""
-        if not set_to_none:  # an interrupted backward may still copy some
-            self.wait_for_copies()
+        """Drop the gradients of these parameters, after ``zero_grad`` of the raw object. Local."""
+        self.recover()
+        self.incomplete = False
+        self.used.difference_update(indices)
         for index in indices:
-            self.waiting.pop(index, None)
-            parameter, fragment = self.parameters[index], self.fragments.get(index)
-            # In a step, ``weights`` has the gradient too.
-            for holder in (parameter, fragment, fragment and fragment.weights):
-                if holder is not None and set_to_none:
-                    holder.grad = None
-                elif holder is not None and holder.grad is not None:
-                    # In place, because stage 3 may have released the weight since.
-                    holder.grad.detach().zero_()
-
-    def replace(self, indices: Sequence[int]) -> None:
-        """Drop the final gradients of parameters whose ``p.grad`` the program has set."""
-        assigned = [self.parameters[i].grad for i in indices]
-        self.drop(indices, set_to_none=True)
-        for index, grad in zip(indices, assigned, strict=True):
-            self.parameters[index].grad = grad
+            fragment = self.fragments.get(index)
+            if fragment is not None and set_to_none:
+                fragment.grad = None
+            elif fragment is not None and fragment.grad is not None:
+                fragment.grad.zero_()
+        if set_to_none:
+            dropped = set(indices)
+            self.arrivals[:] = [i for i in self.arrivals if i not in dropped]
 
     def wait_for_copies(self) -> None:
-        """Wait for copies from and to ``pinned`` memory, before the CPU reads or writes there."""
-        if self._pinned:
+        """Wait for copies from and to CPU memory, before the CPU reads or writes there."""
+        if self._offloads:
             accelerator().synchronize()
 
+    # -- exceptions -------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Clear what an exception in a forward or backward has left in DeepSpeed. Local."""
+        if torch._C._current_graph_task_id() != -1:  # checkpoints run forwards in a backward
+            return
+        if self.running:  # their ends did not come
+            self.running.clear()
+            self.stale = self.incomplete = True
+        if self.stale:
+            for parameter in self.parameters if self.incomplete else ():
+                parameter.grad = None
+            self.reset()
+            self.stale = False
+
+    @abstractmethod
     def reset(self) -> None:
-        """Clear what a backward or forward left unfinished. Collective."""
-        self.interruption.stale = self.interruption.cut = False
-        self.waiting.clear()
-        self._came.clear()
-        for parameter in self.parameters:
-            grad = parameter.grad
-            if grad is not None and bool(grad.any()):  # zeros are dropped gradients too
-                self.interruption.incomplete = True
-            parameter.grad = None
+        """Clear DeepSpeed's state of a forward or backward that did not end. Local."""
+
+    def refuse_incomplete(self) -> None:
+        """Raise BackendError if gradients are incomplete."""
+        if self.incomplete:
+            raise BackendError(
+                f"The gradients of {self.label} are incomplete, because a backward or its "
+                "reduction raised. Call zero_grad() on every rank."
+            )
 
     # -- weights ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def take_edits(self) -> list[int]:
-        """Take over what the program wrote to weights. Return the parameters where that is lost."""
+    def take_edits(self) -> None:
+        """Take over what the program has written to the model's weights. Local."""
 
     @torch.no_grad()
-    def spread(self) -> None:
+    def publish(self) -> None:
         """Give every rank the weights of a step. Collective."""
-        if self.apart and self.fragments:
+        if self.copies and self.fragments:
             homes = [fragment.home for fragment in self.fragments.values()]
             weights = [fragment.weights for fragment in self.fragments.values()]
-            torch._foreach_copy_(homes, weights, non_blocking=self._pinned)
+            torch._foreach_copy_(homes, weights, non_blocking=True)
             self.wait_for_copies()
         self.gather()
+        self.unpublished = False
 
     @abstractmethod
     def gather(self) -> None:
         """Give every rank what is in the homes. Collective."""
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        forward: bool,
-    ) -> Any:
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the root module, which is a forward, or a method of it."""
         return function(*args, **kwargs)
 

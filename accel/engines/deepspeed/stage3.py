@@ -1,4 +1,4 @@
-"""Stage 3 of DeepSpeed: each rank owns a fragment of every parameter, and gathers weights for modules."""
+"""Stage 3 of DeepSpeed: each rank owns a fragment of every parameter, and gathers weights."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._compile import _disable_dynamo
 
-from ...process.control import Waiting, announce
 from ...process.packing import row_of
 from ...trees import exchange
 from ..base.absent import plainly
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .partitions import Fragment, Partitions
-from .weights import mark, recorded, set_grad, unmark
+from .weights import by_library, mark, unmark
 
-# -- DeepSpeed's hooks on modules -----------------------------------------------------------------
+if TYPE_CHECKING:
+    from . import DeepSpeedEngine
 
 
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook of DeepSpeed's that is called with a list of the tensors in a module's inputs or output.
+    """Return a hook of DeepSpeed's that gets a list of the tensors in a module's inputs or output.
 
-    The hook itself fails at an output without items and attributes, and finds no tensor in a dataclass.
+    The hook itself fails at numbers, and finds no tensor in a dataclass, as HF models return.
     """
 
     def call(module: Any, *values: Any) -> Any:
@@ -38,13 +39,13 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(leaf, torch.Tensor):  # the usual case
             changed = hook(module, *values[:-1], [leaf])
             return changed and (tuple(changed) if single else changed[0])
-        found: dict[int, torch.Tensor] = {}
-        _exchange(lambda tensor: found.setdefault(id(tensor), tensor), tree)
-        changed = hook(module, *values[:-1], list(found.values()))
+        tensors: dict[int, torch.Tensor] = {}
+        _exchange(lambda tensor: tensors.setdefault(id(tensor), tensor), tree)
+        changed = hook(module, *values[:-1], list(tensors.values()))
         if changed is None:
             return None
         # One for each, because attention(x, x, x) computes differently with three tensors.
-        others = dict(zip(found, changed, strict=True))
+        others = dict(zip(tensors, changed, strict=True))
         return _exchange(lambda tensor: others.get(id(tensor), tensor), tree)
 
     return _disable_dynamo(call)
@@ -55,89 +56,65 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     return exchange(give, tree, lambda tensor: tensor if tensor.grad_fn is None else give(tensor))
 
 
-def tidy(module: Any) -> None:
-    """Hide the module in the reprs of its attributes, and give its autograd functions signatures."""
-    for name in ("all_parameters", "ds_external_parameters"):
-        if isinstance(bound := vars(module).get(name), MethodType):
-            # EmbeddingBag shows all of its attributes in its own repr.
-            vars(module)[name] = _call_with(bound.__func__, module)
-    for kind in filter(None, map(vars(module).get, ("pre_bwd_fn", "post_bwd_fn"))):
-        # torch asks for it in each forward.
-        kind.forward.__signature__ = inspect.signature(kind.forward)
-
-
-def _call_with(function: Callable[..., Any], module: Any) -> Callable[[], Any]:
-    return lambda: function(module)
-
-
-# -- gradients -----------------------------------------------------------------------------------
-
-
 class _Gradients(dict[int, torch.Tensor]):
-    """Where DeepSpeed adds a reduced gradient, in memory that is made when DeepSpeed asks for it.
+    """The memory to which DeepSpeed adds reduced gradients, made when DeepSpeed asks for it."""
 
-    The second gradient of a parameter is added in the dtype of the weights that the optimizer updates.
-    """
-
-    def __init__(self, owned: dict[int, tuple[Any, Fragment]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._owned = owned
+        #: By DeepSpeed's number of a parameter: this rank's shard, and the fragment in it.
+        self.owned: dict[int, tuple[Any, Fragment]] = {}
 
-    def __getitem__(self, ds_id: int) -> torch.Tensor:
-        shard, fragment = self._owned[ds_id]
-        weights, pinned = fragment.weights, fragment.pinned
-        if ds_id not in self:
-            self[ds_id] = torch.zeros(
-                shard.ds_numel, dtype=shard.dtype, device=weights.device, pin_memory=pinned
-            )
-        elif (grad := super().__getitem__(ds_id)).dtype is not weights.dtype:
-            if pinned:  # the CPU reads it, and it may still be copied
-                accelerator().synchronize()
-            self[ds_id] = grad.to(weights.dtype)
-        return super().__getitem__(ds_id)
+    def __missing__(self, ds_id: int) -> torch.Tensor:
+        shard, fragment = self.owned[ds_id]
+        weights, pins = fragment.weights, fragment.weights.is_pinned()
+        grad = torch.zeros_like(shard, device=weights.device, pin_memory=pins)
+        return self.setdefault(ds_id, grad)
 
     def hand_out(self) -> None:
-        """Give each fragment what DeepSpeed has added, without the padding."""
+        """Give each fragment its gradient, without the padding."""
         for ds_id, grad in self.items():
-            fragment = self._owned[ds_id][1]
-            fragment.grad = grad.narrow(0, 0, fragment.home.numel())
-
-
-# -- the engine's side ---------------------------------------------------------------------------
+            _, fragment = self.owned[ds_id]
+            grad = grad.narrow(0, 0, fragment.home.numel())
+            if fragment.grad is None:
+                fragment.grad = grad
+            else:
+                fragment.accumulate(grad)
+        self.clear()
 
 
 @final
 class Stage3(Partitions):
     """The parameters of a model at stage 3."""
 
-    divides_weights = True
-    #: Forwards that run, inside of each other.
-    _running = 0
-    _versions: list[int]
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__(engine)
+        self._gradients = _Gradients()
+        #: Forwards that run, inside of each other.
+        self._forwards = 0
+        #: Modules and the weights that they read from other modules, by DeepSpeed's numbers.
+        self._external: set[tuple[int, int]] = set()
 
     # -- building ---------------------------------------------------------------------------------
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         for parameter in self.parameters:
-            # DeepSpeed sends a weight's memory in the order in which it lies there.
+            # DeepSpeed cuts a weight's memory as it lies there: channels_last, a transposed weight.
             if not parameter.is_contiguous() or parameter.stride()[-1:] not in ((), (1,)):
                 parameter.data = row_of(parameter.data.contiguous()).view(parameter.shape)
         super().start(config, device)
-        self._note_versions()
-        self._order_gathers()
+        self._note_weights()
 
     def arrange(self) -> None:
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
         self._find_fragments()
         self._take_over_gradients()
         self._watch_coordinator()
-        self._free_coordinator()
-        for module in self.module.modules():
-            tidy(module)
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
-        #: Modules and the weights that they read from other modules, by DeepSpeed's numbers.
-        self._external: set[tuple[int, int]] = set()
+        for module in self.module.modules():
+            for kind in filter(None, map(vars(module).get, ("pre_bwd_fn", "post_bwd_fn"))):
+                # torch asks for it in each forward.
+                kind.forward.__signature__ = inspect.signature(kind.forward)
         self._tables: list[Any] = [module._parameters for module in self.module.modules()]
         # A module that stays on DeepSpeed's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
@@ -147,7 +124,6 @@ class Stage3(Partitions):
 
     def _find_fragments(self) -> None:
         """Own a fragment of each parameter of which this rank's shard isn't padding only."""
-        owned = {}
         parameters: Sequence[Any] = self.parameters
         for index, parameter in enumerate(parameters):
             shard, shape = parameter.ds_tensor, self.shapes[index]
@@ -156,11 +132,10 @@ class Stage3(Partitions):
             numel = min(shard.ds_numel, shape.numel() - start)
             if numel > 0:
                 self.own(index, start, shard.data.narrow(0, 0, numel))
-                owned[parameter.ds_id] = shard, self.fragments[index]
-        self._gradients = _Gradients(owned)
+                self._gradients.owned[parameter.ds_id] = shard, self.fragments[index]
 
     def _take_over_gradients(self) -> None:
-        """Let DeepSpeed add gradients to the fragments', and announce its reductions."""
+        """Let DeepSpeed add gradients to accel's memory, and announce its reductions."""
         zero = self.zero
         setattr(zero, f"{OF_STAGE3}param_id_to_grad_partition", self._gradients)
         zero.micro_step_id = 1  # not 0, at which it overwrites
@@ -171,65 +146,50 @@ class Stage3(Partitions):
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
         name = f"{OF_STAGE3}reduce_and_partition_ipg_grads"
-        numbers, buckets = self.numbers, zero.ipg_buckets
-
-        def in_bucket(dtype: torch.dtype) -> tuple[int, ...]:
-            return tuple(numbers[id(p)] for p in buckets[dtype].params)
-
-        setattr(zero, name, self.announced(getattr(zero, name), in_bucket))
+        setattr(zero, name, self.announced(getattr(zero, name), "the reduction of a bucket"))
 
     def _watch_coordinator(self) -> None:
-        """Announce what the coordinator gathers, notice backward passes, and let it see plain tensors."""
-        coordinator, process, label = self._coordinator, self.process, self.label
-        owner = weakref.ref(self)
-        fetch, release = coordinator.fetch_sub_module, coordinator.release_sub_module
-        reset = coordinator.reset_step
+        """Announce what the coordinator gathers, and notice backward passes."""
+        coordinator, owner = self._coordinator, weakref.ref(self)
         names = {id(m): name or "the model itself" for name, m in self.module.named_modules()}
-        sharded = any(not weight.ds_persist for weight in self.parameters)  # type: ignore[attr-defined]
+        weights: Sequence[Any] = self.parameters
+        gathers = any(not weight.ds_persist for weight in weights)
 
-        def announced(what: str, act: Callable[..., None], *args: Any) -> None:
-            if sharded:  # else nothing is gathered
-                announce(process, what)
-            with Waiting(process, what):
-                act(*args)
+        def describe(module: Any, forward: bool) -> str:
+            kind = "forward" if forward else "backward"
+            return f"the gathering of {names[id(module)]} for its {kind}"
+
+        fetch = self.announced(coordinator.fetch_sub_module, describe, gathers)
+        release = coordinator.release_sub_module
 
         def fetch_sub_module(module: Any, forward: bool) -> None:
             if not forward and (stage3 := owner()) is not None:
                 stage3.enter_backward()
-            kind = "forward" if forward else "backward"
-            what = f"the gathering of {names[id(module)]} for its {kind} ({label})"
-            announced(what, fetch, module, forward)
+            fetch(module, forward)
 
         def release_sub_module(module: Any, forward: bool = False) -> None:
             # A second backward of one graph has gathered nothing.
             if forward or getattr(coordinator, f"{OF_COORDINATOR}active_backward_submodules"):
                 release(module, forward)
 
-        def reset_step() -> None:
-            announced(f"the start of a forward ({label})", reset)
-
-        for method in (fetch_sub_module, release_sub_module, reset_step):
-            # Outside of compiled graphs, as DeepSpeed's own methods are.
-            setattr(coordinator, method.__name__, _disable_dynamo(recorded(plainly(method))))
+        begin = self.announced(coordinator.reset_step, "the start of a forward", gathers)
+        methods = {"fetch_sub_module": fetch_sub_module, "release_sub_module": release_sub_module}
+        methods["reset_step"] = begin
         for name in ("trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
-            setattr(coordinator, name, plainly(getattr(coordinator, name)))
-
-    def _free_coordinator(self) -> None:
-        """Give the coordinator a cache of its own. DeepSpeed's would keep it and its model for good."""
+            methods[name] = getattr(coordinator, name)
+        for name, method in methods.items():
+            setattr(coordinator, name, by_library(method))
+        # A cache of its own, because DeepSpeed's would keep the coordinator and its model for good.
         name = f"{OF_COORDINATOR}params_to_release"
-        cached = inspect.getclosurevars(getattr(type(self._coordinator), name)).nonlocals["func"]
-        method = MethodType(inspect.unwrap(cached), weakref.proxy(self._coordinator))
-        setattr(self._coordinator, name, functools.cache(method))
+        cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
+        uncached = MethodType(inspect.unwrap(cached), weakref.proxy(coordinator))
+        setattr(coordinator, name, functools.cache(uncached))
 
     # -- gradients --------------------------------------------------------------------------------
 
     @plainly
     def take(self, index: int) -> None:
-        parameter = self.parameters[index]
-        if parameter.grad is None:
-            zeros = torch.zeros(self.shapes[index], dtype=parameter.dtype, device=parameter.device)
-            set_grad(parameter, zeros)
-        self.zero.reduce_independent_p_g_buckets_and_remove_grads(parameter)
+        self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
     @plainly
     def finish(self) -> None:
@@ -241,63 +201,56 @@ class Stage3(Partitions):
             stream.synchronize()
         self._gradients.hand_out()
         # The backward around that of a reentrant checkpoint still needs its weights.
-        if len(self.interruption.running) <= 1:
+        if len(self.running) <= 1:
             zero.parameter_offload.release_backward_leftovers()
 
-    def gradients(self, indices: Container[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the tensors themselves to which DeepSpeed adds."""
-        for ds_id in list(self._gradients):
-            self._gradients[ds_id]  # converts it to the dtype of the weights
-        self._gradients.hand_out()
-        return super().gradients(indices)
-
     @plainly
-    def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        super().drop(indices, set_to_none)
-        if set_to_none:
-            for index in indices:
-                self._gradients.pop(self.parameters[index].ds_id, None)  # type: ignore[attr-defined]
-
     def reset(self) -> None:
-        super().reset()
         self._stack.clear()
+        self._gradients.clear()
         for bucket in self.zero.ipg_buckets.values():
             bucket.clear_params()
-            bucket.elements = 0
         for module in self.module.modules():
             for name in ("ds_grads_remaining", "applied_pre_backward_ref_cnt"):
                 if name in vars(module):
                     setattr(module, name, 0)
-        self.gather()
+        self._release_weights()
         self._forget_trace()  # ranks may have come to different modules
 
     # -- weights ----------------------------------------------------------------------------------
 
     @plainly
-    def take_edits(self) -> list[int]:
-        """Return the parameters that the program has changed. The next step would undo that."""
-        versions = [p._version for p in self.parameters]
-        return [i for i, version in enumerate(versions) if version != self._versions[i]]
+    def take_edits(self) -> None:
+        """Take over writes to small weights, which each rank has in full."""
+        weights = self.parameters
+        versions = zip(weights, self._versions, strict=True)
+        self.take_over([w for w, version in versions if w._version != version])
+        self._note_weights()
 
     @plainly
-    def _note_versions(self) -> None:
-        self._versions = [p._version for p in self.parameters]
+    @torch.no_grad()
+    def take_over(self, weights: Iterable[Any]) -> None:
+        """Copy this rank's part of gathered weights to what the optimizer updates."""
+        for weight in weights:
+            fragment = self.fragments.get(self.numbers[id(weight)])
+            if fragment is None or weight.ds_status is not weight.available:
+                continue
+            values = weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
+            for tensor in (fragment.home, fragment.weights):
+                tensor.copy_(values)
 
-    def spread(self) -> None:
-        super().spread()
-        self._note_versions()
+    @plainly
+    def _note_weights(self) -> None:
+        """Note the weights as they are, for gathers and to find later writes."""
+        self._versions = [p._version for p in self.parameters]
+        # DeepSpeed's stream for gathers waits for nothing by itself.
+        if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
+            stream.wait_stream(accelerator().current_stream())
 
     @plainly
     def gather(self) -> None:
-        """Release gathered weights, which are old now, but gather small weights again, in buckets."""
-        self._end_gathers()
-        weights: Sequence[Any] = self.parameters
-        for weight in weights:
-            weight.ds_active_sub_modules.clear()
-            if not weight.ds_persist:
-                getattr(self._coordinator, f"{OF_COORDINATOR}release_param")(weight)
-            # The second copy that `zero_hpz_partition_size` keeps for backward.
-            weight.ds_secondary_tensor = None
+        """Release old gathered weights, and gather small weights again, in buckets."""
+        self._release_weights()
         buckets: dict[Any, list[Any]] = {}
         end = 0
         for weight in self.zero.persistent_parameters:
@@ -306,42 +259,40 @@ class Stage3(Partitions):
             buckets.setdefault(place, []).append(weight)
         for bucket in buckets.values():
             self._gather_bucket(bucket)
-        self._order_gathers()
+        self._note_weights()
 
-    def _end_gathers(self) -> None:
-        """Wait for weights that are being gathered."""
+    def _release_weights(self) -> None:
+        """Release all but the small weights, also those that are being gathered."""
         underway = getattr(self._coordinator, f"{OF_COORDINATOR}inflight_param_registry")
         while underway:
-            # A gather may have ended half-way. If its connections are lost for good, what follows fails.
+            # If its connections are lost for good, what follows fails.
             with contextlib.suppress(RuntimeError, AssertionError):
                 underway.popitem()[1].wait()
         weights: Sequence[Any] = self.parameters
         for weight in weights:
-            if weight.ds_status is type(weight._available).INFLIGHT:
-                weight.ds_status = weight._available
+            if weight.ds_status is type(weight.available).INFLIGHT:  # a gather ended half-way
+                weight.ds_status = type(weight.available).NOT_AVAILABLE
+            weight.ds_active_sub_modules.clear()
+            if not weight.ds_persist:
+                getattr(self._coordinator, f"{OF_COORDINATOR}release_param")(weight)
+            # The second copy that `zero_hpz_partition_size` keeps for backward.
+            weight.ds_secondary_tensor = None
 
     def _gather_bucket(self, weights: Sequence[Any]) -> None:
-        what = f"the gathering of small weights ({self.label})"
         world = weights[0].ds_zero_partition_world_size
         shard = torch.cat([weight.ds_tensor for weight in weights])
         full = shard.new_empty(world * shard.numel())
-        announce(self.process, what, len(weights))
-        with Waiting(self.process, what):
-            dist.all_gather_into_tensor(full, shard, group=weights[0].ds_process_group)
+        gather = self.announced(dist.all_gather_into_tensor, "the gathering of small weights")
+        gather(full, shard, group=weights[0].ds_process_group)
         columns = full.view(world, -1).split([weight.ds_tensor.ds_numel for weight in weights], 1)
         for weight, values in zip(weights, columns, strict=True):
             weight.data = values.reshape(-1)[: weight.ds_numel].view(weight.ds_shape)
-            weight.ds_status = weight._available
-
-    def _order_gathers(self) -> None:
-        """Let gathers wait for what has been written. DeepSpeed's stream for them waits for none."""
-        if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
-            stream.wait_stream(accelerator().current_stream())
+            weight.ds_status = weight.available
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:
-        """Gather a weight that a module reads from another one, or return False if no forward runs."""
-        if not self._running:
+        """Gather a weight of a different module, or return False if no forward runs."""
+        if not self._forwards:
             return False
         module = self._stack[-1]
         underway = getattr(self._coordinator, f"{OF_COORDINATOR}inflight_param_registry")
@@ -349,7 +300,7 @@ class Stage3(Partitions):
             gathering.wait()
         # From now on DeepSpeed gathers it with this module, in backward too.
         library("deepspeed.runtime.zero").register_external_parameter(module, weight)
-        if weight.ds_status is not weight._available:
+        if weight.ds_status is not weight.available:
             weight.all_gather()  # announced by its own method
         weight.ds_active_sub_modules.add(module.ds_id)
         if (module.ds_id, weight.ds_id) not in self._external:
@@ -358,38 +309,16 @@ class Stage3(Partitions):
         return True
 
     def _forget_trace(self) -> None:
-        """Let DeepSpeed trace the model again. It raises an error if a module needs more than in its trace."""
+        """Let DeepSpeed trace the model again, because it raises for unexpected weights."""
         if not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
 
     # -- forwards ---------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _forward(self) -> Iterator[None]:
-        """Inside, a weight that a module reads from another one is gathered."""
-        depth = len(self._stack)
-        self._stack.append(self.module)
-        self._running += 1
-        for table in self._tables:
-            table._in_forward = True
-        try:
-            yield
-        finally:
-            self._running -= 1
-            del self._stack[depth:]
-            for table in self._tables:
-                table._in_forward = self._running > 0
-
-    def call(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        forward: bool,
-    ) -> Any:
-        """Call a forward, or a method with DeepSpeed's hooks around it, and none of the program's."""
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a forward, or a method with DeepSpeed's hooks around it."""
         with self._forward():
-            if forward:
+            if isinstance(function, nn.Module):  # which calls the hooks
                 return function(*args, **kwargs)
             for hook in self.snapshot.hooks("_forward_pre_hooks"):
                 if (changed := hook(self.module, args)) is not None:
@@ -400,8 +329,28 @@ class Stage3(Partitions):
                     out = changed
             return out
 
+    @contextlib.contextmanager
+    def _forward(self) -> Iterator[None]:
+        """Let modules read each other's weights, and note an exception."""
+        depth = len(self._stack)
+        self._stack.append(self.module)
+        self._forwards += 1
+        for table in self._tables:
+            table._in_forward = True
+        try:
+            yield
+        except BaseException:
+            # In a backward, activation checkpointing ends its forward early by an exception.
+            self.stale |= torch._C._current_graph_task_id() == -1
+            raise
+        finally:
+            self._forwards -= 1
+            del self._stack[depth:]
+            for table in self._tables:
+                table._in_forward = self._forwards > 0
+
     def end(self, full: Sequence[torch.Tensor]) -> None:
-        plainly(self._end_gathers)()
+        plainly(self._release_weights)()
         for weight in self.parameters:
             unmark(weight)
         super().end(full)

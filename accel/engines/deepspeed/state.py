@@ -1,13 +1,14 @@
-"""What this rank has of a model that DeepSpeed shards: fragments of parameters and optimizer state."""
+"""The fragments of parameters and optimizer state on this rank, and full state from them."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ...deferred import without_values
@@ -20,12 +21,10 @@ from ..base.raw_objects import Snapshot
 from ..base.step import take_added_groups
 from .config import Configuration
 from .library import without_groups
-from .partitions import Fragment, Partitions
+from .partitions import Partitions
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
-
-logger = logging.getLogger("accel")
 
 
 @final
@@ -46,37 +45,27 @@ class DeepSpeedHoldings(Holdings):
     def partial(self, optimizer: Optimizer | None) -> bool:
         """True for optimizers, and for the model if it doesn't hold what they update."""
         zero = self.engine.zero
-        return zero is not None and (optimizer is not None or zero.divides_weights or zero.masters)
+        return zero is not None and (
+            optimizer is not None or self.engine.stage == 3 or zero.masters
+        )
 
     def prepare(self, *, writing: bool) -> None:
-        """Take over what the program has written, or raise BackendError."""
-        if not writing:
-            self.engine.take_edits()
+        if self.engine.zero is not None and not writing:
+            self.engine.zero.take_edits()
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        found: list[Shard] = plainly(super().shards)(optimizer)
-        return found
-
-    def _fragment(self, name: str) -> tuple[bool, Fragment | None]:
-        """Return if a parameter is sharded, and this rank's fragment of it."""
-        if (zero := self.engine.zero) is None or name not in zero.by_name:
-            return False, None
-        return True, zero.fragments.get(zero.by_name[name])
+        shards: list[Shard] = plainly(super().shards)(optimizer)
+        return shards
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        divided, fragment = self._fragment(name)
-        if not divided:
+        zero = self.engine.zero
+        if zero is None or name not in zero.sharded:
             return super().part(name, tensor, key)
-        shape = tuple(self.shapes[name])
+        shape, fragment = tuple(self.shapes[name]), zero.fragments.get(zero.sharded[name])
         if not key:
-            if fragment is None:  # of a parameter without elements no rank has one
-                return None if torch.Size(shape).numel() else super().part(name, tensor)
-            return Shard(name, shape, fragment.start, fragment.weights)
-        if (
-            fragment is None
-            or tensor.shape != fragment.weights.shape
-            or (key == "step" and tensor.numel() == 1)
-        ):
+            return fragment and Shard(name, shape, fragment.start, fragment.weights)
+        is_step = key == "step" and tensor.numel() == 1
+        if fragment is None or tensor.shape != fragment.weights.shape or is_step:
             return super().part(name, tensor, key)
         return Shard(f"{name}/{key}", shape, fragment.start, tensor)
 
@@ -84,47 +73,45 @@ class DeepSpeedHoldings(Holdings):
         if (zero := self.engine.zero) is None:
             return super().entries(optimizer)
         take_added_groups(self.engine, optimizer)
-        found = []
+        entries = []
         for index in self.engine.indices(optimizer):
             if (fragment := zero.fragments.get(index)) is not None:
-                name, state = self.engine.names[index], optimizer.state.get(fragment.weights, {})
-                found.append(StateEntry(name, tuple(zero.shapes[index]), fragment.weights, state))
-        return found
+                name, weights = self.engine.names[index], fragment.weights
+                state = optimizer.state.get(weights, {})
+                entries.append(StateEntry(name, tuple(zero.shapes[index]), weights, state))
+        return entries
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        divided, _ = self._fragment(entry.name)
-        shape = tuple(entry.parameter.shape) if divided and shape == entry.shape else shape
+        shape = tuple(entry.parameter.shape) if shape == entry.shape else shape
         return super().new_state(entry, key, shape, dtype)
 
     def gradients(self) -> Iterator[Item]:
-        assert self.engine.zero is not None  # it is called by `restore`
-        for index, fragment in self.engine.zero.fragments.items():
-            if fragment.grad is not None:
+        zero = self.engine.zero
+        assert zero is not None  # `restore` calls it
+        for index, fragment in zero.fragments.items():
+            if fragment.grad is not None and not zero.incomplete:
                 yield self.engine.names[index], "grad", fragment.grad
 
     def filled(self) -> None:
         if self.engine.zero is not None:
-            self.engine.gradients.publish(self.engine.zero)
+            self.engine.zero.publish()
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
         """Give the user's own objects full weights, gradients and optimizer state. Collective."""
-        engine, what = self.engine, "the end of a divided model"
-        if lost := zero.take_edits():
-            logger.warning(
-                "%s changed in place, which is lost", ", ".join(engine.names[i] for i in lost[:5])
-            )
+        engine, what = self.engine, "the end of a sharded model"
+        zero.take_edits()
         named = engine.named
-        held = [*((name, "", p) for name, p in named.items()), *self.gradients()]
-        whole = self.gather(what, held, device=torch.device("cpu"))
+        tensors = [*((name, "", p) for name, p in named.items()), *self.gradients()]
+        full = self.gather(what, tensors, device=torch.device("cpu"))
         device, dtypes = engine.process.device, [p.dtype for p in named.values()]
-        zero.end([whole.pop((name, "")) for name in named])
+        zero.end([full.pop((name, "")) for name in named])
         # Only now, when the fragments have made room on the device.
         for (name, parameter), dtype in zip(named.items(), dtypes, strict=True):
             parameter.data = parameter.data.to(device, dtype)
-            if (name, "grad") in whole:
-                parameter.grad = whole.pop((name, "grad")).to(device, parameter.dtype)
+            if (name, "grad") in full:
+                parameter.grad = full.pop((name, "grad")).to(device, parameter.dtype)
         with contextlib.ExitStack() as for_good:
             for optimizer in optimizers:
                 convert_optimizer(optimizer, for_good)
@@ -136,10 +123,38 @@ class DeepSpeedHoldings(Holdings):
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
         with without_groups():
-            divided = zero.divides_weights
-            copy = (
-                (lambda p: without_values(p, p.device))
-                if divided
-                else (lambda p: p.detach().clone())
-            )
-            zero.end([copy(p) for p in self.engine.parameters])
+            if self.engine.stage == 3:
+                zero.end([without_values(p, p.device) for p in self.engine.parameters])
+            else:
+                zero.end([p.detach().clone() for p in self.engine.parameters])
+
+
+@final
+class ZeroGrad:
+    """The ``zero_grad`` of a module or optimizer, which drops the gradients of fragments too.
+
+    Submodules have it too: a GAN in one ModuleDict calls ``model.critic.zero_grad()``. It is an
+    object with a short repr, because EmbeddingBag shows all of its attributes in its own.
+    """
+
+    def __init__(self, engine: weakref.ref[DeepSpeedEngine], owner: Any) -> None:
+        self._engine = engine
+        self._owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raw, engine = self._owner, self._engine()
+        with torch._C.DisableTorchFunctionSubclass():
+            out = type(raw).zero_grad(raw, *args, **kwargs)
+        if engine is not None and engine.zero is not None:
+            set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+            engine.zero.drop(engine.indices(raw), set_to_none)
+        return out
+
+
+def put_zero_grad(raw: nn.Module | Optimizer, engine: DeepSpeedEngine | None) -> None:
+    """Replace the method of an optimizer, or of a module and its submodules. None undoes it."""
+    for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
+        if isinstance(vars(owner).get("zero_grad"), ZeroGrad):
+            del vars(owner)["zero_grad"]
+        if engine is not None:
+            vars(owner)["zero_grad"] = ZeroGrad(weakref.ref(engine), owner)

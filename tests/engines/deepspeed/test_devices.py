@@ -14,7 +14,7 @@ import torch
 import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.config import Configuration
-from accel.engines.deepspeed.library import _numbered, accelerator, library
+from accel.engines.deepspeed.library import _quietly, accelerator, library
 from accel.process import current
 from accel.registry import registry
 from tests.distributed import run
@@ -42,7 +42,7 @@ def test_no_launcher_needs_to_tell_the_local_rank(stage: int) -> None:
 
 def test_deepspeed_takes_accels_device() -> None:
     with mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}):
-        with _numbered(torch.device("cuda", 5)):
+        with _quietly(torch.device("cuda", 5)):
             assert os.environ["LOCAL_RANK"] == "5"
         assert os.environ["LOCAL_RANK"] == "0"
 

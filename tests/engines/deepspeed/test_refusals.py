@@ -16,26 +16,9 @@ from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.config import Configuration
 from accel.engines.deepspeed.library import library
 from tests.distributed import refusals, run
-from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, momentum, whole, zero
-
-
-def look_through_the_library(pair: Pair) -> None:
-    """DeepSpeed's own functions would give zeros, or change nothing."""
-    access, weight, zeros = library("deepspeed.utils"), pair.raw.left.weight, torch.zeros(3, 7)
-    for look in (
-        lambda: access.safe_get_full_grad(weight),
-        lambda: access.safe_set_full_grad(weight, zeros),
-        lambda: access.safe_get_full_optimizer_state(weight, "exp_avg"),
-        lambda: access.safe_set_full_optimizer_state(weight, zeros, "exp_avg"),
-        lambda: access.safe_set_full_fp32_param(weight, zeros),
-    ):
-        with pytest.raises(accel.BackendError, match="memory that no optimizer steps"):
-            look()
-    access.safe_get_full_fp32_param(weight)
-
+from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, momentum, zero
 
 SEES_A_PART: list[Callable[[Pair], Any]] = [
-    look_through_the_library,
     lambda pair: adamw(pair.raw).step(),
     lambda pair: pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
 ]
@@ -55,24 +38,6 @@ def refuse_all(stage: int) -> None:
         pair.train(range(2, 4))
         pair.check()
         accel.teardown()
-
-
-def edited_in_place() -> None:
-    pair = Pair(DeepSpeed(stage=3))  # small weights stay whole
-    pair.train()
-    before = whole(pair.model)
-    with torch.no_grad():
-        pair.raw.left.bias.zero_()
-    for use in (lambda: pair.model(data(0)), pair.optimizer.step, lambda: accel.full_state_dict(pair.model)):
-        with pytest.raises(accel.BackendError, match="left.bias changed in place, which is lost"):
-            use()
-    pair.model.load_state_dict(before)
-    pair.train()
-    pair.check()
-
-
-def test_an_edit_of_divided_weights_is_refused() -> None:
-    run(2, edited_in_place)
 
 
 class Encoder(nn.Module):
@@ -105,47 +70,6 @@ def what_torch_does_in_evaluation() -> None:
 
 def test_what_hooks_of_stage_3_must_not_change() -> None:
     run(2, what_torch_does_in_evaluation)
-
-
-def assigned_by_hand(stage: int) -> None:
-    net = nn.Linear(4, 2)
-    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
-    for _ in range(2):
-        model(torch.ones(2, 4)).sum().backward()  # what is assigned later takes its place
-        accel.clip_grad_norm_(model, 1.0)
-        before = {k: v.clone() for k, v in accel.full_state_dict(model).items()}
-        for p in net.parameters():
-            p.grad = torch.full_like(p, 2.0 * accel.rank())
-        optimizer.step()
-        for name, value in accel.full_state_dict(model).items():
-            torch.testing.assert_close(value, before[name] - 0.1)
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_assigned_by_hand(stage: int) -> None:
-    run(2, assigned_by_hand, stage)
-
-
-def a_group_taken_out(stage: int) -> None:
-    """Its state stays where the loop has it."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    raw = torch.optim.Adam([{"params": list(m.parameters())} for m in net], lr=0.1)
-    net(torch.ones(2, 4)).sum().backward()
-    raw.step()
-    raw.param_groups.pop()
-    model, optimizer, _ = accel.setup(net, raw, backend=zero(stage))
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    accel.teardown(model)
-    assert [int(raw.state[p]["step"]) for p in net.parameters()] == [3, 3, 1, 1]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_state_of_what_no_group_has_any_more_is_kept(stage: int) -> None:
-    run(2, a_group_taken_out, stage)
 
 
 def never_dropped(stage: int) -> list[str]:
@@ -200,37 +124,26 @@ def test_what_would_see_a_part_raises_and_changes_nothing(stage: int) -> None:
 
 
 CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
-    ({"optimizer": {"type": "Adam"}}, {}, "'optimizer'"),
+    ({"optimizer": {"type": "Adam"}}, {}, "'optimizer' is .*Give accel.setup the optimizer"),
     ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler'"),
-    ({"fp16": {"enabled": True}}, {}, "'fp16'"),
-    ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning'"),
-    ({"aio": {"block_size": 1048576}}, {}, "'aio' has no place"),
-    ({"zero_force_ds_cpu_optimizer": True}, {}, "give accel.setup a deepspeed.ops.adam.DeepSpeedCPUAdam"),
-    ({"gradient_accumulation_steps": 4}, {}, "gradient_accumulation_steps"),
-    ({"gradient_clipping": "big"}, {}, "'gradient_clipping' is 'big', but a number"),
-    (
-        {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4},
-        {},
-        "'train_batch_size' is 64, but 2 batches of 4 are a step",
-    ),
+    ({"fp16": {"enabled": True}}, {}, "'fp16' is .*precision="),
+    ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning' is .*accel doesn't use it"),
+    ({"zero_force_ds_cpu_optimizer": True}, {}, "Give accel.setup a deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    ({"gradient_accumulation_steps": 4}, {}, "'gradient_accumulation_steps' is 4"),
+    ({"gradient_clipping": 1.0}, {}, "'gradient_clipping' is 1.0. Call accel.clip_grad_norm_"),
     ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
-    ({"bf16": True}, {}, "'bf16' is True, but {'enabled': True}"),
-    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {}, "'bf16' is .*but {'enabled': True}"),
-    ("/nowhere.json", {}, "can't be read as a JSON object"),
-    ([1], {}, r"config=\[1\]\) can't be read as a JSON object"),
-    ({"zero_optimization": 3}, {}, "'zero_optimization' is 3, but a dict was expected"),
+    ("/nowhere.json", {}, "is no JSON object"),
+    ([1], {}, r"config \[1\] is no JSON object"),
+    ({"zero_optimization": 3}, {}, "'zero_optimization' is 3. Use a dict"),
     ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "zero_optimization.stage"),
-    ({"zero_optimization": {"stage": 0}}, {}, "stage 0 divides nothing: use backend='ddp'"),
-    ({"zero_optimization": {"stage": 5}}, {}, "expected 1, 2 or 3"),
-    ({}, {"stage": 2, "offload_parameters": True}, "needs stage 3"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "accel offloads to CPU memory: use 'cpu'"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, {}, "offload_optimizer.ratio"),
+    ({"zero_optimization": {"stage": 0}}, {}, "'stage' is 0. .*use backend='ddp'"),
+    ({"zero_optimization": {"stage": 5}}, {}, "Use 1, 2 or 3"),
+    ({}, {"stage": 2, "offload_parameters": True}, "Use stage=3"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "Use {'device': 'cpu'}"),
     ({"zero_optimization": {"stage": 3, "cpu_offload": True}}, {}, "zero_optimization.cpu_offload"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {}, "quantized communication changes"),
-    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, {}, "zero_hpz_partition_size' is 3"),
-    ({"zero_optimization": {"zero_hpz_partition_size": 2}}, {"stage": 2}, "the stage is 2, on 2"),
-    ({"zero_optimization": {"overlap_com": True}}, {}, "zero_optimization: 1 validation error(.|\\n)*overlap_com"),
-    ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "zero_optimization: 1 validation error(.|\\n)*big"),
+    ({"zero_optimization": {"overlap_com": True}}, {}, "'zero_optimization': 1 validation error(.|\\n)*overlap_com"),
+    ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "'zero_optimization': 1 validation error(.|\\n)*big"),
 ]
 
 
@@ -255,12 +168,11 @@ def test_a_contradiction_is_refused_by_its_key() -> None:
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(accel.BackendError, match="expected 1, 2 or 3"):
-        DeepSpeed(stage=5)
-    with pytest.raises(accel.BackendError, match="stage 0 divides nothing: use backend='ddp'"):
-        DeepSpeed(stage=0)
+    for stage in (0, 5):
+        with pytest.raises(accel.BackendError, match=f"'stage' is {stage}. Use 1, 2 or 3"):
+            DeepSpeed(stage=stage)
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(accel.BackendError, match="can't be read as a JSON object"):
+    with pytest.raises(accel.BackendError, match="is no JSON object"):
         Configuration(DeepSpeed(config=tmp_path / "list.json"))
 
 
@@ -287,7 +199,7 @@ def test_what_the_library_has_divided_by_itself_is_refused() -> None:
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"stage": 3, "offload_parameters": True}, "32-true"),
     ({"stage": 1, "offload_optimizer": True}, "32-true"),
-    ({"config": {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}}, "32-true"),
+    ({"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}}, "32-true"),
     ({"stage": 2, "config": {"bf16": {"enabled": True}}}, "bf16-true"),
 ]
 
@@ -295,7 +207,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
 def alone() -> None:
     for options, precision in WITHOUT_EFFECT:
         raw = Net()
-        with pytest.raises(accel.BackendError, match="on one process"):
+        with pytest.raises(accel.BackendError, match="at least 2 ranks"):
             accel.setup(raw, adamw(raw), backend=DeepSpeed(**options), precision=precision)
 
 
@@ -346,7 +258,7 @@ def indivisible() -> None:
             with pytest.raises(accel.BackendError, match="can't shard extra"):
                 accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(stage))
     raw = nn.Linear(2, 1).double()
-    with pytest.raises(accel.BackendError, match="can't shard weight, which is torch.float64"):
+    with pytest.raises(accel.BackendError, match="can't shard weight .torch.float64"):
         accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=zero(2))
     raw = nn.Linear(2, 1)
     raw.extra = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

@@ -76,8 +76,8 @@ def whole(model: Any) -> dict[str, torch.Tensor]:
 class Pair:
     """The same model trained by accel, and by plain torch on the whole batch."""
 
-    def __init__(self, backend: Any, make: Callable[[nn.Module], Any] = adamw, **options: Any) -> None:
-        self.plain, raw = Net(), Net()
+    def __init__(self, backend: Any, make: Callable[[nn.Module], Any] = adamw, net: Any = Net, **options: Any) -> None:
+        self.plain, raw = net(), net()
         self.plain_optimizer, self.raw_optimizer, self.raw = make(self.plain), make(raw), raw
         self.model, self.optimizer, _ = accel.setup(raw, self.raw_optimizer, backend=backend, **options)
 
@@ -90,11 +90,17 @@ class Pair:
         for index, entries in theirs["state"].items():
             assert distance(mine["state"][index], entries) <= tolerance
 
-    def train(self, steps: range = range(3), forward: Callable[..., Any] = lambda m, x: m(x)) -> None:
+    def train(
+        self,
+        steps: range = range(3),
+        forward: Callable[..., Any] = lambda m, x: m(x),
+        more: Callable[[Any], Any] = lambda model: 0.0,
+    ) -> None:
+        """Train both. ``more`` is added to the loss."""
         for step in steps:
             self.optimizer.zero_grad()
             self.plain_optimizer.zero_grad()
-            loss_of(forward(self.model, data(step, accel.rank()))).backward()
-            mean_loss(self.plain, forward, step).backward()
+            (loss_of(forward(self.model, data(step, accel.rank()))) + more(self.model)).backward()
+            (mean_loss(self.plain, forward, step) + more(self.plain)).backward()
             self.optimizer.step()
             self.plain_optimizer.step()
