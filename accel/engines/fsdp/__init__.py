@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -42,14 +42,14 @@ from ..base.step import refuse_steps
 from .plan import (
     Mesh,
     Plan,
+    axes_in,
     axes_of,
     blocks,
-    check_cut,
-    check_mesh,
     check_module,
     check_plan,
-    cut_dims,
-    text_of,
+    is_mesh,
+    is_plan,
+    split_dims,
 )
 
 if TYPE_CHECKING:
@@ -65,15 +65,15 @@ class FSDP(SequenceOptions):
     """Options of ``fsdp``. Names and meanings are those of ``fully_shard`` if it has them.
 
     Args:
-        wrap: classes of the modules that are gathered alone, or a function that returns True for
-            them. None: blocks that repeat in a ModuleList or Sequential and have submodules.
+        wrap: classes of the modules that are gathered one by one, or a function that returns True
+            for them. None: blocks that repeat in a ModuleList or Sequential and have submodules.
         reshard_after_forward: free gathered parameters after the forward of their block. False
             keeps them until backward.
         cpu_offload: keep shards, their gradients and optimizer state in CPU memory.
-        replicas: HSDP: the number of copies of the model, each sharded over neighbouring ranks.
+        replicas: HSDP: the number of copies of the model, each sharded over neighboring ranks.
             Blocks are gathered within a copy, and gradients are averaged over the copies.
-        tensor_parallel: the number of neighbouring ranks that split each layer named by the plan.
-            They compute on the same batches, and their parts are sharded over the other ranks.
+        tensor_parallel: the number of neighboring ranks that split each layer named by the plan.
+            They compute on the same batches, and their shards are sharded over the other ranks.
         plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which
             ``*`` stands for one part of a name. None: the ``tp_plan`` of a transformers model.
         mesh: a mesh of all ranks, instead of ``replicas`` and ``tensor_parallel``. Its axes are
@@ -93,27 +93,23 @@ class FSDP(SequenceOptions):
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
+    choices = {
+        "param_dtype": (None, torch.bfloat16),
+        "reduce_dtype": (None, torch.float32, torch.bfloat16),
+    }
+
     def check_values(self) -> None:
-        classes = isinstance(self.wrap, tuple) and all(isinstance(c, type) for c in self.wrap)
-        if not (self.wrap is None or classes or callable(self.wrap)) or isinstance(self.wrap, type):
-            raise BackendError(
-                f"FSDP(wrap={self.wrap!r}): expected a tuple of module classes, or a function of a module"
-            )
-        check_plan(self.plan)
-        check_mesh(self)
-        if self.plan is not None and self.tensor_parallel == 1 and self.mesh is None:
-            raise BackendError(
-                "FSDP(plan=...) cuts nothing with tensor_parallel=1. Pass tensor_parallel=n too."
-            )
-        for name, allowed in (
-            ("param_dtype", (torch.bfloat16,)),
-            ("reduce_dtype", (torch.float32, torch.bfloat16)),
-        ):
-            value = getattr(self, name)
-            if value not in (None, *allowed):
-                raise BackendError(
-                    f"FSDP({name}={value!r}): expected None or {' or '.join(map(str, allowed))}"
-                )
+        wrap, mesh, plan = self.wrap, self.mesh, self.plan
+        classes = isinstance(wrap, tuple) and all(isinstance(c, type) for c in wrap)
+        valid = wrap is None or classes or (callable(wrap) and not isinstance(wrap, type))
+        self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
+        valid = mesh is None or (is_mesh(mesh) and self.replicas == self.tensor_parallel == 1)
+        names = "named 'replicate', 'shard' and 'tensor', in this order"
+        self.expect("mesh", valid, f"a DeviceMesh with dimensions {names}, instead of replicas")
+        valid = plan is None or is_plan(plan)
+        self.expect("plan", valid, 'styles by module names: {"layers.*.up": ColwiseParallel()}')
+        splits = self.tensor_parallel > 1 or "tensor" in axes_in(mesh)
+        self.expect("plan", plan is None or splits, "tensor_parallel=n or a mesh with 'tensor' too")
 
     # A notebook cell that runs twice makes new style objects, so texts are compared.
     def __eq__(self, other: object) -> bool:
@@ -126,23 +122,9 @@ class FSDP(SequenceOptions):
         """Return a text that is the same on every rank, unlike that of a function."""
         kinds = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
         names = self.wrap and [getattr(kind, "__qualname__", type(kind).__name__) for kind in kinds]
-        texts = {"wrap": names, "plan": text_of(self.plan)}
-        values = texts | {f.name: getattr(self, f.name) for f in fields(self)} | texts
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["wrap"] = names
         return f"FSDP({', '.join(f'{name}={value}' for name, value in values.items())})"
-
-    def axes(self, world_size: int) -> dict[str, int]:
-        """Return the length of each axis of the mesh."""
-        ranks = self.replicas * self.tensor_parallel
-        if world_size % ranks:
-            raise BackendError(
-                f"FSDP(replicas={self.replicas}, tensor_parallel={self.tensor_parallel}) needs a multiple of {ranks} processes, "
-                f"and there are {world_size}."
-            )
-        return {
-            "replicate": self.replicas,
-            "shard": world_size // ranks,
-            "tensor": self.tensor_parallel,
-        }
 
 
 FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
@@ -178,7 +160,7 @@ class FSDPHoldings(Holdings):
     ) -> torch.Tensor:
         return self.engine.parts.new(entry.parameter, shape, dtype)
 
-    def whole(self, parameter: nn.Parameter) -> torch.Tensor:
+    def full(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the full values of a shard. Collective."""
         value: torch.Tensor = self.gather("first values", [("", "", parameter)])["", ""]
         return value
@@ -189,54 +171,42 @@ class FSDPHoldings(Holdings):
             group["params"][:] = [parts.canonical(p) for p in group["params"]]
         names, groups = self.parameter_names, self.groups(optimizer)
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
-            shard, state = parts.known.get(id(parameter), parameter), optimizer.state.pop(parameter)
+            shard, state = parts.canonical(parameter), optimizer.state.pop(parameter)
             entry = StateEntry(names[id(shard)], tuple(shard.shape), shard, {})
             settings = groups.get(entry.name, {})
             optimizer.state[shard] = {
-                key: self.own_part(entry, key, v, settings) for key, v in state.items()
+                key: self.own_part(entry, key, value, settings) for key, value in state.items()
             }
 
     def restore(self, parts: Conversion, optimizers: Sequence[Optimizer]) -> None:
         """Put full values into the old parameters: NaN if a rank can't be reached. Collective."""
         engine, what = self.engine, "the end of a sharded model"
-        whole: dict[tuple[str, Any], torch.Tensor] | None = None
         old = {name: p for name, (p, _) in parts.replaced.items()}
+        full: dict[tuple[str, Any], torch.Tensor] = {}
         try:
-            if not old:  # setup has failed
-                whole = {}
-            elif not engine.ended:
-                held = [(name, "", p) for name, p in engine.named.items() if name in old]
-                grads = [(name, key, grad) for name, key, grad in self.gradients() if name in old]
-                whole = self.gather(what, [*held, *grads])
+            if old and not engine.ended:
+                shards = [(name, "", engine.named[name]) for name in old]
+                gradients = [item for item in self.gradients() if item[0] in old]
+                full = self.gather(what, [*shards, *gradients])
                 for optimizer in optimizers:
                     self.give_back(what, optimizer, engine.named | old)
         except (RuntimeError, AccelError) as error:
-            engine.ended, whole = (
-                str(error) if isinstance(error, AccelError) else reason_of(error),
-                None,
-            )
-        parts.restore(whole, optimizers)
-        if whole is None:
-            for optimizer in optimizers:
-                refuse_steps(optimizer, engine.ended)
+            engine.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
+        lost = bool(old and engine.ended)
+        parts.restore(None if lost else full, optimizers)
+        for optimizer in optimizers if lost else ():
+            refuse_steps(optimizer, engine.ended)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Return parameters that every rank holds, and shards that other ranks hold too, with the shard in their names."""
-        mesh, shards = self.engine.parts.sharded.mesh, self._shards()
-        found: list[tuple[str, torch.Tensor]] = []
+        """Return tensors that other ranks hold too. A shard has its place in its name."""
+        mesh = self.engine.parts.sharded.mesh
+        tensors: list[tuple[str, torch.Tensor]] = []
         for name, p in self.engine.named.items():
             copies = mesh.copies(p)
-            place = [str(mesh.place[axis]) for axis in ("shard", "tensor") if axis not in copies]
-            if id(p) not in shards:
-                found.append((name, p))
-            elif any(mesh.sizes[axis] > 1 for axis in copies):
-                found.append(
-                    (f"{name} (part {' of part '.join(place)})" if place else name, here(p))
-                )
-        return found
-
-    def _shards(self) -> set[int]:
-        return {id(p.sharded_param) for p in self.engine.parts.sharded.params}
+            place = [f"{axis} {n}" for axis, n in mesh.place.items() if axis not in copies]
+            if any(mesh.sizes[axis] > 1 for axis in copies):
+                tensors.append((f"{name} ({', '.join(place)})" if place else name, here(p)))
+        return tensors
 
 
 @final
@@ -258,13 +228,22 @@ class FSDPGradients(Gradients):
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         return self.engine.parts.leaf(parameter)
 
+    def backward_begins(self) -> None:
+        super().backward_begins()
+        if self.engine.divided and self.engine.parts.interruption.incomplete:
+            self.engine.parts.forget_dropped()
+
+    def backward_ends(self, completed: bool, outermost: bool) -> None:
+        if completed and outermost and self.engine.divided and not self.engine.ended:
+            self.engine.parts.average_replicated()
+        super().backward_ends(completed, outermost)
+
     def settle(self, optimizer: Optimizer | None = None) -> None:
         parts = self.engine.parts
         if optimizer is not None:  # it would free what the backward still needs
             refuse_inside_backward()
         parts.notice_exception()
         parts.interruption.refuse()
-        parts.average_scalars()
         parts.sharded.reshard()
         if self.buffers.stale:
             self.announce("the broadcast of buffers")
@@ -275,19 +254,16 @@ class FSDPGradients(Gradients):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.engine.parts.gradients(parameters)
 
-    def norm_for_user(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor, as torch does."""
-        return self.engine.parts.whole(norm)
-
     def before_step(self, optimizer: Optimizer) -> None:
         self.announce_step(optimizer)
-        if not elementwise(optimizer):
-            self.engine.parts.age(p for p in parameters_of(optimizer) if p.grad is not None)
+        # A backward of an earlier forward then raises, as it does in one process.
+        stepped = [self.leaf(p) for p in parameters_of(optimizer) if p.grad is not None]
+        torch.autograd.graph.increment_version(stepped)
 
 
-#: Optimizers that don't compute with shards, or not as they would with whole tensors.
+#: Optimizers that don't compute with shards, or not as they would with full tensors.
 _REFUSED = ("Adafactor", "LBFGS", "SparseAdam")
-#: Packages whose optimizers pass addresses of whole tensors to their kernels.
+#: Packages whose optimizers pass addresses of full tensors to their kernels.
 _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
 
@@ -325,67 +301,58 @@ class FSDPEngine(Engine):
         if sizes["tensor"] > 1:
             if sequence_size(options, process) > 1:
                 raise BackendError(
-                    "sequence_parallel and tensor_parallel exclude each other: both divide the heads"
+                    "sequence_parallel and tensor_parallel both divide the heads. Use one of them."
                 )
-            check_cut(module, options.plan, sizes["tensor"])
+            check_plan(module, options.plan, sizes["tensor"])
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """Let ranks that split a layer read the same batches."""
         place, size = process.place, axes_of(options, process.place.world_size)["tensor"]
-        return (
-            super().replica(options, process)
-            if size == 1
-            else (place.rank // size, place.world_size // size)
-        )
+        if size == 1:
+            return super().replica(options, process)
+        return place.rank // size, place.world_size // size
 
     @classmethod
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        """Shard every parameter, gradient and state evenly along the first dimension, with padding.
-
-        Layers of a tensor-parallel plan are cut before that.
-        """
+        """Shard everything evenly along the first dimension, with padding, once layers are split."""
         try:
             sizes = axes_of(options, world_size)
-            cuts = cut_dims(module, options.plan) if sizes["tensor"] > 1 else {}
+            if sizes["tensor"] > 1:
+                check_plan(module, options.plan, sizes["tensor"])
         except BackendError:
             return None
-        if sizes["tensor"] > 1 and not cuts:
-            return None
-        uses = []
+        dims = split_dims(module, options.plan) if sizes["tensor"] > 1 else {}
+        uses: list[MemoryUse] = []
         for tensor in tensors:
-            rows = next(iter(tensor.shape), 1)
-            fraction = 1.0
-            if (dim := cuts.get(tensor.name)) is not None:
-                if tensor.shape[dim] % sizes["tensor"]:
-                    return None
-                fraction /= sizes["tensor"]
-                rows //= sizes["tensor"] if dim == 0 else 1
+            rows, dim = next(iter(tensor.shape), 1), dims.get(tensor.name)
+            rows //= sizes["tensor"] if dim == 0 else 1
+            fraction = 1.0 if dim is None else 1 / sizes["tensor"]
             if rows > 0:
                 fraction *= math.ceil(rows / sizes["shard"]) / rows
             uses.append(tensor.use(fraction, fraction, fraction))
         return add_uses(uses)
 
     def attach(self, optimizer: Optimizer) -> None:
-        if not self.distributed:
-            super().attach(optimizer)
-            return
         kind = type(optimizer)
-        packages = {c.__module__.partition(".")[0] for c in kind.__mro__}
-        if kind.__name__ in _REFUSED or packages & _OWN_KERNELS:
+        packages = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
+        refused = kind.__name__ in _REFUSED or packages & _OWN_KERNELS
+        if self.distributed and refused:
             raise OptimizerError(
-                f'{kind.__name__} cannot train sharded parameters. Use an optimizer like AdamW or SGD, or backend="ddp".'
+                f"{kind.__name__} cannot train sharded parameters. "
+                'Use an optimizer like AdamW or SGD, or backend="ddp".'
             )
-        if isinstance(optimizer, torch.optim.Muon):
-            muon_patch().need(optimizer)
         super().attach(optimizer)
-        if elementwise(optimizer):
-            self._local_steps[id(optimizer)] = LocalSteps(optimizer, _stepping(weakref.ref(self)))
+        if self.distributed and isinstance(optimizer, torch.optim.Muon):
+            muon_patch().need(optimizer)
+        if self.distributed and elementwise(optimizer):
+            written = torch.autograd.graph.increment_version
+            self._local_steps[id(optimizer)] = LocalSteps(optimizer, written)
 
     def detach(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, torch.optim.Muon) and self.distributed:
+        if self.distributed and isinstance(optimizer, torch.optim.Muon):
             muon_patch().drop(optimizer)
         if (steps := self._local_steps.pop(id(optimizer), None)) is not None:
             steps.close()
@@ -408,72 +375,61 @@ class FSDPEngine(Engine):
         self.compare("the choice of FSDP(wrap=...)", names)
         if self.options.wrap is not None and not names and self.process.place.rank == 0:
             logger.warning(
-                "FSDP(wrap=...) chooses no module of this %s, so it is gathered as a whole. Is a class missing?",
+                "FSDP(wrap=...) chooses no module of this %s, so it is gathered as a whole. "
+                "Is a class missing?",
                 self.kind,
             )
         self.parts, self.divided = Conversion(self), True
-        self.parts.shard(names, self.holdings.whole)
+        self.parts.shard(names, self.holdings.full)
         self._read_parameters()
-        self.parts.begin()
         self.known = self.parts.known
-        self._draw_alike(self.parts.sharded.mesh)
+        if self.parts.sharded.mesh.parallel:
+            self._match_ranks(self.parts.sharded.mesh)
         self.started = True
 
-    def _draw_alike(self, mesh: Mesh) -> None:
+    def _match_ranks(self, mesh: Mesh) -> None:
         """Give ranks that split a layer equal random numbers, and compare inputs. Collective."""
-        if mesh.parallel:
-            place = mesh.place["replicate"], mesh.place["shard"]
-            self._same_inputs = SameInputs(self.label, place)
-            states = torch_states() if mesh.place["tensor"] == 0 else None
-            from_ranks = agree(f"the random numbers of {self.label}", (place, states))
-            put_torch_states(
-                next(
-                    states for other, states in from_ranks if other == place and states is not None
-                )
-            )
+        place = mesh.place["replicate"], mesh.place["shard"]
+        self._same_inputs = SameInputs(self.label, place)
+        states = torch_states() if mesh.place["tensor"] == 0 else None
+        for other, values in agree(f"the random numbers of {self.label}", (place, states)):
+            if other == place and values is not None:
+                put_torch_states(values)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self.divided:
             return function(*args, **kwargs)
-        sharded, grad = self.parts.sharded, torch.is_grad_enabled()
-        is_forward = function is self.entry
-        name = "" if is_forward else getattr(function, "__name__", type(function).__name__)
-
-        def compute() -> Any:
-            return (
-                function(*args, **kwargs) if is_forward else sharded.compute(function, args, kwargs)
-            )
-
+        sharded = self.parts.sharded
         self.parts.notice_exception()
+        name = ""
+        compute = functools.partial(function, *args, **kwargs)
+        if function is not self.entry:
+            name = getattr(function, "__name__", type(function).__name__)
+            compute = functools.partial(sharded.compute, function, args, kwargs)
         try:
-            out = (
-                compute()
-                if self._same_inputs is None
-                else self._same_inputs.call(compute, args, kwargs, name)
-            )
-        except BaseException as error:
+            if self._same_inputs is not None:
+                out = self._same_inputs.call(compute, args, kwargs, name)
+            else:
+                out = compute()
+        except BaseException:
             sharded.reset()
-            if text := _explained(str(error), self.label):
-                raise BackendError(text) from error
             raise
-        if not grad and torch._C._current_graph_task_id() == -1:  # with reshard_after_forward=False
-            sharded.reshard()
-        if grad:
+        if torch.is_grad_enabled():
             self.gradients.buffers.touch()
+        elif torch._C._current_graph_task_id() == -1:  # with reshard_after_forward=False
+            sharded.reshard()
         return out
 
     def rebuild(self) -> None:
-        """Renew the dtypes of FSDP2's groups. It follows ``requires_grad``, but not in these."""
         if self.divided:
-            for group in self.parts.sharded.groups:
-                group._init_mp_dtypes()
+            self.parts.sharded.refresh_dtypes()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         if self.divided:
-            self.parts.sharded.let_go()
+            self.parts.sharded.release_groups()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         if self.divided:
@@ -485,28 +441,3 @@ class FSDPEngine(Engine):
             self.gradients.close()
             if lost:
                 raise lost_weights(self)
-
-
-def _stepping(reference: weakref.ref[FSDPEngine]) -> Callable[[Sequence[torch.Tensor]], None]:
-    """Tell an engine of shards that a step is about to change. The engine is not kept alive."""
-
-    def stepping(shards: Sequence[torch.Tensor]) -> None:
-        if (engine := reference()) is not None and engine.divided:
-            engine.parts.stepping(shards)
-
-    return stepping
-
-
-def _explained(text: str, label: str) -> str:
-    """Return what torch's error in a forward means for sharded weights, or ""."""
-    if "mixed torch.Tensor and DTensor" in text:
-        return (
-            f"{label} uses weights of a block outside of the block's forward, or after a backward in a method, where they are "
-            "sharded. Let FSDP(wrap=...) name the class whose forward uses them, or call p.full_tensor() on every rank."
-        )
-    if "RegisterPostBackwardFunction" in text:
-        return (
-            f"A block of {label} writes in place to its own input (nn.ReLU(inplace=True) as its first layer, x += ...), which "
-            "is a view that FSDP2 made. Leave inplace out, or begin the block with x = x.clone()."
-        )
-    return ""

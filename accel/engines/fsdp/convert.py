@@ -1,13 +1,13 @@
-"""From parameters to shards and back, and the begin and end of each backward."""
+"""From parameters to shards and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
@@ -23,16 +23,24 @@ from ...deferred import (
 from ...errors import BackendError
 from ...gradients.totals import average_gradients_
 from ...precision import here
-from ...process.control import agree, announce, raise_together
 from ...process.packing import broadcast_
 from ...shard import Box, Shard
-from ..base.absent import Absent, bring_back, name_of, refuse_second_derivatives, take_away
+from ..base.absent import Absent, bring_back, name_of, take_away
 from ..base.interruption import Interruption
 from ..base.parts import parts_of
 from .shard import ShardedModule, unsharded
 
 if TYPE_CHECKING:
     from . import FSDPEngine
+
+#: A module's table of parameters, a name in it, and the parameter.
+Place: TypeAlias = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
+
+
+def _places(module: nn.Module) -> list[Place]:
+    """Return the places of all parameters. A tied parameter has several."""
+    tables = [child._parameters for child in module.modules()]
+    return [(table, name, p) for table in tables for name, p in table.items() if p is not None]
 
 
 @final
@@ -41,22 +49,18 @@ class Conversion:
 
     def __init__(self, engine: FSDPEngine) -> None:
         self.module, self.process, self.label = engine.module, engine.process, engine.label
-        self._offload = engine.options.cpu_offload
+        self.sharded = ShardedModule(self.module, self.process, engine.options)
+        self.interruption = Interruption()
         #: The shard of each replaced parameter, gathered parameter and shard, by identity.
         self.known: dict[int, nn.Parameter] = {}
         #: The parameter objects that shards replaced, each with its shard, by name.
         self.replaced: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._places = [
-            (m, n, p)
-            for m in self.module.modules()
-            for n, p in m._parameters.items()
-            if p is not None
-        ]
-        #: Every rank has these whole. ``_averaged``: their last averaged gradients and versions.
-        self._scalars: dict[str, nn.Parameter] = {}
-        self._averaged: list[tuple[torch.Tensor | None, int]] = []
-        self.interruption = Interruption()
-        self.sharded = ShardedModule(self.module, self.process, engine.options)
+        self._places = _places(self.module)
+        self._offload = engine.options.cpu_offload
+        #: The parameter that autograd knows, by the identity of its shard.
+        self._gathered: dict[int, nn.Parameter] = {}
+        #: Parameters that every rank holds, by name.
+        self._replicated: dict[str, nn.Parameter] = {}
 
     # -- to shards ---------------------------------------------------------------------------------
 
@@ -64,80 +68,58 @@ class Conversion:
         """Put shards in the parameters' places. Collective.
 
         Args:
-            blocks: names of the modules that are gathered alone, inner ones first.
+            blocks: names of the modules that are gathered one by one, inner ones first.
             gather: returns the full values of a shard.
         """
         old = dict(self.module.named_parameters())
         for parameter in old.values():
-            if not parameter.is_contiguous():  # FSDP2 takes no others
+            # Image models use torch.channels_last, but FSDP2 takes only contiguous weights.
+            if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
-        average_gradients_(
-            f"gradients before accel.setup ({self.label})", [*old.values()], [*old], self.process
-        )
-        gradients = {name: p.grad for name, p in old.items() if p.grad is not None}
-        children = [self.module.get_submodule(name) for name in blocks]
+        what = f"gradients before accel.setup ({self.label})"
+        average_gradients_(what, list(old.values()), list(old), self.process)
         borrowed, weights = borrowing(self.module), weights_of(self.module)
-        self._on_all_ranks(lambda: self.sharded.apply(children))
-        waiting = self._allocate()
-        if waiting and weights is None:  # else the values are read into the shards
-            self._initialize(waiting, borrowed, gather)
-        self._on_all_ranks(self.sharded.initialize)
+        self.sharded.apply([self.module.get_submodule(name) for name in blocks])
+        deferred = self._allocate()
+        if deferred and weights is None:  # otherwise the values are read into the shards
+            self._initialize(deferred, borrowed, gather)
+        self.sharded.initialize(self.label)
         new = dict(self.module.named_parameters())
-        whole = set(map(id, unsharded(self.module)))
-        self._scalars = {name: p for name, p in new.items() if id(p) in whole}
-        self._averaged = [(None, 0)] * len(self._scalars)
+        full = set(map(id, unsharded(self.module)))
+        self._replicated = {name: p for name, p in new.items() if id(p) in full}
         for name, parameter in old.items():
             shard = new[name]
             self.known[id(shard)] = shard
             if shard is not parameter:
-                self._replace(name, parameter, shard, gradients.get(name))
+                self._replace(name, parameter, shard)
+        for gathered, shard in self.sharded.gathered():
+            self._gathered[id(shard)] = gathered
+            self.known[id(gathered)] = shard
+        mesh, shards = self.sharded.mesh, {id(p): p for p in self.known.values()}
+        #: This rank counts these in a norm: no rank before it holds the same values.
+        self._counted = {
+            key for key, p in shards.items() if not any(mesh.place[axis] for axis in mesh.copies(p))
+        }
+        self._counts_all = len(self._counted) == len(shards)
 
-    def _replace(
-        self, name: str, parameter: nn.Parameter, shard: nn.Parameter, gradient: torch.Tensor | None
-    ) -> None:
+    def _replace(self, name: str, parameter: nn.Parameter, shard: nn.Parameter) -> None:
         self.known[id(parameter)] = shard
         self.replaced[name] = parameter, shard
-        parameter.grad = None
+        # Gradients survive a teardown and a setup with a different backend.
+        gradient, parameter.grad = parameter.grad, None
         parameter.requires_grad_(False)
         take_away(parameter, StandIn, shard=shard)
         if gradient is not None:
             shard.grad = self.new(shard, tuple(shard.shape), shard.dtype)
             self._fill(shard.grad, gradient)
 
-    def _on_all_ranks(self, act: Callable[[], None]) -> None:
-        """Call a part of ``fully_shard``. If it raises on one rank, raise on all. Collective."""
-        error = None
-        try:
-            act()
-        except Exception as caught:
-            error = BackendError(
-                f"torch's fully_shard refuses {self.label}: {type(caught).__name__}: {caught}"
-            )
-            error.__cause__ = caught
-        problems = agree(
-            f"accel.setup (fully_shard of {self.label})", "" if error is None else str(error)
-        )
-        raise_together("accel.setup", error, problems, BackendError)
-
-    def begin(self) -> None:
-        """Watch backwards."""
-        self.sharded.watch(self.label, self._begin_backward, self._end_backward)
-        self._gathered = {id(shard): gathered for gathered, shard in self.sharded.gathered()}
-        self.known.update((id(gathered), shard) for gathered, shard in self.sharded.gathered())
-        mesh, shards = self.sharded.mesh, [*self._shards()]
-        #: This rank counts these in a norm: no rank before it has the same part.
-        self._counted = {
-            id(p) for p in shards if not any(mesh.place[axis] for axis in mesh.copies(p))
-        }
-        self._counts_all = len(self._counted) == len(shards)
-
     # -- first values of parameters on the meta device (accel.deferred_init) -----------------------
 
     def _allocate(self) -> set[int]:
-        """Give shards on the meta device memory; return their identities."""
+        """Give shards on the meta device memory. Return their identities."""
         names = [name for name, p in self.module.named_parameters() if p.is_meta]
+        device = torch.device("cpu") if self._offload else self.process.device
         if names:
-            device = torch.device("cpu") if self._offload else self.process.device
             self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         parameters = dict(self.module.named_parameters())
         return {id(parameters[name]) for name in names}
@@ -145,62 +127,53 @@ class Conversion:
     @torch.no_grad()
     def _initialize(
         self,
-        waiting: set[int],
+        deferred: set[int],
         borrowed: dict[int, set[str]],
         gather: Callable[[nn.Parameter], torch.Tensor],
     ) -> None:
         """Make rank 0's values by ``reset_parameters`` of one module at a time. Collective.
 
-        No more than that module is whole at a time. Every rank draws the random numbers that one
-        process would draw.
+        Every rank draws the random numbers that a single process would draw.
 
         Args:
-            waiting: identities of the shards without values.
+            deferred: identities of the shards without values.
             borrowed: ``deferred.borrowing`` of the module.
             gather: returns the full values of a shard that has some.
         """
-        empty, device = set(waiting), self.process.device
+        empty = set(deferred)
         for child, reset in resetting(self.module):
-            shards = {id(p): p for p in child.parameters()}
-            if waiting.isdisjoint(shards):
+            places = _places(child)
+            shards = {id(shard): shard for _, _, shard in places}
+            if deferred.isdisjoint(shards):
                 continue
-            whole: dict[int, nn.Parameter] = {}
+            full: dict[int, nn.Parameter] = {}
             for key, shard in shards.items():
-                value = without_values(shard, device) if key in empty else gather(shard)
-                whole[key] = nn.Parameter(value, requires_grad=shard.requires_grad)
-            places = [
-                (m, n, p)
-                for m in child.modules()
-                for n, p in m._parameters.items()
-                if p is not None
-            ]
-            for owner, name, shard in places:
-                owner._parameters[name] = whole[id(shard)]
+                is_empty = key in empty
+                value = without_values(shard, self.process.device) if is_empty else gather(shard)
+                full[key] = nn.Parameter(value, requires_grad=shard.requires_grad)
+            for table, name, shard in places:
+                table[name] = full[id(shard)]
             try:
                 reset_own(child, reset, borrowed[id(child)])
             finally:
-                for owner, name, shard in places:
-                    owner._parameters[name] = shard
-            broadcast_([w.data for w in whole.values()], self.process.group)
+                for table, name, shard in places:
+                    table[name] = shard
+            broadcast_([p.data for p in full.values()], self.process.group)
             for key, shard in shards.items():
-                self._fill(shard, whole[key])
+                self._fill(shard, full[key])
             empty -= shards.keys()
-        refuse_without_values(
-            (n, here(p)) for n, p in self.module.named_parameters() if id(p) in waiting
-        )
+        named = [(name, p) for name, p in self.module.named_parameters() if id(p) in deferred]
+        refuse_without_values((name, here(p)) for name, p in named)
 
     # -- which tensor is which ---------------------------------------------------------------------
 
-    def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
+    def canonical(self, parameter: torch.Tensor) -> nn.Parameter:
         """Return the shard of a parameter object of before ``setup``, of a forward, or of now."""
-        return self.known.get(id(parameter), parameter)
+        return self.known.get(id(parameter), parameter)  # type: ignore[arg-type]
 
     def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor in graphs for a parameter. VQGAN asks for its last layer's gradient."""
-        return self._gathered.get(id(self.known.get(id(parameter), parameter)), parameter)
-
-    def _shards(self) -> Iterable[nn.Parameter]:
-        return {id(p): p for p in self.known.values()}.values()
+        return self._gathered.get(id(self.canonical(parameter)), parameter)
 
     @staticmethod
     def new(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -213,123 +186,89 @@ class Conversion:
             local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
 
-    @torch.no_grad()  # then to_local() gives the very tensor
+    @torch.no_grad()  # so that to_local() returns the local tensor itself
     def part(self, name: str, tensor: torch.Tensor) -> Shard | None:
-        """Return the elements of a tensor that lie on this rank; None if there are none."""
+        """Return the elements of a tensor on this rank. None if there are none."""
         shape, mesh = tuple(tensor.shape), self.sharded.mesh
         if not isinstance(tensor, DTensor):
             return Shard(name, shape, 0, tensor.detach())
         local = tensor.to_local().detach()
         if not len(local):
             return None
-        row, box = (
-            _place_of(tensor)
-            if mesh.parallel
-            else (mesh.place["shard"] * -(-shape[0] // mesh.sizes["shard"]), ())
-        )
+        box: Box = ()
+        if mesh.parallel:
+            row, box = _place_of(tensor)
+        else:
+            row = mesh.place["shard"] * -(-shape[0] // mesh.sizes["shard"])
         return Shard(name, shape, row * (local.numel() // len(local)), local, box)
 
     @torch.no_grad()
-    def _fill(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
+    def _fill(self, shard: torch.Tensor, full: torch.Tensor) -> None:
         if (part := self.part("", shard)) is not None:
-            part.fill(whole)
+            part.fill(full)
 
-    # -- gradients and steps -----------------------------------------------------------------------
-
-    def _begin_backward(self) -> None:
-        self.interruption.running.add(torch._C._current_graph_task_id())
-        if torch.is_grad_enabled():
-            refuse_second_derivatives()
-        if self.interruption.incomplete:
-            gradients = [here(p.grad) for p in self._shards() if p.grad is not None]
-            if any(bool(gradient.any()) for gradient in gradients):  # zeros count as dropped
-                self.interruption.refuse()
-        self.interruption.incomplete = False
-
-    def _end_backward(self) -> None:
-        self.interruption.running.clear()
-        self.average_scalars(edited=True)
+    # -- gradients ---------------------------------------------------------------------------------
 
     def notice_exception(self) -> None:
         """Clear what a backward left that an exception ended."""
-        if self.interruption.notice():
-            self.sharded.drop_unreduced()
-            self.sharded.reset()
-            self.interruption.stale = False
+        if self.sharded.drop_interrupted():
+            self.interruption.incomplete = True
 
-    def average_scalars(self, *, edited: bool = False) -> None:
-        """Average gradients of scalars if any is new, or ``edited`` in place. Collective then."""
-        if not self._scalars:
-            return
-        gradients = [p.grad for p in self._scalars.values()]
-        for gradient, (known, version) in zip(gradients, self._averaged, strict=True):
-            if gradient is not None and (
-                gradient is not known or (edited and gradient._version != version)
-            ):
-                break
-        else:
-            return
-        what = f"the reduction of scalars ({self.label})"
-        announce(self.process, what)
-        average_gradients_(
-            what, [*self._scalars.values()], [*self._scalars], self.process, self.sharded.mesh.add
-        )
-        gradients = [p.grad for p in self._scalars.values()]
-        self._averaged = [
-            (gradient, 0 if gradient is None else gradient._version) for gradient in gradients
-        ]
+    def forget_dropped(self) -> None:
+        """Trust gradients again if the program has dropped all that an exception left."""
+        gradients = [p.grad for p in self.known.values() if p.grad is not None]
+        if not any(bool(here(gradient).any()) for gradient in gradients):
+            self.interruption.incomplete = False
+
+    def average_replicated(self) -> None:
+        """Average the gradients of parameters that every rank holds. Collective if there are any."""
+        parameters = list(self._replicated.values())
+        if any(p.requires_grad for p in parameters):
+            what = f"the reduction of parameters without dimensions ({self.label})"
+            average_gradients_(what, parameters, list(self._replicated), self.process)
 
     def gradients(
         self, parameters: Iterable[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's parts of gradients: those that it counts in a norm, and the rest."""
+        """Return this rank's gradients: those that it counts in a norm, and the rest."""
         having = [p for p in parameters if p.grad is not None]
         parts = parts_of([p.grad for p in having])
         if self._counts_all:
             return parts, []
-        split: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        counted: list[torch.Tensor] = []
+        rest: list[torch.Tensor] = []
         for parameter, part in zip(having, parts, strict=True):
-            split[id(self.known.get(id(parameter), parameter)) not in self._counted].append(part)
-        return split
+            is_counted = id(self.canonical(parameter)) in self._counted
+            (counted if is_counted else rest).append(part)
+        return counted, rest
 
-    def whole(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a replicated DTensor, or a plain tensor if parameters lie on several meshes."""
-        mesh = self.sharded.mesh
-        if mesh.parallel:
-            return value
-        return DTensor.from_local(
-            value, mesh.whole, [Replicate()] * mesh.whole.ndim, run_check=False
-        )
-
-    def age(self, shards: Iterable[torch.Tensor]) -> None:
-        """Let a backward from an earlier forward raise, as it does after a step in one process."""
-        gathered = [self._gathered[id(shard)] for shard in shards if id(shard) in self._gathered]
-        torch.autograd.graph.increment_version(gathered)
-
-    def stepping(self, shards: Sequence[torch.Tensor]) -> None:
-        """Count a write to each of these, whose local tensors a step is about to change."""
-        torch.autograd.graph.increment_version(shards)
-        self.age(shards)
-
-    # -- back to whole parameters ------------------------------------------------------------------
+    # -- back to full parameters -------------------------------------------------------------------
 
     def restore(
-        self, whole: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]
+        self, full: Mapping[tuple[str, Any], torch.Tensor] | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Put the parameter objects of before in the shards' places.
 
         Args:
-            whole: full values by ``(name, "")`` and gradients by ``(name, "grad")``. None: they are
+            full: full values by ``(name, "")`` and gradients by ``(name, "grad")``. None: they are
                 lost, and become NaN.
             optimizers: their groups get the parameter objects too.
         """
         self.sharded.undo()
+        for table, name, parameter in self._places:
+            table[name] = parameter
+        back: dict[int, nn.Parameter] = {}
         for name, (parameter, shard) in self.replaced.items():
-            value = without_values(shard, self.process.device) if whole is None else whole[name, ""]
-            _bring_back(parameter, value, None if whole is None else whole.get((name, "grad")))
-        for module, name, parameter in self._places:
-            module._parameters[name] = parameter
-        back = {id(shard): parameter for parameter, shard in self.replaced.values()}
+            back[id(shard)] = parameter
+            bring_back(parameter)
+            lost = full is None
+            value = without_values(shard, self.process.device) if lost else full[name, ""]
+            if parameter.is_meta:
+                swap(parameter, nn.Parameter(value, requires_grad=False))
+            else:
+                parameter.data = value
+            parameter.grad = None if lost else full.get((name, "grad"))
+            parameter.requires_grad_(shard.requires_grad)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
@@ -338,13 +277,15 @@ class Conversion:
 
 
 def _place_of(tensor: DTensor) -> tuple[int, Box]:
-    """Return the first row of this rank's part, and its box in the full tensor."""
-    spec = tensor._spec
-    sizes, starts = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
-    if sizes[1:] == tuple(spec.shape[1:]):
+    """Return the first row of this rank's shard, and its box in the full tensor."""
+    shape = tensor.shape
+    sizes, starts = compute_local_shape_and_global_offset(
+        shape, tensor.device_mesh, tensor.placements
+    )
+    if sizes[1:] == tuple(shape[1:]):
         return starts[0], ()
     ends = (start + size for start, size in zip(starts[1:], sizes[1:], strict=True))
-    return starts[0], ((0, spec.shape[0]), *zip(starts[1:], ends, strict=True))
+    return starts[0], ((0, shape[0]), *zip(starts[1:], ends, strict=True))
 
 
 # -- parameter objects of before setup: lists of them clip, freeze and build optimizers ------------
@@ -374,20 +315,6 @@ class StandIn(Absent, nn.Parameter):
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"{name_of(function)} uses a parameter that was taken from the module before accel.setup sharded it, so its values "
-            "are not here. Take it from model.parameters()."
+            f"{name_of(function)} uses a parameter from before accel.setup, which has no values. "
+            "Take it from model.parameters()."
         )
-
-
-def _bring_back(
-    parameter: nn.Parameter, value: torch.Tensor, gradient: torch.Tensor | None
-) -> None:
-    """Make a stand-in the parameter that it was, with these values."""
-    trainable = parameter.requires_grad  # its shard's
-    bring_back(parameter)
-    if parameter.is_meta:
-        swap(parameter, nn.Parameter(value, requires_grad=False))
-    else:
-        parameter.data = value
-    parameter.grad = gradient
-    parameter.requires_grad_(trainable)

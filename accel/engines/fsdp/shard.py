@@ -1,4 +1,4 @@
-"""A module under torch's ``fully_shard``. Only this file reaches into FSDP2's own objects."""
+"""A module under torch's ``fully_shard``. Only this file uses FSDP2's own objects."""
 
 from __future__ import annotations
 
@@ -18,18 +18,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import BackendError
 from ...gradients.hooks import remove_hooks
-from ...gradients.patches import Patch, data_patch, ignored, shard_patches
+from ...gradients.patches import Patch, data_patch, shard_patches
 from ...process import Process
 from ...process.control import Waiting, announce
-from ...trees import all_tensors
-from ..base.absent import refuse_other_tensor
+from ..base.absent import refuse_second_derivatives
 from ..base.raw_objects import Snapshot
-from .plan import Mesh, cut
+from .plan import Mesh, split_layers
 
 # -- patches of torch while a sharded module lives -------------------------------------------------
 
@@ -55,38 +53,37 @@ def _set_data(tensor: Any, value: torch.Tensor) -> bool:
 _patches: Final[tuple[Patch, ...]] = (
     *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _gather),
     data_patch(_set_data),
-    ignored(
-        "FSDP2-wrapped module .* returned a view tensor"
-    ),  # `_watch_group` registers hooks for these
 )
+
+
+# -- the module ------------------------------------------------------------------------------------
 
 
 @final
 class ShardedModule:
-    """A module whose parameters are shards, which are gathered block by block."""
+    """A module whose parameters are shards, which FSDP2 gathers block by block."""
 
     def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
         self.module: Any = module
         self.process = process
         self.mesh = Mesh(options, process)
+        self.snapshot = Snapshot(module)
         #: Of the shards. With tensor parallelism, shards of uncut layers lie on fewer axes.
         self.meshes: set[DeviceMesh] = set()
-        #: FSDP2's own: ``FSDPState``, ``FSDPParamGroup`` and ``FSDPParam`` objects.
-        self.states: list[Any] = []
+        #: FSDP2's own objects: an ``FSDPParamGroup`` for each block, and its ``FSDPParam`` objects.
         self.groups: list[Any] = []
         self.params: list[Any] = []
-        self.snapshot = Snapshot(module)
-        self._by_shard: dict[int, Any] = {}
+        self._blocks: Sequence[Any] = ()
+        self._params_by_shard: dict[int, Any] = {}
         self._options = options
         self._hooks: list[Any] = []
 
-    # -- setup -------------------------------------------------------------------------------------
-
     def apply(self, blocks: Sequence[nn.Module]) -> None:
-        """Replace parameters by shards. Each of ``blocks``, inner ones first, is gathered alone."""
+        """Replace parameters by shards. ``blocks``, inner ones first, are gathered one by one."""
         options = self._options
+        self._blocks = blocks
         if self.mesh.parallel:
-            cut(self.module, self.mesh.tensor, options.plan)
+            split_layers(self.module, self.mesh, options.plan)
         for patch in _patches:
             patch.need(self)
         pins = self.process.device.type != "cpu"
@@ -107,45 +104,61 @@ class ShardedModule:
                 ignored_params=set(unsharded(self.module)),
             )
 
-    def initialize(self) -> None:
-        """Let FSDP2 build its groups, once the shards have memory."""
-        self.root = self.module._get_fsdp_state()
-        self.root._lazy_init()
-        self.states = self.root._state_ctx.all_states
-        self.groups = [group for state in self.states for group in state._fsdp_param_groups]
+    def initialize(self, label: str) -> None:
+        """Let FSDP2 prepare training, once the shards have memory. Collective."""
+        self._root = self.module._get_fsdp_state()
+        self._root._lazy_init()
+        self._context = self._root._state_ctx
+        self._enter, self._leave = self._root._pre_forward, self._root._post_forward
+        states = self._context.all_states
+        self.groups = [group for state in states for group in state._fsdp_param_groups]
         self.params = [param for group in self.groups for param in group.fsdp_params]
-        for param in self.params:
-            _prepare(param, self.mesh.sizes["shard"], self.process.device)
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
-        self._by_shard = {id(param.sharded_param): param for param in self.params}
+        self._params_by_shard = {id(param.sharded_param): param for param in self.params}
+        # Evaluation first, in inference mode: tensors that are made there couldn't be trained.
+        for block in [*self._blocks, self.module]:
+            block.unshard()
+            block.reshard()
         self.snapshot.changed()
-
-    def watch(
-        self, label: str, begin_backward: Callable[[], None], end_backward: Callable[[], None]
-    ) -> None:
-        """Announce what FSDP2 gathers and reduces, and call functions around each backward."""
-        names = {
-            id(m): n or "the parameters outside of all blocks"
-            for n, m in self.module.named_modules()
-        }
-        inside: set[int] = set()
-        for state in self.states:
-            _watch_backward(state, self.root._state_ctx, begin_backward, end_backward)
-            for group in state._fsdp_param_groups:
-                _watch_group(state, group, self.process, names[id(group.modules[0])], label)
-                if state is not self.root:
-                    inside.update(id(child) for block in group.modules for child in block.modules())
+        for group in self.groups:
+            _announce(group, self.process, label)
+        inside = {child for block in self._blocks for child in block.modules()}
         for child in self.module.modules():
-            outside = id(child) not in inside and child is not self.module
-            if outside and any(True for _ in child.parameters(recurse=False)):
-                self._hooks += _enter_by(child, self.root)
+            has_parameters = any(True for _ in child.parameters(recurse=False))
+            if has_parameters and child is not self.module and child not in inside:
+                self._gather_around(child)
         for gathered, shard in self.gathered():
             # Autograd never reaches the shard, so a hook of the user's there would never run.
             vars(shard)["register_hook"] = functools.partial(_register_hook, weakref.ref(gathered))
 
+    def _gather_around(self, child: nn.Module) -> None:
+        """Gather the root's parameters if ``model.encoder(x)`` calls a submodule by itself."""
+        entered: list[nn.Module] = []
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._is_running():
+                return None
+            entered.append(module)
+            return self._enter(module, args, kwargs)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            if not entered:
+                return None
+            entered.clear()
+            return self._leave(module, args, output)
+
+        self._hooks += [
+            child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            child.register_forward_hook(leave),
+        ]
+
+    def _is_running(self) -> bool:
+        """True inside of the root's forward or backward."""
+        return self._root._training_state is not TrainingState.IDLE
+
     def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield the parameter that stands in graphs, and its shard."""
-        return ((param._unsharded_param, param.sharded_param) for param in self.params)
+        """Yield each parameter of the graphs, with its shard."""
+        return ((param.unsharded_param, param.sharded_param) for param in self.params)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -153,191 +166,110 @@ class ShardedModule:
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a method as if it were the root's forward, so that its parameters are gathered."""
-        if self.root._training_state is not TrainingState.IDLE:
+        if self._is_running():
             return method(*args, **kwargs)
-        args, kwargs = self.root._pre_forward(self.module, args, kwargs)
-        return self.root._post_forward(self.module, args, method(*args, **kwargs))
+        args, kwargs = self._enter(self.module, args, kwargs)
+        return self._leave(self.module, args, method(*args, **kwargs))
 
     def reshard(self) -> None:
         """Free what is gathered. The next use gathers it again."""
         for group in self.groups:
             if not group.is_sharded:
-                group._to_sharded()
+                group.reshard()
 
     def reset(self) -> None:
         """Clear what an exception in a forward or backward left."""
-        if torch._C._current_graph_task_id() != -1:
-            return  # checkpointing ends its second forward by an exception
-        self.module.reset_iter_state()
-        for param in self.params:  # Ctrl-C can leave a group partly gathered
-            if param.sharded_state is not ShardedState.SHARDED:
-                param.to_sharded()
+        # Checkpointing ends its second forward by an exception, inside of a backward.
+        if torch._C._current_graph_task_id() == -1:
+            self.module.reset_iter_state()
 
-    def drop_unreduced(self) -> None:
-        """Drop the gradients that a backward left unreduced."""
+    def drop_interrupted(self) -> bool:
+        """Drop what a backward left that raised. True if there was one."""
+        queued = self._context.post_backward_final_callback_queued
+        if not queued or torch._C._current_graph_task_id() != -1:
+            return False
         for param in self.params:
-            param._unsharded_param.grad = None
-            if param.unsharded_accumulated_grad is not None:  # apart before torch 2.15
-                param.unsharded_accumulated_grad = None
+            param.unsharded_param.grad = None
+        self.module.reset_iter_state()
+        return True
+
+    def refresh_dtypes(self) -> None:
+        """Follow a change of ``requires_grad``. FSDP2 knows no dtype of a frozen block."""
+        for group in self.groups:
+            group._init_mp_dtypes()
 
     def set_data(self, tensor: Any, value: Any) -> bool:
-        """Set a shard from full values or an equally sharded DTensor. False if it isn't our shard.
+        """Set a shard to full values, or to an equally sharded DTensor. False if it is not ours.
 
-        EMA recipes write ``p.data = ema_p`` before an evaluation, which FSDP2 alone would ignore.
+        EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
         """
-        param = self._by_shard.get(id(tensor))
+        param = self._params_by_shard.get(id(tensor))
         if param is None or param.sharded_param is not tensor:
             return False
+        mesh, placements = tensor.device_mesh, tensor.placements
         if not isinstance(value, DTensor) and value.shape == tensor.shape:
-            value = distribute_tensor(
-                value, tensor.device_mesh, tensor.placements, src_data_rank=None
-            )
-        if getattr(value, "_spec", None) != tensor._spec or value.dtype is not tensor.dtype:
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        same = getattr(value, "_spec", None) == tensor._spec
+        if not same or value.dtype is not tensor.dtype:
             raise BackendError(
-                f"p.data = ... of a sharded parameter of shape {tuple(tensor.shape)} got a tensor of another shape, dtype or "
-                "sharding. Use load_state_dict() of the model's handle."
+                f"p.data = ... of a sharded parameter of shape {tuple(tensor.shape)} needs full "
+                "values of its shape and dtype. Or use model.load_state_dict()."
             )
-        tensor._local_tensor = value._local_tensor.detach()
+        tensor._local_tensor = value.to_local().detach()
         param.reset_sharded_param()
         return True
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def let_go(self) -> None:
+    def release_groups(self) -> None:
         """Drop the process groups."""
         for group in self.groups:
-            for info in (group.mesh_info, group.post_forward_mesh_info):
-                if info is not None:
-                    info.shard_process_group = info.replicate_process_group = None
+            group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
     def undo(self) -> None:
         """Make the modules plain again. The caller puts parameters in the shards' places."""
         for patch in _patches:
             patch.drop(self)
         remove_hooks(self._hooks)
-        for state in self.states:
-            for name in (
-                "_register_root_post_backward_final_callback",
-                "_root_post_backward_final_callback",
-            ):
-                vars(state).pop(name, None)
         self.snapshot.restore()
         for child in self.module.modules():
             _composable_state._module_state_mapping.pop(child, None)
 
 
 def unsharded(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that every rank keeps whole: scalars, and those without elements."""
+    """Return the parameters that every rank holds: of no dimension (CLIP's logit_scale), or empty."""
     return [p for p in module.parameters() if not p.dim() or not p.numel()]
 
 
-def _prepare(param: Any, world_size: int, device: torch.device) -> None:
-    """Make the gathered tensors now: those made in inference mode could not be trained."""
-    inputs = param.all_gather_inputs
-    param.init_all_gather_outputs(
-        [t.numel() for t in inputs], [t.dtype for t in inputs], world_size, device
-    )
-    param.init_unsharded_param()
-    param.free_unsharded_param()
-
-
-def _watch_group(state: Any, group: Any, process: Process, name: str, label: str) -> None:
+def _announce(group: Any, process: Process, label: str) -> None:
     """Announce what a group gathers, because ranks that use different blocks would mix weights."""
-    unshard, post_forward, post_backward = group.unshard, group.post_forward, group.post_backward
-    gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
+    name = group._module_fqn or "the parameters outside of all blocks"
+    gathering, reducing = f"the gathering of {name} ({label})", f"the reduction of {name} ({label})"
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
-    weights = {id(param._unsharded_param) for param in group.fsdp_params}
-    places = [
-        (p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params
-    ]
+    unshard, pre_backward, post_backward = group.unshard, group.pre_backward, group.post_backward
 
     def gather(*args: Any, **kwargs: Any) -> Any:
-        for parameters, key, param in places:
-            if (
-                tensor := parameters.get(key)
-            ) is not param.sharded_param and tensor is not param._unsharded_param:
-                refuse_other_tensor(param._param_fqn or key, "FSDP2")
         if group._all_gather_result is not None or group.is_unsharded:
             return unshard(*args, **kwargs)
         announce(process, gathering)
         with in_gathering:
             return unshard(*args, **kwargs)
 
-    def register_hooks(module: nn.Module, inputs: Any, output: Any) -> Any:
-        # FSDP2 gathers for a backward in hooks on the output, which older versions don't look for
-        # in dataclasses. After `x += y` on a view only the hooks of its base would run.
-        if torch.is_grad_enabled():
-            tensors = [t if t._base is None else t._base for _, t in all_tensors(output)]
-            if any(id(tensor) in weights for tensor in tensors):  # using it would crash the process
-                raise BackendError(
-                    f"{name} returns a weight, which is freed after the forward. Return weight.clone()."
-                )
-            state._register_pre_backward_hook(tensors)
-        return post_forward(module, inputs, output)
+    def begin_backward(*args: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_second_derivatives()
+        return pre_backward(*args)
 
     def reduce(*args: Any) -> Any:
-        having = tuple(i for i, p in enumerate(group.fsdp_params) if _has_gradient(p))
-        if not having:
+        params = enumerate(group.fsdp_params)
+        with_gradients = tuple(i for i, p in params if p.unsharded_param.grad is not None)
+        if not with_gradients:
             return post_backward(*args)
-        announce(process, reducing, having)
+        announce(process, reducing, with_gradients)
         with in_reducing:
             return post_backward(*args)
 
-    group.unshard, group.post_forward, group.post_backward = gather, register_hooks, reduce
-
-
-def _has_gradient(param: Any) -> bool:
-    """True if a gradient of a parameter waits to be reduced."""
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
-
-
-def _watch_backward(
-    state: Any, context: Any, begin: Callable[[], None], end: Callable[[], None]
-) -> None:
-    """Call ``begin`` when a backward first reaches FSDP2, and ``end`` at its end."""
-    register, finish = (
-        state._register_root_post_backward_final_callback,
-        state._root_post_backward_final_callback,
-    )
-
-    def begin_backward() -> None:
-        if not context.post_backward_final_callback_queued:
-            begin()
-        register()
-
-    def end_backward() -> None:
-        for group in (group for other in context.all_states for group in other._fsdp_param_groups):
-            # A second reentrant checkpoint of a block gathers it once more after its reduction.
-            if not group.is_sharded and group._training_state is TrainingState.POST_BACKWARD:
-                group._training_state = TrainingState.IDLE
-        finish()
-        end()
-
-    state._register_root_post_backward_final_callback = begin_backward
-    state._root_post_backward_final_callback = end_backward
-
-
-def _enter_by(child: nn.Module, root: Any) -> list[Any]:
-    """Gather the root's parameters if ``model.encoder(x)`` calls a submodule by itself."""
-    entered: list[nn.Module] = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if root._training_state is not TrainingState.IDLE:
-            return None
-        args, kwargs = root._pre_forward(module, args, kwargs)
-        entered.append(module)
-        return args, kwargs
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        if not entered:
-            return None
-        entered.clear()
-        return root._post_forward(module, args, output)
-
-    return [
-        child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        child.register_forward_hook(leave),
-    ]
+    group.unshard, group.pre_backward, group.post_backward = gather, begin_backward, reduce
 
 
 def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:
