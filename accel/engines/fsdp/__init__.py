@@ -3,92 +3,76 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError, OptimizerError
+from ...errors import BackendError, OptimizerError
 from ...gradients.patches import muon_patch
+from ...gradients.totals import average_gradients_
 from ...precision import here
-from ...process import Process, reason_of
+from ...process import Process
 from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
 from ...shard import Shard, StateEntry, parameters_of
+from ..base import refusals
 from ..base.activations import Choice
 from ..base.engine import Context, Engine, lost_weights
-from ..base.gradients import (
-    Gradients,
-    refuse_inside_backward,
-    refuse_overlaps,
-    refuse_quantized,
-    refuse_scripts,
-    refuse_sparse,
-)
+from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.holdings import Holdings
 from ..base.inputs import SameInputs
+from ..base.interruption import Interruption
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options, SequenceOptions
-from ..base.parts import LocalSteps, elementwise
+from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
-from .plan import (
-    Mesh,
-    Plan,
-    axes_in,
-    axes_of,
-    blocks,
-    check_module,
-    check_plan,
-    is_mesh,
-    is_plan,
-    split_dims,
-)
+from .plan import Mesh, Plan, axes_in, axes_of, blocks, check_module, is_mesh, is_plan, split_dims
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .convert import Conversion
+    from .shard import ShardedModule
 
-logger = logging.getLogger("accel")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP(SequenceOptions):
     """Options of ``fsdp``. Names and meanings are those of ``fully_shard`` if it has them.
 
     Args:
         wrap: classes of the modules that are gathered one by one, or a function that returns True
             for them. None: blocks that repeat in a ModuleList or Sequential and have submodules.
-        reshard_after_forward: free gathered parameters after the forward of their block. False
-            keeps them until backward.
+        reshard_after_forward: free gathered parameters after the forward of their block.
         cpu_offload: keep shards, their gradients and optimizer state in CPU memory.
         replicas: HSDP: the number of copies of the model, each sharded over neighboring ranks.
             Blocks are gathered within a copy, and gradients are averaged over the copies.
         tensor_parallel: the number of neighboring ranks that split each layer named by the plan.
-            They compute on the same batches, and their shards are sharded over the other ranks.
+            They compute on the same batches. The other ranks shard what is left.
         plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which
-            ``*`` stands for one part of a name. None: the ``tp_plan`` of a transformers model.
-        mesh: a mesh of all ranks, instead of ``replicas`` and ``tensor_parallel``. Its axes are
-            "replicate", "shard" and "tensor", of which "shard" is required.
+            ``*`` stands for one component. None: the ``tp_plan`` of a transformers model.
+        mesh: a mesh of all ranks, instead of ``replicas`` and ``tensor_parallel``. Its dimensions
+            are "replicate", "shard" and "tensor", of which "shard" is required.
         param_dtype: FSDP2's mixed precision: gather and compute in this dtype (torch.bfloat16).
-        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, else the
-            dtype of the parameters.
+        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, otherwise
+            the dtype of the parameters.
     """
 
-    wrap: Choice = None
+    # The text of a function has an address, which differs between ranks.
+    wrap: Choice = field(default=None, repr=False)
     reshard_after_forward: bool = True
     cpu_offload: bool = False
     replicas: int = 1
     tensor_parallel: int = 1
-    plan: Plan = None
+    # A notebook cell that runs twice makes new style objects, which are never equal.
+    plan: Plan = field(default=None, compare=False)
     mesh: DeviceMesh | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -104,27 +88,11 @@ class FSDP(SequenceOptions):
         valid = wrap is None or classes or (callable(wrap) and not isinstance(wrap, type))
         self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
         valid = mesh is None or (is_mesh(mesh) and self.replicas == self.tensor_parallel == 1)
-        names = "named 'replicate', 'shard' and 'tensor', in this order"
-        self.expect("mesh", valid, f"a DeviceMesh with dimensions {names}, instead of replicas")
-        valid = plan is None or is_plan(plan)
-        self.expect("plan", valid, 'styles by module names: {"layers.*.up": ColwiseParallel()}')
+        names = "the dimensions 'replicate', 'shard' and 'tensor', in this order"
+        self.expect("mesh", valid, f"a DeviceMesh with {names}, instead of replicas")
         splits = self.tensor_parallel > 1 or "tensor" in axes_in(mesh)
-        self.expect("plan", plan is None or splits, "tensor_parallel=n or a mesh with 'tensor' too")
-
-    # A notebook cell that runs twice makes new style objects, so texts are compared.
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and repr(other) == repr(self) and other.wrap == self.wrap
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    def __repr__(self) -> str:
-        """Return a text that is the same on every rank, unlike that of a function."""
-        kinds = self.wrap if isinstance(self.wrap, tuple) else (self.wrap,)
-        names = self.wrap and [getattr(kind, "__qualname__", type(kind).__name__) for kind in kinds]
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["wrap"] = names
-        return f"FSDP({', '.join(f'{name}={value}' for name, value in values.items())})"
+        valid = plan is None or (splits and is_plan(plan))
+        self.expect("plan", valid, "styles by module names, with tensor_parallel=n too")
 
 
 FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
@@ -140,66 +108,57 @@ class FSDPHoldings(Holdings):
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        return self.engine.parts.sharded.mesh.whole
+        return self.engine.sharded.mesh.whole
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         return self.engine.divided
 
     @property
     def snapshot(self) -> Snapshot | None:
-        return self.engine.parts.sharded.snapshot if self.engine.divided else None
+        return self.engine.sharded.snapshot if self.engine.divided else None
 
     def prepare(self, *, writing: bool) -> None:
-        self.engine.parts.sharded.reshard()
+        self.engine.sharded.reshard()
 
-    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        return self.engine.parts.part(f"{name}/{key}" if key else name, tensor)
+    @torch.no_grad()  # so that to_local() returns the local tensor itself
+    def part(self, name: str, tensor: Any, key: Any = "") -> Shard | None:
+        name, shape = f"{name}/{key}" if key else name, tuple(tensor.shape)
+        if not hasattr(tensor, "placements"):
+            return Shard(name, shape, 0, tensor.detach())
+        local = tensor.to_local().detach()
+        if not len(local):
+            return None
+        row, box = self.engine.sharded.mesh.box_of(tensor)
+        return Shard(name, shape, row * (local.numel() // len(local)), local, box)
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        return self.engine.parts.new(entry.parameter, shape, dtype)
+        like = entry.parameter
+        if shape == tuple(like.shape):
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device=like.device)
 
-    def full(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the full values of a shard. Collective."""
-        value: torch.Tensor = self.gather("first values", [("", "", parameter)])["", ""]
-        return value
-
-    def rebind(self, optimizer: Optimizer, parts: Conversion) -> None:
+    def rebind(self, optimizer: Optimizer) -> None:
         """Put shards into an optimizer's groups, which schedulers hold, and shard its state."""
+        canonical: Any = self.engine.gradients.canonical
         for group in optimizer.param_groups:
-            group["params"][:] = [parts.canonical(p) for p in group["params"]]
+            group["params"][:] = map(canonical, group["params"])
         names, groups = self.parameter_names, self.groups(optimizer)
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
-            shard, state = parts.canonical(parameter), optimizer.state.pop(parameter)
-            entry = StateEntry(names[id(shard)], tuple(shard.shape), shard, {})
-            settings = groups.get(entry.name, {})
-            optimizer.state[shard] = {
-                key: self.own_part(entry, key, value, settings) for key, value in state.items()
-            }
+            shard, state = canonical(parameter), optimizer.state.pop(parameter)
+            name = names[id(shard)]
+            optimizer.state[shard] = self.shards_of(name, state, groups.get(name, {}))
 
-    def restore(self, parts: Conversion, optimizers: Sequence[Optimizer]) -> None:
-        """Put full values into the old parameters: NaN if a rank can't be reached. Collective."""
-        engine, what = self.engine, "the end of a sharded model"
-        old = {name: p for name, (p, _) in parts.replaced.items()}
-        full: dict[tuple[str, Any], torch.Tensor] = {}
-        try:
-            if old and not engine.ended:
-                shards = [(name, "", engine.named[name]) for name in old]
-                gradients = [item for item in self.gradients() if item[0] in old]
-                full = self.gather(what, [*shards, *gradients])
-                for optimizer in optimizers:
-                    self.give_back(what, optimizer, engine.named | old)
-        except (RuntimeError, AccelError) as error:
-            engine.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
-        lost = bool(old and engine.ended)
-        parts.restore(None if lost else full, optimizers)
-        for optimizer in optimizers if lost else ():
-            refuse_steps(optimizer, engine.ended)
+    def shards_of(self, name: str, state: dict[Any, Any], group: Any) -> dict[Any, Any]:
+        """Return this rank's shards of a parameter's full state. Local."""
+        shard = self.engine.named[name]
+        entry = StateEntry(name, tuple(shard.shape), shard, {})
+        return {key: self.own_part(entry, key, value, group) for key, value in state.items()}
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return tensors that other ranks hold too. A shard has its place in its name."""
-        mesh = self.engine.parts.sharded.mesh
+        mesh = self.engine.sharded.mesh
         tensors: list[tuple[str, torch.Tensor]] = []
         for name, p in self.engine.named.items():
             copies = mesh.copies(p)
@@ -216,43 +175,80 @@ class FSDPGradients(Gradients):
     reduced = before_any_step = True
     engine: FSDPEngine
 
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._interruption = Interruption()
+        #: Parameters that every rank holds, because FSDP2 doesn't shard them, by name.
+        self._replicated: dict[str, nn.Parameter] = {}
+        #: The identities of shards that a different rank counts in a norm.
+        self._uncounted: set[int] = set()
+
+    def start(self, mesh: Mesh) -> None:
+        """Prepare for shards in the parameters' places."""
+        for name, p in self.engine.named.items():
+            copies = mesh.copies(p)
+            if len(copies) == len(mesh.sizes):
+                self._replicated[name] = p
+            if any(mesh.place[axis] for axis in copies):
+                self._uncounted.add(id(p))
+
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        return self.engine.parts.canonical(parameter) if self.engine.divided else parameter
+        known = self.engine.conversion.known if self.engine.divided else {}
+        return known.get(id(parameter), parameter)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse parameters of other models, and replace old parameters by their shards."""
         super().check(optimizer)
         if self.engine.divided:
-            self.engine.holdings.rebind(optimizer, self.engine.parts)
+            self.engine.holdings.rebind(optimizer)
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self.engine.parts.leaf(parameter)
+    def leaf(self, parameter: Any) -> torch.Tensor:
+        # VQGAN asks autograd for the gradient of its last layer.
+        shard = self.canonical(parameter)
+        leaf: torch.Tensor = self.engine.conversion.gathered.get(id(shard), parameter)
+        return leaf
 
     def backward_begins(self) -> None:
         super().backward_begins()
-        if self.engine.divided and self.engine.parts.interruption.incomplete:
-            self.engine.parts.forget_dropped()
+        if self._interruption.incomplete:
+            gradients = [here(p.grad) for p in self.engine.parameters if p.grad is not None]
+            # Zeros count as dropped, because zero_grad(set_to_none=False) leaves them.
+            self._interruption.incomplete = any(bool(gradient.any()) for gradient in gradients)
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        if completed and outermost and self.engine.divided and not self.engine.ended:
-            self.engine.parts.average_replicated()
+        parameters = list(self._replicated.values())
+        reduces = completed and outermost and not self.engine.ended
+        if reduces and any(p.requires_grad for p in parameters):
+            what = f"the reduction of scalars ({self.engine.label})"
+            average_gradients_(what, parameters, list(self._replicated), self.process)
         super().backward_ends(completed, outermost)
 
+    def notice_exception(self) -> None:
+        """Clear what a backward left that an exception ended. Local."""
+        if self.engine.sharded.drop_interrupted():
+            self._interruption.incomplete = True
+
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        parts = self.engine.parts
         if optimizer is not None:  # it would free what the backward still needs
             refuse_inside_backward()
-        parts.notice_exception()
-        parts.interruption.refuse()
-        parts.sharded.reshard()
+        self.notice_exception()
+        self._interruption.refuse()
+        self.engine.sharded.reshard()
         if self.buffers.stale:
             self.announce("the broadcast of buffers")
             self.buffers.synchronize()
 
-    def parts(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return self.engine.parts.gradients(parameters)
+    def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        having = [p for p in parameters if p.grad is not None]
+        gradients = parts_of([p.grad for p in having])
+        if not self._uncounted:
+            return gradients, []
+        counted: list[torch.Tensor] = []
+        rest: list[torch.Tensor] = []
+        for parameter, gradient in zip(having, gradients, strict=True):
+            is_rest = id(self.canonical(parameter)) in self._uncounted
+            (rest if is_rest else counted).append(gradient)
+        return counted, rest
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.announce_step(optimizer)
@@ -278,16 +274,17 @@ class FSDPEngine(Engine):
     holdings_type: Any = FSDPHoldings
     holdings: FSDPHoldings
     options: Any
-    #: True between ``start`` and ``unwrap`` at world size > 1. Then there are ``parts``.
+    #: True between ``start`` and ``unwrap`` at world size > 1.
     divided = False
-    parts: Conversion
+    sharded: ShardedModule
+    conversion: Conversion
+    #: With tensor parallelism.
+    _same_inputs: SameInputs | None = None
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         if context.process.place.world_size == 1:  # nothing is sharded
             self.gradients_type, self.holdings_type = Gradients, Holdings
         super().__init__(module, entry, context)
-        #: With tensor parallelism.
-        self._same_inputs: SameInputs | None = None
         #: By the identity of elementwise optimizers.
         self._local_steps: dict[int, LocalSteps] = {}
 
@@ -296,14 +293,15 @@ class FSDPEngine(Engine):
         sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
             check_module(module)
-            for refuse in (refuse_scripts, refuse_overlaps, refuse_sparse, refuse_quantized):
-                refuse(module, cls.name)
-        if sizes["tensor"] > 1:
-            if sequence_size(options, process) > 1:
-                raise BackendError(
-                    "sequence_parallel and tensor_parallel both divide the heads. Use one of them."
-                )
-            check_plan(module, options.plan, sizes["tensor"])
+            refusals.refuse_scripts(module, cls.name)
+            refusals.refuse_overlaps(module, cls.name)
+            refusals.refuse_sparse(module, cls.name)
+            refusals.refuse_quantized(module, cls.name)
+        if sizes["tensor"] > 1 and sequence_size(options, process) > 1:
+            raise BackendError(
+                "sequence_parallel and tensor_parallel both divide the heads. Use one of them."
+            )
+        split_dims(module, options.plan, sizes["tensor"])
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
@@ -317,14 +315,11 @@ class FSDPEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        """Shard everything evenly along the first dimension, with padding, once layers are split."""
         try:
             sizes = axes_of(options, world_size)
-            if sizes["tensor"] > 1:
-                check_plan(module, options.plan, sizes["tensor"])
+            dims = split_dims(module, options.plan, sizes["tensor"])
         except BackendError:
             return None
-        dims = split_dims(module, options.plan) if sizes["tensor"] > 1 else {}
         uses: list[MemoryUse] = []
         for tensor in tensors:
             rows, dim = next(iter(tensor.shape), 1), dims.get(tensor.name)
@@ -365,26 +360,30 @@ class FSDPEngine(Engine):
         if not self.divided:
             self._shard()
         for optimizer in optimizers:
-            self.holdings.rebind(optimizer, self.parts)
+            self.holdings.rebind(optimizer)
 
     def _shard(self) -> None:
         from .convert import Conversion  # slow to import, because torch's own code is
+        from .shard import ShardedModule
 
         self.holdings.synchronize()
         names = [name for name, _ in blocks(self.module, self.options.wrap)]
         self.compare("the choice of FSDP(wrap=...)", names)
-        if self.options.wrap is not None and not names and self.process.place.rank == 0:
-            logger.warning(
-                "FSDP(wrap=...) chooses no module of this %s, so it is gathered as a whole. "
-                "Is a class missing?",
-                self.kind,
-            )
-        self.parts, self.divided = Conversion(self), True
-        self.parts.shard(names, self.holdings.full)
+        what = f"gradients before accel.setup ({self.label})"
+        average_gradients_(what, self.parameters, self.names, self.process)
+        gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
+        self.sharded = ShardedModule(self.module, self.process, self.options)
+        self.conversion, self.divided = Conversion(self), True
+        self.conversion.shard(names)
         self._read_parameters()
-        self.known = self.parts.known
-        if self.parts.sharded.mesh.parallel:
-            self._match_ranks(self.parts.sharded.mesh)
+        self.known = self.conversion.known
+        self.gradients.start(self.sharded.mesh)
+        # They survive a teardown and a setup with a different backend.
+        for name, gradient in gradients.items():
+            state = self.holdings.shards_of(name, {"grad": gradient}, {})
+            self.named[name].grad = state["grad"]
+        if self.sharded.mesh.parallel:
+            self._match_ranks(self.sharded.mesh)
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
@@ -401,18 +400,15 @@ class FSDPEngine(Engine):
     ) -> Any:
         if not self.divided:
             return function(*args, **kwargs)
-        sharded = self.parts.sharded
-        self.parts.notice_exception()
+        sharded, same = self.sharded, self._same_inputs
+        self.gradients.notice_exception()
         name = ""
         compute = functools.partial(function, *args, **kwargs)
         if function is not self.entry:
             name = getattr(function, "__name__", type(function).__name__)
             compute = functools.partial(sharded.compute, function, args, kwargs)
         try:
-            if self._same_inputs is not None:
-                out = self._same_inputs.call(compute, args, kwargs, name)
-            else:
-                out = compute()
+            out = compute() if same is None else same.call(compute, args, kwargs, name)
         except BaseException:
             sharded.reset()
             raise
@@ -424,20 +420,22 @@ class FSDPEngine(Engine):
 
     def rebuild(self) -> None:
         if self.divided:
-            self.parts.sharded.refresh_dtypes()
+            self.sharded.refresh_dtypes()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
         if self.divided:
-            self.parts.sharded.release_groups()
+            self.sharded.release_groups()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.divided:
-            self.holdings.restore(self.parts, optimizers)
-            lost = self.ended and self.parts.replaced
-            self.divided = False
-            del self.parts
-            self._read_parameters()
-            self.gradients.close()
-            if lost:
-                raise lost_weights(self)
+        if not self.divided:
+            return
+        self.conversion.restore(optimizers)
+        lost = self.ended and self.conversion.old
+        self.divided = False
+        del self.conversion, self.sharded
+        self._read_parameters()
+        if lost:
+            for optimizer in optimizers:
+                refuse_steps(optimizer, self.ended)
+            raise lost_weights(self)

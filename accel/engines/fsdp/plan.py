@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
@@ -13,10 +12,12 @@ from torch import nn
 from ...errors import BackendError
 from ...process import Process
 from ...process.startup import mesh_of
+from ...shard import Box
 from ..base.activations import Choice, chosen
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ParallelStyle
 
 # -- the mesh --------------------------------------------------------------------------------------
@@ -29,45 +30,43 @@ AXES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-def axis_of(dimension: str) -> str | None:
-    """Return the axis that a dimension of a mesh stands for."""
-    # After a second start of the process group, accel's own are named "shard (start 2)".
-    name = dimension.partition(" ")[0]
-    return next((axis for axis, names in AXES.items() if name in names), None)
-
-
-def axes_in(mesh: Any) -> list[str | None]:
-    """Return the axes of a mesh, in its order. Empty if it is no mesh with named dimensions."""
-    return [axis_of(name) for name in getattr(mesh, "mesh_dim_names", None) or ()]
+def axes_in(mesh: Any) -> dict[str, str]:
+    """Return the dimensions of a mesh by their axes. Unknown dimensions are left out."""
+    axes: dict[str, str] = {}
+    for dimension in getattr(mesh, "mesh_dim_names", None) or ():
+        # After a second start of the process group, accel's own are named "shard (start 2)".
+        name = dimension.partition(" ")[0]
+        axes |= {axis: dimension for axis, names in AXES.items() if name in names}
+    return axes
 
 
 def is_mesh(mesh: Any) -> bool:
-    """True if a mesh has some of the axes in their order, at least "shard"."""
-    axes = axes_in(mesh)
-    return "shard" in axes and axes == [axis for axis in AXES if axis in axes]
+    """True if a mesh has only known axes, in their order, and "shard" is one of them."""
+    axes = list(axes_in(mesh))
+    in_order = axes == [axis for axis in AXES if axis in axes]
+    return in_order and "shard" in axes and len(axes) == mesh.ndim
 
 
 def axes_of(options: Any, world_size: int) -> dict[str, int]:
     """Return the length of each axis. Raise BackendError if the ranks don't fit."""
-    sizes = dict.fromkeys(AXES, 1)
+    sizes, mesh = dict.fromkeys(AXES, 1), options.mesh
     if world_size == 1:
         return sizes
-    mesh = options.mesh
-    if mesh is not None:
-        if mesh.mesh.flatten().tolist() != list(range(world_size)):
+    if mesh is None:
+        fixed = options.replicas * options.tensor_parallel
+        if world_size % fixed:
             raise BackendError(
-                f"{mesh} doesn't have the ranks 0 to {world_size - 1} in this order. "
-                "Use torch.distributed.init_device_mesh."
+                f"FSDP(replicas={options.replicas}, tensor_parallel={options.tensor_parallel}) "
+                f"needs a multiple of {fixed} processes, and there are {world_size}."
             )
-        return sizes | dict(zip(axes_in(mesh), mesh.shape, strict=True))
-    fixed = options.replicas * options.tensor_parallel
-    if world_size % fixed:
+        lengths = options.replicas, world_size // fixed, options.tensor_parallel
+        return dict(zip(AXES, lengths, strict=True))
+    if mesh.mesh.flatten().tolist() != list(range(world_size)):
         raise BackendError(
-            f"FSDP(replicas={options.replicas}, tensor_parallel={options.tensor_parallel}) "
-            f"needs a multiple of {fixed} processes, and there are {world_size}."
+            f"{mesh} doesn't have the ranks 0 to {world_size - 1} in this order. "
+            "Use torch.distributed.init_device_mesh."
         )
-    lengths = options.replicas, world_size // fixed, options.tensor_parallel
-    return dict(zip(AXES, lengths, strict=True))
+    return sizes | dict(zip(axes_in(mesh), mesh.shape, strict=True))
 
 
 @final
@@ -84,8 +83,7 @@ class Mesh:
         else:
             groups = process.given_groups
             groups += [group for group in self.whole.get_all_groups() if group not in groups]
-        #: The dimension of the mesh for each of its axes.
-        self.names = dict(zip(axes_in(self.whole), self.whole.mesh_dim_names or (), strict=True))
+        self.names = axes_in(self.whole)
         #: This rank's place along each axis.
         self.place = dict.fromkeys(AXES, 0)
         self.place.update(zip(self.names, self.whole.get_coordinate() or (), strict=True))
@@ -104,6 +102,20 @@ class Mesh:
         pairs = zip(dimensions, placements, strict=True)
         sharded = {name for name, placement in pairs if not placement.is_replicate()}
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
+
+    def box_of(self, tensor: DTensor) -> tuple[int, Box]:
+        """Return the first row of this rank's shard, and its box unless it has full rows."""
+        shape = tensor.shape
+        if not self.parallel:
+            return self.place["shard"] * -(-shape[0] // self.sizes["shard"]), ()
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = tensor.device_mesh, tensor.placements
+        sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
+        if sizes[1:] == tuple(shape[1:]):
+            return starts[0], ()
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        return starts[0], ((0, shape[0]), *zip(starts[1:], ends[1:], strict=True))
 
 
 # -- blocks, and modules that can't be sharded -----------------------------------------------------
@@ -173,43 +185,36 @@ def is_plan(plan: Any) -> bool:
     return all(style in _STYLES for style in plan.values() if isinstance(style, str))
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedLayer:
-    """A layer that a plan names. ``dim`` is None if its weight isn't split."""
+def planned_layers(module: nn.Module, plan: Plan) -> dict[str, tuple[ParallelStyle, int | None]]:
+    """Return the style of each layer that a plan, or else the model's own, names.
 
-    layer: nn.Module
-    style: Any
-    dim: int | None
-
-
-def planned_layers(module: nn.Module, plan: Plan) -> dict[str, PlannedLayer]:
-    """Return the layers that a plan, or else the model's own, names."""
-    modules, layers = dict(module.named_modules()), dict[str, PlannedLayer]()
-    for pattern, style in (plan or _own_plan(module)).items():
+    The number is the dimension of the weight that the style splits.
+    """
+    modules = dict(module.named_modules())
+    layers: dict[str, tuple[ParallelStyle, int | None]] = {}
+    for pattern, style_or_name in (plan or _own_plan(module)).items():
+        style = _style(style_or_name)
         matching = [name for name in modules if _matches(name, pattern)]
         if not matching:
             raise BackendError(
                 f"The plan's {pattern!r} names no module of this {type(module).__name__}. "
                 "Use names from model.named_modules()."
             )
-        kind = _STYLES[style][0] if isinstance(style, str) else type(style).__name__
         for name in matching:
-            layer = modules[name]
-            dims = [dims for cls, dims in _DIMS.items() if isinstance(layer, cls)]
-            layers[name] = PlannedLayer(layer, style, dims[0].get(kind) if dims else None)
-    # A head that is tied to an embedding which isn't split, or otherwise, stays as it is.
-    tied = defaultdict[int, set[int | None]](set)
+            dims = [dims for kind, dims in _DIMS.items() if isinstance(modules[name], kind)]
+            layers[name] = style, dims[0].get(type(style).__name__) if dims else None
+    # A head stays full if it is tied to an embedding that the plan doesn't split alike.
+    uses = defaultdict[int, set[int | None]](set)
     for name, child in modules.items():
         for parameter in child.parameters(recurse=False):
-            tied[id(parameter)].add(layers[name].dim if name in layers else None)
-    return {
-        name: planned
-        for name, planned in layers.items()
-        if all(len(tied[id(p)]) == 1 for p in planned.layer.parameters(recurse=False))
-    }
+            uses[id(parameter)].add(layers[name][1] if name in layers else None)
+    for name in list(layers):
+        if any(len(uses[id(p)]) > 1 for p in modules[name].parameters(recurse=False)):
+            del layers[name]
+    return layers
 
 
-def _own_plan(module: nn.Module) -> dict[str, str]:
+def _own_plan(module: nn.Module) -> Mapping[str, str]:
     """Return the ``tp_plan`` of a transformers model, which may be inside of ``module``."""
     for prefix, child in module.named_modules():
         plan: Any = getattr(child, "tp_plan", None) or getattr(child, "_tp_plan", None)
@@ -223,53 +228,6 @@ def _matches(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatch, names, patterns))
 
 
-def check_plan(module: nn.Module, plan: Plan, size: int) -> None:
-    """Raise BackendError if ``size`` ranks can't split the layers of the plan evenly."""
-    layers = planned_layers(module, plan)
-    if not layers:
-        raise BackendError(
-            f"{type(module).__name__} has no tp_plan that accel supports. "
-            'Pass plan={"layers.*.up": ColwiseParallel(), ...}.'
-        )
-    for name, planned in layers.items():
-        if planned.dim is None:
-            continue
-        weight: Any = planned.layer.weight
-        if weight.shape[planned.dim] % size:
-            raise BackendError(
-                f"{name} of shape {tuple(weight.shape)} doesn't divide into {size} equal shards "
-                f"along dim {planned.dim}. Leave it out of the plan."
-            )
-
-
-def split_dims(module: nn.Module, plan: Plan) -> dict[str, int]:
-    """Return the dimension along which each parameter of a planned layer is split, by name."""
-    dims: dict[str, int] = {}
-    for name, planned in planned_layers(module, plan).items():
-        if planned.dim is not None:
-            dims[f"{name}.weight"] = planned.dim
-            if planned.dim == 0 and isinstance(planned.layer, nn.Linear):
-                dims[f"{name}.bias"] = 0
-    return dims
-
-
-def split_layers(module: nn.Module, mesh: Mesh, plan: Plan) -> None:
-    """Replace the parameters of planned layers by this rank's shards. Local."""
-    from torch.distributed.tensor.parallel import parallelize_module
-
-    ranks = mesh.whole[mesh.names["tensor"]]
-    shards: dict[int, nn.Parameter] = {}
-    for planned in planned_layers(module, plan).values():
-        layer = planned.layer
-        parameters, buffers = dict(layer.named_parameters(recurse=False)), dict(layer._buffers)
-        parallelize_module(layer, ranks, _style(planned.style), src_data_rank=None)
-        layer._buffers.update(buffers)  # torch makes DTensors of them, which can't be broadcast
-        for name, parameter in parameters.items():
-            shard = layer.get_parameter(name)
-            if shard is not parameter:  # tied layers share one shard
-                layer._parameters[name] = shards.setdefault(id(parameter), shard)
-
-
 def _style(style: Any) -> ParallelStyle:
     from torch.distributed.tensor import Replicate, parallel
 
@@ -280,3 +238,47 @@ def _style(style: Any) -> ParallelStyle:
         # Norms over the heads look along the last dimension only, so any other may be split.
         return parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
     return getattr(parallel, name)(**dict.fromkeys(full, Replicate()))  # type: ignore[no-any-return]
+
+
+def split_dims(module: nn.Module, plan: Plan, size: int) -> dict[str, int]:
+    """Return the dimension along which each parameter of a planned layer is split, by name.
+
+    Raises:
+        BackendError: ``size`` ranks can't split the layers evenly.
+    """
+    layers = planned_layers(module, plan) if size > 1 else {}
+    if size > 1 and not layers:
+        raise BackendError(
+            f"{type(module).__name__} has no tp_plan that accel supports. "
+            'Pass plan={"layers.*.up": ColwiseParallel(), ...}.'
+        )
+    dims: dict[str, int] = {}
+    for layer, (_, dim) in layers.items():
+        for name, p in module.get_submodule(layer).named_parameters(layer, recurse=False):
+            # Of a linear layer that is split by rows, every rank has the bias.
+            if dim is None or dim >= p.dim():
+                continue
+            if p.shape[dim] % size:
+                raise BackendError(
+                    f"{name} of shape {tuple(p.shape)} doesn't divide into {size} equal shards "
+                    f"along dim {dim}. Leave {layer} out of the plan."
+                )
+            dims[name] = dim
+    return dims
+
+
+def split_layers(module: nn.Module, mesh: Mesh, plan: Plan) -> None:
+    """Replace the parameters of planned layers by this rank's shards. Local."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    ranks = mesh.whole[mesh.names["tensor"]]
+    shards: dict[int, nn.Parameter] = {}
+    for name, (style, _) in planned_layers(module, plan).items():
+        layer = module.get_submodule(name)
+        parameters, buffers = dict(layer.named_parameters(recurse=False)), dict(layer._buffers)
+        parallelize_module(layer, ranks, style, src_data_rank=None)
+        layer._buffers.update(buffers)  # torch makes DTensors of them, which can't be broadcast
+        for key, parameter in parameters.items():
+            shard = layer.get_parameter(key)
+            if shard is not parameter:  # tied layers share one shard
+                layer._parameters[key] = shards.setdefault(id(parameter), shard)

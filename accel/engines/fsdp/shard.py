@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, cast, final
 
 import torch
@@ -68,44 +66,52 @@ class ShardedModule:
         self.process = process
         self.mesh = Mesh(options, process)
         self.snapshot = Snapshot(module)
-        #: Of the shards. With tensor parallelism, shards of uncut layers lie on fewer axes.
+        #: Of the shards. With tensor parallelism, layers that aren't split lie on fewer axes.
         self.meshes: set[DeviceMesh] = set()
         #: FSDP2's own objects: an ``FSDPParamGroup`` for each block, and its ``FSDPParam`` objects.
         self.groups: list[Any] = []
         self.params: list[Any] = []
-        self._blocks: Sequence[Any] = ()
         self._params_by_shard: dict[int, Any] = {}
         self._options = options
         self._hooks: list[Any] = []
+        #: The submodule whose own call gathered the root's parameters.
+        self._entered: nn.Module | None = None
 
-    def apply(self, blocks: Sequence[nn.Module]) -> None:
-        """Replace parameters by shards. ``blocks``, inner ones first, are gathered one by one."""
-        options = self._options
-        self._blocks = blocks
-        if self.mesh.parallel:
-            split_layers(self.module, self.mesh, options.plan)
+    def begin(self) -> None:
+        """Patch torch, and split the layers of a tensor-parallel plan."""
         for patch in _patches:
             patch.need(self)
-        pins = self.process.device.type != "cpu"
-        offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
+        if self.mesh.parallel:
+            split_layers(self.module, self.mesh, self._options.plan)
+
+    def apply(self, blocks: Iterable[nn.Module]) -> None:
+        """Replace the parameters of blocks by shards. The root comes last."""
+        options, device = self._options, self.process.device
+        offload = OffloadPolicy()
+        if options.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         mixed = options.param_dtype is not None
-        for child in [*blocks, self.module]:
+        for block in blocks:
             precision = MixedPrecisionPolicy(
                 param_dtype=options.param_dtype,
                 reduce_dtype=options.reduce_dtype or (torch.float32 if mixed else None),
-                output_dtype=torch.float32 if mixed and child is self.module else None,
+                output_dtype=torch.float32 if mixed and block is self.module else None,
             )
             fully_shard(
-                child,
+                block,
                 mesh=self.mesh.data,
                 reshard_after_forward=options.reshard_after_forward,
                 mp_policy=precision,
                 offload_policy=offload,
-                ignored_params=set(unsharded(self.module)),
+                ignored_params=set(unsharded(self.module.parameters())),
             )
 
-    def initialize(self, label: str) -> None:
-        """Let FSDP2 prepare training, once the shards have memory. Collective."""
+    def initialize(self, blocks: Sequence[Any], label: str) -> None:
+        """Let FSDP2 prepare training, and give shards memory. Collective."""
+        # Parameters of accel.deferred_init(weights=...), whose values are read into the shards.
+        device = torch.device("cpu") if self._options.cpu_offload else self.process.device
+        if any(p.is_meta for p in self.module.parameters()):
+            self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         self._root = self.module._get_fsdp_state()
         self._root._lazy_init()
         self._context = self._root._state_ctx
@@ -116,45 +122,22 @@ class ShardedModule:
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
         self._params_by_shard = {id(param.sharded_param): param for param in self.params}
         # Evaluation first, in inference mode: tensors that are made there couldn't be trained.
-        for block in [*self._blocks, self.module]:
+        for block in [*blocks, self.module]:
             block.unshard()
             block.reshard()
         self.snapshot.changed()
         for group in self.groups:
             _announce(group, self.process, label)
-        inside = {child for block in self._blocks for child in block.modules()}
+        inside = {child for block in blocks for child in block.modules()}
         for child in self.module.modules():
             has_parameters = any(True for _ in child.parameters(recurse=False))
             if has_parameters and child is not self.module and child not in inside:
-                self._gather_around(child)
+                before, after = self._enter_submodule, self._leave_submodule
+                hook = child.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                self._hooks += [hook, child.register_forward_hook(after)]
         for gathered, shard in self.gathered():
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            vars(shard)["register_hook"] = functools.partial(_register_hook, weakref.ref(gathered))
-
-    def _gather_around(self, child: nn.Module) -> None:
-        """Gather the root's parameters if ``model.encoder(x)`` calls a submodule by itself."""
-        entered: list[nn.Module] = []
-
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self._is_running():
-                return None
-            entered.append(module)
-            return self._enter(module, args, kwargs)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            if not entered:
-                return None
-            entered.clear()
-            return self._leave(module, args, output)
-
-        self._hooks += [
-            child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            child.register_forward_hook(leave),
-        ]
-
-    def _is_running(self) -> bool:
-        """True inside of the root's forward or backward."""
-        return self._root._training_state is not TrainingState.IDLE
+            vars(shard)["register_hook"] = lambda hook, p=gathered: p.register_hook(hook)
 
     def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Yield each parameter of the graphs, with its shard."""
@@ -166,10 +149,23 @@ class ShardedModule:
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a method as if it were the root's forward, so that its parameters are gathered."""
-        if self._is_running():
+        if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
         args, kwargs = self._enter(self.module, args, kwargs)
         return self._leave(self.module, args, method(*args, **kwargs))
+
+    def _enter_submodule(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the root's parameters if ``model.encoder(x)`` calls a submodule by itself."""
+        if self._root._training_state is not TrainingState.IDLE:
+            return None
+        self._entered = module
+        return self._enter(module, args, kwargs)
+
+    def _leave_submodule(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._entered is not module:
+            return None
+        self._entered = None
+        return self._leave(module, args, output)
 
     def reshard(self) -> None:
         """Free what is gathered. The next use gathers it again."""
@@ -222,7 +218,7 @@ class ShardedModule:
     # -- the end -----------------------------------------------------------------------------------
 
     def release_groups(self) -> None:
-        """Drop the process groups."""
+        """Drop the process groups, because they are ended."""
         for group in self.groups:
             group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
@@ -236,9 +232,9 @@ class ShardedModule:
             _composable_state._module_state_mapping.pop(child, None)
 
 
-def unsharded(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that every rank holds: of no dimension (CLIP's logit_scale), or empty."""
-    return [p for p in module.parameters() if not p.dim() or not p.numel()]
+def unsharded(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those that every rank holds: of no dimension (CLIP's logit_scale), or empty."""
+    return [p for p in parameters if not p.dim() or not p.numel()]
 
 
 def _announce(group: Any, process: Process, label: str) -> None:
@@ -270,10 +266,3 @@ def _announce(group: Any, process: Process, label: str) -> None:
             return post_backward(*args)
 
     group.unshard, group.pre_backward, group.post_backward = gather, begin_backward, reduce
-
-
-def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:
-    """Register a hook of the user's for this rank's own full gradient, before it is reduced."""
-    gathered = reference()
-    assert gathered is not None  # it lives as long as the shard
-    return gathered.register_hook(hook)
