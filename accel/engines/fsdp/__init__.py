@@ -34,7 +34,7 @@ from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from ..base.sequence import sequence_size
 from ..base.step import refuse_steps
-from .plan import Mesh, Plan, axes_in, axes_of, blocks, check_module, is_mesh, is_plan, split_dims
+from .plan import Mesh, Plan, axes_of, blocks, check_module, is_plan, split_dims
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,8 +58,6 @@ class FSDP(SequenceOptions):
             They compute on the same batches. The other ranks shard what is left.
         plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which
             ``*`` stands for one component. None: the ``tp_plan`` of a transformers model.
-        mesh: a mesh of all ranks, instead of ``replicas`` and ``tensor_parallel``. Its dimensions
-            are "replicate", "shard" and "tensor", of which "shard" is required.
         param_dtype: FSDP2's mixed precision: gather and compute in this dtype (torch.bfloat16).
         reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, otherwise
             the dtype of the parameters.
@@ -73,7 +71,6 @@ class FSDP(SequenceOptions):
     tensor_parallel: int = 1
     # A notebook cell that runs twice makes new style objects, which are never equal.
     plan: Plan = field(default=None, compare=False)
-    mesh: DeviceMesh | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -83,15 +80,11 @@ class FSDP(SequenceOptions):
     }
 
     def check_values(self) -> None:
-        wrap, mesh, plan = self.wrap, self.mesh, self.plan
+        wrap, plan = self.wrap, self.plan
         classes = isinstance(wrap, tuple) and all(isinstance(c, type) for c in wrap)
         valid = wrap is None or classes or (callable(wrap) and not isinstance(wrap, type))
         self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
-        valid = mesh is None or (is_mesh(mesh) and self.replicas == self.tensor_parallel == 1)
-        names = "the dimensions 'replicate', 'shard' and 'tensor', in this order"
-        self.expect("mesh", valid, f"a DeviceMesh with {names}, instead of replicas")
-        splits = self.tensor_parallel > 1 or "tensor" in axes_in(mesh)
-        valid = plan is None or (splits and is_plan(plan))
+        valid = plan is None or (self.tensor_parallel > 1 and is_plan(plan))
         self.expect("plan", valid, "styles by module names, with tensor_parallel=n too")
 
 
@@ -322,11 +315,11 @@ class FSDPEngine(Engine):
             return None
         uses: list[MemoryUse] = []
         for tensor in tensors:
-            rows, dim = next(iter(tensor.shape), 1), dims.get(tensor.name)
-            rows //= sizes["tensor"] if dim == 0 else 1
-            fraction = 1.0 if dim is None else 1 / sizes["tensor"]
-            if rows > 0:
-                fraction *= math.ceil(rows / sizes["shard"]) / rows
+            # FSDP2 pads the rows.
+            rows = next(iter(tensor.shape), 1) or 1
+            fraction = math.ceil(rows / sizes["shard"]) / rows
+            if tensor.name in dims:
+                fraction /= sizes["tensor"]
             uses.append(tensor.use(fraction, fraction, fraction))
         return add_uses(uses)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import re
+from collections import Counter
 from collections.abc import Mapping
-from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from torch import nn
@@ -16,84 +16,49 @@ from ...shard import Box
 from ..base.activations import Choice, chosen
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ParallelStyle
 
 # -- the mesh --------------------------------------------------------------------------------------
 
-#: The axes in their order, with the names that a mesh of the user may give them.
-AXES: Final[Mapping[str, tuple[str, ...]]] = {
-    "replicate": ("replicate", "dp_replicate"),
-    "shard": ("shard", "dp_shard", "fsdp", "dp"),
-    "tensor": ("tensor", "tp"),
-}
-
-
-def axes_in(mesh: Any) -> dict[str, str]:
-    """Return the dimensions of a mesh by their axes. Unknown dimensions are left out."""
-    axes: dict[str, str] = {}
-    for dimension in getattr(mesh, "mesh_dim_names", None) or ():
-        # After a second start of the process group, accel's own are named "shard (start 2)".
-        name = dimension.partition(" ")[0]
-        axes |= {axis: dimension for axis, names in AXES.items() if name in names}
-    return axes
-
-
-def is_mesh(mesh: Any) -> bool:
-    """True if a mesh has only known axes, in their order, and "shard" is one of them."""
-    axes = list(axes_in(mesh))
-    in_order = axes == [axis for axis in AXES if axis in axes]
-    return in_order and "shard" in axes and len(axes) == mesh.ndim
+#: The axes in their order: copies of the model, its shards, and shards of its layers.
+AXES: Final = ("replicate", "shard", "tensor")
 
 
 def axes_of(options: Any, world_size: int) -> dict[str, int]:
     """Return the length of each axis. Raise BackendError if the ranks don't fit."""
-    sizes, mesh = dict.fromkeys(AXES, 1), options.mesh
     if world_size == 1:
-        return sizes
-    if mesh is None:
-        fixed = options.replicas * options.tensor_parallel
-        if world_size % fixed:
-            raise BackendError(
-                f"FSDP(replicas={options.replicas}, tensor_parallel={options.tensor_parallel}) "
-                f"needs a multiple of {fixed} processes, and there are {world_size}."
-            )
-        lengths = options.replicas, world_size // fixed, options.tensor_parallel
-        return dict(zip(AXES, lengths, strict=True))
-    if mesh.mesh.flatten().tolist() != list(range(world_size)):
+        return dict.fromkeys(AXES, 1)
+    fixed = options.replicas * options.tensor_parallel
+    if world_size % fixed:
         raise BackendError(
-            f"{mesh} doesn't have the ranks 0 to {world_size - 1} in this order. "
-            "Use torch.distributed.init_device_mesh."
+            f"FSDP(replicas={options.replicas}, tensor_parallel={options.tensor_parallel}) "
+            f"needs a multiple of {fixed} processes, and there are {world_size}."
         )
-    return sizes | dict(zip(axes_in(mesh), mesh.shape, strict=True))
+    lengths = options.replicas, world_size // fixed, options.tensor_parallel
+    return dict(zip(AXES, lengths, strict=True))
 
 
 @final
 class Mesh:
-    """The mesh of an engine. Collective if accel makes a new one."""
+    """The mesh of an engine. Collective if accel has no equal one yet."""
 
     def __init__(self, options: Any, process: Process) -> None:
         self.sizes = axes_of(options, process.place.world_size)
-        self.whole: DeviceMesh = options.mesh
-        if options.mesh is None:
-            # FSDP2 needs an axis to shard along, even if it has one rank.
-            axes = {axis: n for axis, n in self.sizes.items() if n > 1 or axis == "shard"}
-            self.whole = mesh_of(process, axes)
-        else:
-            groups = process.given_groups
-            groups += [group for group in self.whole.get_all_groups() if group not in groups]
-        self.names = axes_in(self.whole)
+        # FSDP2 needs an axis to shard along, even if it has one rank.
+        axes = {axis: n for axis, n in self.sizes.items() if n > 1 or axis == "shard"}
+        self.whole = mesh_of(process, axes)
+        #: The dimension of each axis. After a second start, its name is like "shard (start 2)".
+        self.names = dict(zip(axes, self.whole.mesh_dim_names or (), strict=True))
         #: This rank's place along each axis.
         self.place = dict.fromkeys(AXES, 0)
-        self.place.update(zip(self.names, self.whole.get_coordinate() or (), strict=True))
+        self.place.update(zip(axes, self.whole.get_coordinate() or (), strict=True))
         #: True with tensor parallelism.
-        self.parallel = "tensor" in self.names
-        #: The ranks over which a split layer is sharded and replicated.
+        self.parallel = "tensor" in axes
+        #: The ranks that shard what is left of split layers.
         self.data = self.whole
         if self.parallel:
-            others = [name for axis, name in self.names.items() if axis != "tensor"]
-            self.data = self.whole[tuple(others)]
+            self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
 
     def copies(self, tensor: Any) -> list[str]:
         """Return the axes along which all ranks hold the same values of a tensor."""
@@ -139,14 +104,7 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise BackendError if something of the module would be lost without an error."""
-    for name, child in module.named_modules():
-        is_embedding = isinstance(child, nn.Embedding | nn.EmbeddingBag)
-        if is_embedding and child.max_norm is not None:
-            raise BackendError(
-                f"{name} has max_norm, but FSDP2 drops what forward writes to a weight. "
-                'Leave max_norm out, or use backend="ddp".'
-            )
+    """Raise BackendError for hooks of parameters, which would be lost without an error."""
     for name, p in module.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise BackendError(
@@ -171,11 +129,6 @@ _STYLES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "embedding_rowwise": ("RowwiseParallel", ("input_layouts",)),
     "replicated_with_grad_allreduce": ("SequenceParallel", ()),
 }
-#: The dimension of its weight that a style splits, by the layer's class.
-_DIMS: Final[Mapping[type, Mapping[str, int]]] = {
-    nn.Linear: {"ColwiseParallel": 0, "RowwiseParallel": 1},
-    nn.Embedding: {"ColwiseParallel": 1, "RowwiseParallel": 0},
-}
 
 
 def is_plan(plan: Any) -> bool:
@@ -185,31 +138,23 @@ def is_plan(plan: Any) -> bool:
     return all(style in _STYLES for style in plan.values() if isinstance(style, str))
 
 
-def planned_layers(module: nn.Module, plan: Plan) -> dict[str, tuple[ParallelStyle, int | None]]:
-    """Return the style of each layer that a plan, or else the model's own, names.
-
-    The number is the dimension of the weight that the style splits.
-    """
-    modules = dict(module.named_modules())
-    layers: dict[str, tuple[ParallelStyle, int | None]] = {}
-    for pattern, style_or_name in (plan or _own_plan(module)).items():
-        style = _style(style_or_name)
-        matching = [name for name in modules if _matches(name, pattern)]
+def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
+    """Return the style of each layer that a plan, or else the model's own, names."""
+    modules, layers = dict(module.named_modules()), dict[str, "ParallelStyle"]()
+    for pattern, style in (plan or _own_plan(module)).items():
+        expression = re.escape(pattern).replace(r"\*", "[^.]+")
+        matching = [name for name in modules if re.fullmatch(expression, name)]
         if not matching:
             raise BackendError(
                 f"The plan's {pattern!r} names no module of this {type(module).__name__}. "
                 "Use names from model.named_modules()."
             )
-        for name in matching:
-            dims = [dims for kind, dims in _DIMS.items() if isinstance(modules[name], kind)]
-            layers[name] = style, dims[0].get(type(style).__name__) if dims else None
-    # A head stays full if it is tied to an embedding that the plan doesn't split alike.
-    uses = defaultdict[int, set[int | None]](set)
-    for name, child in modules.items():
-        for parameter in child.parameters(recurse=False):
-            uses[id(parameter)].add(layers[name][1] if name in layers else None)
+        layers.update(dict.fromkeys(matching, _style(style)))
+    # A head stays full if it is tied to an embedding that isn't in the plan.
+    others = [child for name, child in modules.items() if name not in layers]
+    full = {id(p) for child in others for p in child.parameters(recurse=False)}
     for name in list(layers):
-        if any(len(uses[id(p)]) > 1 for p in modules[name].parameters(recurse=False)):
+        if not full.isdisjoint(map(id, modules[name].parameters(recurse=False))):
             del layers[name]
     return layers
 
@@ -223,11 +168,6 @@ def _own_plan(module: nn.Module) -> Mapping[str, str]:
     return {}
 
 
-def _matches(name: str, pattern: str) -> bool:
-    names, patterns = name.split("."), pattern.split(".")
-    return len(names) == len(patterns) and all(map(fnmatch, names, patterns))
-
-
 def _style(style: Any) -> ParallelStyle:
     from torch.distributed.tensor import Replicate, parallel
 
@@ -237,7 +177,8 @@ def _style(style: Any) -> ParallelStyle:
     if name == "SequenceParallel":
         # Norms over the heads look along the last dimension only, so any other may be split.
         return parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
-    return getattr(parallel, name)(**dict.fromkeys(full, Replicate()))  # type: ignore[no-any-return]
+    made: ParallelStyle = getattr(parallel, name)(**dict.fromkeys(full, Replicate()))
+    return made
 
 
 def split_dims(module: nn.Module, plan: Plan, size: int) -> dict[str, int]:
@@ -253,17 +194,20 @@ def split_dims(module: nn.Module, plan: Plan, size: int) -> dict[str, int]:
             'Pass plan={"layers.*.up": ColwiseParallel(), ...}.'
         )
     dims: dict[str, int] = {}
-    for layer, (_, dim) in layers.items():
-        for name, p in module.get_submodule(layer).named_parameters(layer, recurse=False):
-            # Of a linear layer that is split by rows, every rank has the bias.
-            if dim is None or dim >= p.dim():
-                continue
-            if p.shape[dim] % size:
-                raise BackendError(
-                    f"{name} of shape {tuple(p.shape)} doesn't divide into {size} equal shards "
-                    f"along dim {dim}. Leave {layer} out of the plan."
-                )
-            dims[name] = dim
+    for layer, style in layers.items():
+        child, kind = module.get_submodule(layer), type(style).__name__
+        if kind not in ("ColwiseParallel", "RowwiseParallel"):
+            continue
+        # An embedding has its columns in the second dimension, a linear layer in the first.
+        dim = int((kind == "ColwiseParallel") == isinstance(child, nn.Embedding))
+        for name, p in child.named_parameters(layer, recurse=False):
+            if p.dim() > dim:  # every rank has the bias of a layer that is split by rows
+                dims[name] = dim
+                if p.shape[dim] % size:
+                    raise BackendError(
+                        f"{name} of shape {tuple(p.shape)} doesn't divide into {size} equal "
+                        f"shards along dim {dim}. Leave {layer} out of the plan."
+                    )
     return dims
 
 
@@ -273,7 +217,7 @@ def split_layers(module: nn.Module, mesh: Mesh, plan: Plan) -> None:
 
     ranks = mesh.whole[mesh.names["tensor"]]
     shards: dict[int, nn.Parameter] = {}
-    for name, (style, _) in planned_layers(module, plan).items():
+    for name, style in planned_layers(module, plan).items():
         layer = module.get_submodule(name)
         parameters, buffers = dict(layer.named_parameters(recurse=False)), dict(layer._buffers)
         parallelize_module(layer, ranks, style, src_data_rank=None)

@@ -203,13 +203,12 @@ class ShardedModule:
         if param is None or param.sharded_param is not tensor:
             return False
         mesh, placements = tensor.device_mesh, tensor.placements
-        if not isinstance(value, DTensor) and value.shape == tensor.shape:
+        if not isinstance(value, DTensor):
             value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-        same = getattr(value, "_spec", None) == tensor._spec
-        if not same or value.dtype is not tensor.dtype:
+        if value.shape != tensor.shape or value.placements != placements:
             raise BackendError(
                 f"p.data = ... of a sharded parameter of shape {tuple(tensor.shape)} needs full "
-                "values of its shape and dtype. Or use model.load_state_dict()."
+                "values of this shape. Or use model.load_state_dict()."
             )
         tensor._local_tensor = value.to_local().detach()
         param.reset_sharded_param()
