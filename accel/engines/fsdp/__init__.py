@@ -218,8 +218,9 @@ class FSDPGradients(Gradients):
 
     def notice_exception(self) -> None:
         """Clear what a backward left that an exception ended. Local."""
-        if self.engine.sharded.drop_interrupted():
+        if self.engine.sharded.in_backward and torch._C._current_graph_task_id() == -1:
             self._interruption.incomplete = True
+            self.engine.sharded.reset()
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         if optimizer is not None:  # it would free what the backward still needs

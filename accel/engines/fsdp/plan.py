@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from ...shard import Box
 from ..base.activations import Choice, chosen
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -118,24 +120,33 @@ def check_module(module: nn.Module) -> None:
 #: Styles of torch, or their names in transformers, by the names of modules.
 Plan: TypeAlias = "Mapping[str, ParallelStyle | str] | None"
 
-#: Names in plans of transformers: torch's class, and layouts that are full instead of split.
-_STYLES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "colwise": ("ColwiseParallel", ()),
-    "colwise_rep": ("ColwiseParallel", ("output_layouts",)),
-    "colwise_gather_output": ("ColwiseParallel", ("output_layouts",)),
-    "rowwise": ("RowwiseParallel", ()),
-    "rowwise_rep": ("RowwiseParallel", ("input_layouts",)),
-    "rowwise_split_input": ("RowwiseParallel", ("input_layouts",)),
-    "embedding_rowwise": ("RowwiseParallel", ("input_layouts",)),
-    "replicated_with_grad_allreduce": ("SequenceParallel", ()),
-}
+
+@functools.cache
+def _styles() -> Mapping[str, ParallelStyle]:
+    """Return torch's styles by their names in plans of transformers."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    full_output = ColwiseParallel(output_layouts=Replicate())
+    full_input = RowwiseParallel(input_layouts=Replicate())
+    return {
+        "colwise": ColwiseParallel(),
+        "colwise_rep": full_output,
+        "colwise_gather_output": full_output,
+        "rowwise": RowwiseParallel(),
+        "rowwise_rep": full_input,
+        "rowwise_split_input": full_input,
+        "embedding_rowwise": full_input,
+        # Norms over the heads look along the last dimension only, so any other may be split.
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
+    }
 
 
 def is_plan(plan: Any) -> bool:
     """True if it maps names to styles that accel supports."""
     if not isinstance(plan, Mapping) or not plan:
         return False
-    return all(style in _STYLES for style in plan.values() if isinstance(style, str))
+    return all(style in _styles() for style in plan.values() if isinstance(style, str))
 
 
 def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
@@ -149,7 +160,8 @@ def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
                 f"The plan's {pattern!r} names no module of this {type(module).__name__}. "
                 "Use names from model.named_modules()."
             )
-        layers.update(dict.fromkeys(matching, _style(style)))
+        torch_style = _styles()[style] if isinstance(style, str) else style
+        layers.update(dict.fromkeys(matching, torch_style))
     # A head stays full if it is tied to an embedding that isn't in the plan.
     others = [child for name, child in modules.items() if name not in layers]
     full = {id(p) for child in others for p in child.parameters(recurse=False)}
@@ -166,19 +178,6 @@ def _own_plan(module: nn.Module) -> Mapping[str, str]:
         if is_plan(plan):
             return {f"{prefix}.{name}" if prefix else name: style for name, style in plan.items()}
     return {}
-
-
-def _style(style: Any) -> ParallelStyle:
-    from torch.distributed.tensor import Replicate, parallel
-
-    if not isinstance(style, str):
-        return style  # type: ignore[no-any-return]
-    name, full = _STYLES[style]
-    if name == "SequenceParallel":
-        # Norms over the heads look along the last dimension only, so any other may be split.
-        return parallel.SequenceParallel(sequence_dim=0, use_local_output=True)
-    made: ParallelStyle = getattr(parallel, name)(**dict.fromkeys(full, Replicate()))
-    return made
 
 
 def split_dims(module: nn.Module, plan: Plan, size: int) -> dict[str, int]:
@@ -211,18 +210,16 @@ def split_dims(module: nn.Module, plan: Plan, size: int) -> dict[str, int]:
     return dims
 
 
-def split_layers(module: nn.Module, mesh: Mesh, plan: Plan) -> None:
-    """Replace the parameters of planned layers by this rank's shards. Local."""
+def split_layer(
+    layer: nn.Module, style: ParallelStyle, ranks: DeviceMesh, shards: dict[int, nn.Parameter]
+) -> None:
+    """Replace a layer's parameters by this rank's ``shards``, which tied layers share. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    ranks = mesh.whole[mesh.names["tensor"]]
-    shards: dict[int, nn.Parameter] = {}
-    for name, style in planned_layers(module, plan).items():
-        layer = module.get_submodule(name)
-        parameters, buffers = dict(layer.named_parameters(recurse=False)), dict(layer._buffers)
-        parallelize_module(layer, ranks, style, src_data_rank=None)
-        layer._buffers.update(buffers)  # torch makes DTensors of them, which can't be broadcast
-        for key, parameter in parameters.items():
-            shard = layer.get_parameter(key)
-            if shard is not parameter:  # tied layers share one shard
-                layer._parameters[key] = shards.setdefault(id(parameter), shard)
+    parameters, buffers = dict(layer.named_parameters(recurse=False)), dict(layer._buffers)
+    parallelize_module(layer, ranks, style, src_data_rank=None)
+    layer._buffers.update(buffers)  # torch makes DTensors of them, which can't be broadcast
+    for name, parameter in parameters.items():
+        shard = layer.get_parameter(name)
+        if shard is not parameter:
+            layer._parameters[name] = shards.setdefault(id(parameter), shard)

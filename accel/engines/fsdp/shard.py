@@ -25,7 +25,7 @@ from ...process import Process
 from ...process.control import Waiting, announce
 from ..base.absent import refuse_second_derivatives
 from ..base.raw_objects import Snapshot
-from .plan import Mesh, split_layers
+from .plan import Mesh, planned_layers, split_layer
 
 # -- patches of torch while a sharded module lives -------------------------------------------------
 
@@ -71,18 +71,21 @@ class ShardedModule:
         #: FSDP2's own objects: an ``FSDPParamGroup`` for each block, and its ``FSDPParam`` objects.
         self.groups: list[Any] = []
         self.params: list[Any] = []
-        self._params_by_shard: dict[int, Any] = {}
         self._options = options
+        #: The layers of the plan that aren't split yet, and the shards of the others.
+        self._planned: dict[nn.Module, Any] = {}
+        self._split: dict[int, nn.Parameter] = {}
         self._hooks: list[Any] = []
         #: The submodule whose own call gathered the root's parameters.
         self._entered: nn.Module | None = None
 
     def begin(self) -> None:
-        """Patch torch, and split the layers of a tensor-parallel plan."""
+        """Patch torch, and look up the layers of a tensor-parallel plan."""
         for patch in _patches:
             patch.need(self)
         if self.mesh.parallel:
-            split_layers(self.module, self.mesh, self._options.plan)
+            planned = planned_layers(self.module, self._options.plan)
+            self._planned = {self.module.get_submodule(n): style for n, style in planned.items()}
 
     def apply(self, blocks: Iterable[nn.Module]) -> None:
         """Replace the parameters of blocks by shards. The root comes last."""
@@ -92,6 +95,9 @@ class ShardedModule:
             offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         mixed = options.param_dtype is not None
         for block in blocks:
+            for layer in [layer for layer in block.modules() if layer in self._planned]:
+                ranks = self.mesh.whole[self.mesh.names["tensor"]]
+                split_layer(layer, self._planned.pop(layer), ranks, self._split)
             precision = MixedPrecisionPolicy(
                 param_dtype=options.param_dtype,
                 reduce_dtype=options.reduce_dtype or (torch.float32 if mixed else None),
@@ -120,7 +126,6 @@ class ShardedModule:
         self.groups = [group for state in states for group in state._fsdp_param_groups]
         self.params = [param for group in self.groups for param in group.fsdp_params]
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
-        self._params_by_shard = {id(param.sharded_param): param for param in self.params}
         # Evaluation first, in inference mode: tensors that are made there couldn't be trained.
         for block in [*blocks, self.module]:
             block.unshard()
@@ -173,21 +178,18 @@ class ShardedModule:
             if not group.is_sharded:
                 group.reshard()
 
+    @property
+    def in_backward(self) -> bool:
+        """True from the first gradient of a backward until its end, which an exception skips."""
+        return bool(self._context.post_backward_final_callback_queued)
+
     def reset(self) -> None:
         """Clear what an exception in a forward or backward left."""
         # Checkpointing ends its second forward by an exception, inside of a backward.
         if torch._C._current_graph_task_id() == -1:
+            for param in self.params:
+                param.unsharded_param.grad = None
             self.module.reset_iter_state()
-
-    def drop_interrupted(self) -> bool:
-        """Drop what a backward left that raised. True if there was one."""
-        queued = self._context.post_backward_final_callback_queued
-        if not queued or torch._C._current_graph_task_id() != -1:
-            return False
-        for param in self.params:
-            param.unsharded_param.grad = None
-        self.module.reset_iter_state()
-        return True
 
     def refresh_dtypes(self) -> None:
         """Follow a change of ``requires_grad``. FSDP2 knows no dtype of a frozen block."""
@@ -199,8 +201,8 @@ class ShardedModule:
 
         EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
         """
-        param = self._params_by_shard.get(id(tensor))
-        if param is None or param.sharded_param is not tensor:
+        param = next((p for p in self.params if p.sharded_param is tensor), None)
+        if param is None:
             return False
         mesh, placements = tensor.device_mesh, tensor.placements
         if not isinstance(value, DTensor):
