@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Container
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +16,9 @@ import accel
 from tests.checkpoint.helpers import differences
 from tests.checkpoint.test_roundtrip import resume, train_and_save
 from tests.distributed import refusals, run
-from tests.engines.fsdp.test_life import REFUSED
 from tests.engines.matrix import cells_of, check_cells, in_pairs
 from tests.engines.test_contract import check_state
 from tests.models import adamw, mlp
-from tests.test_loop import PATTERNS, compare
 from tests.test_memory import measure
 
 TWO = accel.FSDP(replicas=2)
@@ -36,16 +32,6 @@ def test_parity() -> None:
 
 def test_whole_state() -> None:
     run(4, check_state, TWO, timeout=240)
-
-
-def patterns(backend: Any, refused: Container[str] = (*REFUSED, "functional_call")) -> dict[str, float]:
-    """Every second: all of them are those of fsdp on one axis."""
-    return {name: compare(name, backend) for name in [*PATTERNS][::2] if name not in refused}
-
-
-def test_the_unchanged_loop() -> None:
-    for found in run(4, patterns, TWO, timeout=240):
-        assert not {name: apart for name, apart in found.items() if not apart <= 1e-5}
 
 
 def test_checkpoints_go_anywhere(tmp_path: Path) -> None:
@@ -104,23 +90,6 @@ def test_two_models_share_the_groups() -> None:
     """The user's own, accel's, one along each axis; then the user's own."""
     for counts in run(4, groups_left):
         assert counts == [4, 1, 4, 1]
-
-
-def norms_of_two_starts() -> list[float]:
-    norms = []
-    for _ in range(2):
-        raw = mlp(8, 8, 4)
-        model, _, _ = accel.setup(raw, adamw(raw), backend=TWO)
-        model(torch.ones(2, 8)).sum().backward()
-        norms += [float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)), float(accel.clip_grad_norm_(model, 1e9))]
-        accel.teardown()
-    return norms
-
-
-def test_torchs_clipping_after_a_new_start() -> None:
-    """Its norm of shards was computed for an equal mesh before, whose groups are gone."""
-    for norms in run(4, norms_of_two_starts):
-        assert norms == pytest.approx([norms[0]] * 4)
 
 
 def threads_left() -> int:
