@@ -48,8 +48,8 @@ class FSDP(SequenceOptions):
     """Options of ``fsdp``. Names and meanings are those of ``fully_shard`` if it has them.
 
     Args:
-        wrap: classes of the modules that are gathered one by one, or a function that returns True
-            for them. None: blocks that repeat in a ModuleList or Sequential and have submodules.
+        wrap: classes of modules to gather separately, or a function that returns True for them.
+            None: blocks that repeat in a ModuleList or Sequential and have submodules.
         reshard_after_forward: free gathered parameters after the forward of their block.
         cpu_offload: keep shards, their gradients and optimizer state in CPU memory.
         replicas: HSDP: the number of copies of the model, each sharded over neighboring ranks.
@@ -150,7 +150,7 @@ class FSDPHoldings(Holdings):
         return {key: self.own_part(entry, key, value, group) for key, value in state.items()}
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Return tensors that other ranks hold too. A shard has its place in its name."""
+        """Return tensors with copies on other ranks. A shard has its place in its name."""
         mesh = self.engine.sharded.mesh
         tensors: list[tuple[str, torch.Tensor]] = []
         for name, p in self.engine.named.items():
@@ -217,8 +217,8 @@ class FSDPGradients(Gradients):
         super().backward_ends(completed, outermost)
 
     def notice_exception(self) -> None:
-        """Clear what a backward left that an exception ended. Local."""
-        if self.engine.sharded.in_backward and torch._C._current_graph_task_id() == -1:
+        """Clear the state of a backward after an exception. Local."""
+        if self.engine.sharded.interrupted():
             self._interruption.incomplete = True
             self.engine.sharded.reset()
 
@@ -247,8 +247,9 @@ class FSDPGradients(Gradients):
     def before_step(self, optimizer: Optimizer) -> None:
         self.announce_step(optimizer)
         # A backward of an earlier forward then raises, as it does in one process.
-        stepped = [self.leaf(p) for p in parameters_of(optimizer) if p.grad is not None]
-        torch.autograd.graph.increment_version(stepped)
+        gathered = self.engine.conversion.gathered
+        stepped = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) in gathered]
+        torch.autograd.graph.increment_version([gathered[id(p)] for p in stepped])
 
 
 #: Optimizers that don't compute with shards, or not as they would with full tensors.
@@ -299,7 +300,7 @@ class FSDPEngine(Engine):
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """Let ranks that split a layer read the same batches."""
+        """Let ranks with shards of one layer read the same batches."""
         place, size = process.place, axes_of(options, process.place.world_size)["tensor"]
         if size == 1:
             return super().replica(options, process)
@@ -381,7 +382,7 @@ class FSDPEngine(Engine):
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
-        """Give ranks that split a layer equal random numbers, and compare inputs. Collective."""
+        """Give ranks with shards of one layer equal random numbers and inputs. Collective."""
         place = mesh.place["replicate"], mesh.place["shard"]
         self._same_inputs = SameInputs(self.label, place)
         states = torch_states() if mesh.place["tensor"] == 0 else None
@@ -408,8 +409,8 @@ class FSDPEngine(Engine):
             raise
         if torch.is_grad_enabled():
             self.gradients.buffers.touch()
-        elif torch._C._current_graph_task_id() == -1:  # with reshard_after_forward=False
-            sharded.reshard()
+        else:
+            sharded.reshard()  # with reshard_after_forward=False
         return out
 
     def rebuild(self) -> None:

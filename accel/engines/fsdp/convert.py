@@ -39,7 +39,7 @@ def _places(module: nn.Module) -> list[Place]:
 
 @final
 class Conversion:
-    """The parameter objects of before ``setup``, and the shards that replace them. Collective.
+    """The parameters of before ``setup``, and their shards. Methods are collective.
 
     Attributes:
         known: the shard of each old parameter, gathered parameter and shard, by identity.
@@ -55,13 +55,12 @@ class Conversion:
         self._places = _places(self.module)
 
     def shard(self, names: Sequence[str]) -> None:
-        """Put shards in the parameters' places. The blocks of ``names`` are gathered one by one."""
+        """Put shards in the parameters' places. ``names`` are those of the blocks."""
         before = dict(self.module.named_parameters())
         for parameter in before.values():
             # Image models use torch.channels_last, but FSDP2 takes only contiguous weights.
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
-        self.sharded.begin()
         blocks = [self.module.get_submodule(name) for name in names]
         if any(p.is_meta for p in before.values()) and weights_of(self.module) is None:
             self._give_values(blocks)
@@ -84,10 +83,10 @@ class Conversion:
 
     @torch.no_grad()
     def _give_values(self, blocks: Sequence[nn.Module]) -> None:
-        """Make rank 0's values by ``reset_parameters``, and shard each block that has them.
+        """Call ``reset_parameters`` of the modules, and shard each block at its last reset.
 
-        The modules are reset in the order of their constructors, so that every rank draws the
-        random numbers that a single process would draw.
+        The order is that of the constructors, so a rank draws the random numbers of a single
+        process. Then rank 0 sends its values.
         """
         resets, borrowed = list(resetting(self.module)), borrowing(self.module)
         # The last reset of each module, which may be that of a module around it.

@@ -1,4 +1,4 @@
-"""How a model is sharded: the mesh, the blocks that FSDP2 gathers one by one, and split layers."""
+"""How a model is sharded: the mesh, the blocks of FSDP2, and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Mesh:
 
 
 def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
-    """Return the submodules that are gathered one by one, inner ones first."""
+    """Return the submodules for FSDP2 to gather separately, inner modules first."""
     uses = _uses(module)
     found: list[tuple[str, nn.Module]] = []
     for name, block in chosen(module, wrap):
@@ -143,14 +143,14 @@ def _styles() -> Mapping[str, ParallelStyle]:
 
 
 def is_plan(plan: Any) -> bool:
-    """True if it maps names to styles that accel supports."""
+    """True if it maps names to supported styles."""
     if not isinstance(plan, Mapping) or not plan:
         return False
     return all(style in _styles() for style in plan.values() if isinstance(style, str))
 
 
 def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
-    """Return the style of each layer that a plan, or else the model's own, names."""
+    """Return the style of each layer in a plan, or else in the model's own plan."""
     modules, layers = dict(module.named_modules()), dict[str, "ParallelStyle"]()
     for pattern, style in (plan or _own_plan(module)).items():
         expression = re.escape(pattern).replace(r"\*", "[^.]+")
@@ -216,7 +216,10 @@ def split_layer(
     """Replace a layer's parameters by this rank's ``shards``, which tied layers share. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    parameters, buffers = dict(layer.named_parameters(recurse=False)), dict(layer._buffers)
+    parameters, buffers = (
+        dict(layer.named_parameters(recurse=False)),
+        dict(layer.named_buffers(recurse=False)),
+    )
     parallelize_module(layer, ranks, style, src_data_rank=None)
     layer._buffers.update(buffers)  # torch makes DTensors of them, which can't be broadcast
     for name, parameter in parameters.items():

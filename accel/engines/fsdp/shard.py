@@ -66,26 +66,21 @@ class ShardedModule:
         self.process = process
         self.mesh = Mesh(options, process)
         self.snapshot = Snapshot(module)
-        #: Of the shards. With tensor parallelism, layers that aren't split lie on fewer axes.
+        #: Those of the shards: with tensor parallelism, of layers that are split and of others.
         self.meshes: set[DeviceMesh] = set()
         #: FSDP2's own objects: an ``FSDPParamGroup`` for each block, and its ``FSDPParam`` objects.
         self.groups: list[Any] = []
         self.params: list[Any] = []
         self._options = options
         #: The layers of the plan that aren't split yet, and the shards of the others.
-        self._planned: dict[nn.Module, Any] = {}
+        planned = planned_layers(module, options.plan) if self.mesh.parallel else {}
+        self._planned = {module.get_submodule(name): style for name, style in planned.items()}
         self._split: dict[int, nn.Parameter] = {}
         self._hooks: list[Any] = []
         #: The submodule whose own call gathered the root's parameters.
         self._entered: nn.Module | None = None
-
-    def begin(self) -> None:
-        """Patch torch, and look up the layers of a tensor-parallel plan."""
         for patch in _patches:
             patch.need(self)
-        if self.mesh.parallel:
-            planned = planned_layers(self.module, self._options.plan)
-            self._planned = {self.module.get_submodule(n): style for n, style in planned.items()}
 
     def apply(self, blocks: Iterable[nn.Module]) -> None:
         """Replace the parameters of blocks by shards. The root comes last."""
@@ -153,7 +148,7 @@ class ShardedModule:
     def compute(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a method as if it were the root's forward, so that its parameters are gathered."""
+        """Gather the root's parameters, and call a method of the model."""
         if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
         args, kwargs = self._enter(self.module, args, kwargs)
@@ -173,20 +168,19 @@ class ShardedModule:
         return self._leave(module, args, output)
 
     def reshard(self) -> None:
-        """Free what is gathered. The next use gathers it again."""
+        """Free what is gathered, unless a backward needs it. The next use gathers it again."""
         for group in self.groups:
-            if not group.is_sharded:
+            if not group.is_sharded and not _runs_backward():
                 group.reshard()
 
-    @property
-    def in_backward(self) -> bool:
-        """True from the first gradient of a backward until its end, which an exception skips."""
-        return bool(self._context.post_backward_final_callback_queued)
+    def interrupted(self) -> bool:
+        """True if an exception ended a backward before FSDP2's last callback."""
+        return self._context.post_backward_final_callback_queued and not _runs_backward()
 
     def reset(self) -> None:
         """Clear what an exception in a forward or backward left."""
         # Checkpointing ends its second forward by an exception, inside of a backward.
-        if torch._C._current_graph_task_id() == -1:
+        if not _runs_backward():
             for param in self.params:
                 param.unsharded_param.grad = None
             self.module.reset_iter_state()
@@ -233,8 +227,12 @@ class ShardedModule:
             _composable_state._module_state_mapping.pop(child, None)
 
 
+def _runs_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 def unsharded(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those that every rank holds: of no dimension (CLIP's logit_scale), or empty."""
+    """Return those without dimensions (CLIP's logit_scale) or elements. Every rank has them."""
     return [p for p in parameters if not p.dim() or not p.numel()]
 
 

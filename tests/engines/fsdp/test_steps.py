@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accel
 from tests import models
 from tests.distributed import run
-from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, start, train
+from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, train
 from tests.models import mlp
 
 NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -234,27 +234,6 @@ def edited() -> None:
     accel.teardown(model)
 
 
-def with_closures(model: Any, handle: Any, raw: torch.optim.Optimizer, loss_of: Any, kind: type) -> None:
-    def closure() -> Any:
-        raw.zero_grad()
-        assert {type(p) for g in raw.param_groups for p in g["params"] if p.dim()} == {kind}
-        loss = loss_of(model, 1)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        handle.step(closure)
-
-
-def closures() -> None:
-    model, handle, _, raw = start(optimizer="sgd")
-    reference, other = build(optimizer="sgd")
-    with_closures(model, handle, raw, local_loss, DTensor)
-    with_closures(reference, other, other, mean_loss, nn.Parameter)
-    assert distance(accel.full_state_dict(model), reference.state_dict()) < 1e-5
-    accel.teardown(model)
-
-
 def schedulers() -> None:
     """Torch's schedulers wrap ``step`` of an optimizer, before or after setup, for good."""
     for before in (True, False):
@@ -282,19 +261,9 @@ def schedulers() -> None:
     assert "step" not in vars(raw)
 
 
-def everything_else() -> None:
-    for check in (
-        schedulers,
-        subclasses,
-        seen_by_hooks,
-        edited,
-        closures,
-    ):
-        check()
-
-
-def test_local_steps_are_invisible() -> None:
-    run(2, everything_else)
+@pytest.mark.parametrize("check", [schedulers, subclasses, seen_by_hooks, edited])
+def test_local_steps_are_invisible(check: Callable[[], None]) -> None:
+    run(2, check)
 
 
 def clips() -> None:
