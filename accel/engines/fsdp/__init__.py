@@ -209,6 +209,7 @@ class FSDPGradients(Gradients):
             self._interruption.incomplete = any(bool(gradient.any()) for gradient in gradients)
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
+        # FSDP2 doesn't shard CLIP's logit_scale, so its gradient is still this rank's own.
         parameters = list(self._replicated.values())
         reduces = completed and outermost and not self.engine.ended
         if reduces and any(p.requires_grad for p in parameters):
@@ -300,7 +301,7 @@ class FSDPEngine(Engine):
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """Let ranks with shards of one layer read the same batches."""
+        """Let ranks with shards of a layer read the same batches."""
         place, size = process.place, axes_of(options, process.place.world_size)["tensor"]
         if size == 1:
             return super().replica(options, process)
@@ -382,7 +383,7 @@ class FSDPEngine(Engine):
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
-        """Give ranks with shards of one layer equal random numbers and inputs. Collective."""
+        """Give ranks with shards of a layer equal random numbers and inputs. Collective."""
         place = mesh.place["replicate"], mesh.place["shard"]
         self._same_inputs = SameInputs(self.label, place)
         states = torch_states() if mesh.place["tensor"] == 0 else None

@@ -59,7 +59,7 @@ _patches: Final[tuple[Patch, ...]] = (
 
 @final
 class ShardedModule:
-    """A module whose parameters are shards, which FSDP2 gathers block by block."""
+    """A module with sharded parameters, which FSDP2 gathers block by block."""
 
     def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
         self.module: Any = module
@@ -168,7 +168,7 @@ class ShardedModule:
         return self._leave(module, args, output)
 
     def reshard(self) -> None:
-        """Free what is gathered, unless a backward needs it. The next use gathers it again."""
+        """Free gathered parameters, unless a backward needs them. The next use gathers again."""
         for group in self.groups:
             if not group.is_sharded and not _runs_backward():
                 group.reshard()
@@ -228,6 +228,7 @@ class ShardedModule:
 
 
 def _runs_backward() -> bool:
+    # Also True in a forward for activation checkpointing, inside of a backward.
     return torch._C._current_graph_task_id() != -1
 
 
@@ -237,7 +238,7 @@ def unsharded(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _announce(group: Any, process: Process, label: str) -> None:
-    """Announce what a group gathers, because ranks that use different blocks would mix weights."""
+    """Announce gathering and reduction. Ranks with different blocks would mix their weights."""
     name = group._module_fqn or "the parameters outside of all blocks"
     gathering, reducing = f"the gathering of {name} ({label})", f"the reduction of {name} ({label})"
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
