@@ -1,11 +1,9 @@
-"""A module under torch's ``fully_shard``. Only this file reaches into FSDP2's own objects."""
+"""A module under torch's ``fully_shard``. Only this file uses FSDP2's own objects."""
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, cast, final
 
 import torch
 from torch import nn
@@ -18,18 +16,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import BackendError
 from ...gradients.hooks import remove_hooks
-from ...gradients.patches import Patch, data_patch, ignored, shard_patches
+from ...gradients.patches import Patch, data_patch, shard_patches
 from ...process import Process
 from ...process.control import Waiting, announce
-from ...trees import all_tensors
-from ..base.absent import refuse_other_tensor
+from ..base.absent import refuse_second_derivatives
 from ..base.raw_objects import Snapshot
-from .plan import Mesh, cut
+from .plan import Mesh, planned_layers, split_layer
 
 # -- patches of torch while a sharded module lives -------------------------------------------------
 
@@ -40,300 +36,233 @@ def _owner(tensor: object) -> ShardedModule | None:
     return next((module for module in _patches[0].users() if mesh in module.meshes), None)
 
 
+def _gather(what: str, shards: Sequence[DTensor]) -> list[torch.Tensor]:
+    """Return the full tensors of shards. Collective."""
+    process = next(owner for owner in map(_owner, shards) if owner is not None).process
+    announce(process, what)
+    with Waiting(process, what):
+        return [cast(DTensor, shard.detach()).full_tensor() for shard in shards]
+
+
 def _set_data(tensor: Any, value: torch.Tensor) -> bool:
     return any(module.set_data(tensor, value) for module in _patches[0].users())
 
 
 _patches: Final[tuple[Patch, ...]] = (
-    *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else ""),
+    *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _gather),
     data_patch(_set_data),
-    ignored(
-        "FSDP2-wrapped module .* returned a view tensor"
-    ),  # `_watch_group` registers hooks for these
 )
+
+
+# -- the module ------------------------------------------------------------------------------------
 
 
 @final
 class ShardedModule:
-    """A module whose parameters are shards, which are gathered block by block."""
+    """A module with sharded parameters, which FSDP2 gathers block by block."""
 
     def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
         self.module: Any = module
         self.process = process
         self.mesh = Mesh(options, process)
-        #: Of the shards. With tensor parallelism, shards of uncut layers lie on fewer axes.
+        self.snapshot = Snapshot(module)
+        #: Those of the shards: with tensor parallelism, of layers that are split and of others.
         self.meshes: set[DeviceMesh] = set()
-        #: FSDP2's own: ``FSDPState``, ``FSDPParamGroup`` and ``FSDPParam`` objects.
-        self.states: list[Any] = []
+        #: FSDP2's own objects: an ``FSDPParamGroup`` for each block, and its ``FSDPParam`` objects.
         self.groups: list[Any] = []
         self.params: list[Any] = []
-        self.snapshot = Snapshot(module)
-        self._by_shard: dict[int, Any] = {}
         self._options = options
+        #: The layers of the plan that aren't split yet, and the shards of the others.
+        planned = planned_layers(module, options.plan) if self.mesh.parallel else {}
+        self._planned = {module.get_submodule(name): style for name, style in planned.items()}
+        self._split: dict[int, nn.Parameter] = {}
         self._hooks: list[Any] = []
-
-    # -- setup -------------------------------------------------------------------------------------
-
-    def apply(self, blocks: Sequence[nn.Module]) -> None:
-        """Replace parameters by shards. Each of ``blocks``, inner ones first, is gathered alone."""
-        options = self._options
-        if self.mesh.parallel:
-            cut(self.module, self.mesh.tensor, options.plan)
+        #: The submodule whose own call gathered the root's parameters.
+        self._entered: nn.Module | None = None
         for patch in _patches:
             patch.need(self)
-        pins = self.process.device.type != "cpu"
-        offload = CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
+
+    def apply(self, blocks: Iterable[nn.Module]) -> None:
+        """Replace the parameters of blocks by shards. The root comes last."""
+        options, device = self._options, self.process.device
+        offload = OffloadPolicy()
+        if options.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         mixed = options.param_dtype is not None
-        for child in [*blocks, self.module]:
+        for block in blocks:
+            for layer in [layer for layer in block.modules() if layer in self._planned]:
+                ranks = self.mesh.whole[self.mesh.names["tensor"]]
+                split_layer(layer, self._planned.pop(layer), ranks, self._split)
             precision = MixedPrecisionPolicy(
                 param_dtype=options.param_dtype,
                 reduce_dtype=options.reduce_dtype or (torch.float32 if mixed else None),
-                output_dtype=torch.float32 if mixed and child is self.module else None,
+                output_dtype=torch.float32 if mixed and block is self.module else None,
             )
             fully_shard(
-                child,
+                block,
                 mesh=self.mesh.data,
                 reshard_after_forward=options.reshard_after_forward,
                 mp_policy=precision,
                 offload_policy=offload,
-                ignored_params=set(unsharded(self.module)),
+                ignored_params=set(unsharded(self.module.parameters())),
             )
 
-    def initialize(self) -> None:
-        """Let FSDP2 build its groups, once the shards have memory."""
-        self.root = self.module._get_fsdp_state()
-        self.root._lazy_init()
-        self.states = self.root._state_ctx.all_states
-        self.groups = [group for state in self.states for group in state._fsdp_param_groups]
+    def initialize(self, blocks: Sequence[Any], label: str) -> None:
+        """Let FSDP2 prepare training, and give shards memory. Collective."""
+        # Parameters of accel.deferred_init(weights=...), whose values are read into the shards.
+        device = torch.device("cpu") if self._options.cpu_offload else self.process.device
+        if any(p.is_meta for p in self.module.parameters()):
+            self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        self._root = self.module._get_fsdp_state()
+        self._root._lazy_init()
+        self._context = self._root._state_ctx
+        self._enter, self._leave = self._root._pre_forward, self._root._post_forward
+        states = self._context.all_states
+        self.groups = [group for state in states for group in state._fsdp_param_groups]
         self.params = [param for group in self.groups for param in group.fsdp_params]
-        for param in self.params:
-            _prepare(param, self.mesh.sizes["shard"], self.process.device)
         self.meshes = {param.sharded_param.device_mesh for param in self.params}
-        self._by_shard = {id(param.sharded_param): param for param in self.params}
+        # Evaluation first, in inference mode: tensors that are made there couldn't be trained.
+        for block in [*blocks, self.module]:
+            block.unshard()
+            block.reshard()
         self.snapshot.changed()
-
-    def watch(
-        self, label: str, begin_backward: Callable[[], None], end_backward: Callable[[], None]
-    ) -> None:
-        """Announce what FSDP2 gathers and reduces, and call functions around each backward."""
-        names = {
-            id(m): n or "the parameters outside of all blocks"
-            for n, m in self.module.named_modules()
-        }
-        inside: set[int] = set()
-        for state in self.states:
-            _watch_backward(state, self.root._state_ctx, begin_backward, end_backward)
-            for group in state._fsdp_param_groups:
-                _watch_group(state, group, self.process, names[id(group.modules[0])], label)
-                if state is not self.root:
-                    inside.update(id(child) for block in group.modules for child in block.modules())
+        for group in self.groups:
+            _announce(group, self.process, label)
+        inside = {child for block in blocks for child in block.modules()}
         for child in self.module.modules():
-            outside = id(child) not in inside and child is not self.module
-            if outside and any(True for _ in child.parameters(recurse=False)):
-                self._hooks += _enter_by(child, self.root)
+            has_parameters = any(True for _ in child.parameters(recurse=False))
+            if has_parameters and child is not self.module and child not in inside:
+                before, after = self._enter_submodule, self._leave_submodule
+                hook = child.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                self._hooks += [hook, child.register_forward_hook(after)]
         for gathered, shard in self.gathered():
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            vars(shard)["register_hook"] = functools.partial(_register_hook, weakref.ref(gathered))
+            vars(shard)["register_hook"] = lambda hook, p=gathered: p.register_hook(hook)
 
     def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield the parameter that stands in graphs, and its shard."""
-        return ((param._unsharded_param, param.sharded_param) for param in self.params)
+        """Yield each parameter of the graphs, with its shard."""
+        return ((param.unsharded_param, param.sharded_param) for param in self.params)
 
     # -- training ----------------------------------------------------------------------------------
 
     def compute(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a method as if it were the root's forward, so that its parameters are gathered."""
-        if self.root._training_state is not TrainingState.IDLE:
+        """Gather the root's parameters, and call a method of the model."""
+        if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
-        args, kwargs = self.root._pre_forward(self.module, args, kwargs)
-        return self.root._post_forward(self.module, args, method(*args, **kwargs))
+        args, kwargs = self._enter(self.module, args, kwargs)
+        return self._leave(self.module, args, method(*args, **kwargs))
+
+    def _enter_submodule(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the root's parameters if ``model.encoder(x)`` calls a submodule by itself."""
+        if self._root._training_state is not TrainingState.IDLE:
+            return None
+        self._entered = module
+        return self._enter(module, args, kwargs)
+
+    def _leave_submodule(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._entered is not module:
+            return None
+        self._entered = None
+        return self._leave(module, args, output)
 
     def reshard(self) -> None:
-        """Free what is gathered. The next use gathers it again."""
+        """Free gathered parameters, unless a backward needs them. The next use gathers again."""
         for group in self.groups:
-            if not group.is_sharded:
-                group._to_sharded()
+            if not group.is_sharded and not _runs_backward():
+                group.reshard()
+
+    def interrupted(self) -> bool:
+        """True if an exception ended a backward before FSDP2's last callback."""
+        return self._context.post_backward_final_callback_queued and not _runs_backward()
 
     def reset(self) -> None:
         """Clear what an exception in a forward or backward left."""
-        if torch._C._current_graph_task_id() != -1:
-            return  # checkpointing ends its second forward by an exception
-        self.module.reset_iter_state()
-        for param in self.params:  # Ctrl-C can leave a group partly gathered
-            if param.sharded_state is not ShardedState.SHARDED:
-                param.to_sharded()
+        # Checkpointing ends its second forward by an exception, inside of a backward.
+        if not _runs_backward():
+            for param in self.params:
+                param.unsharded_param.grad = None
+            self.module.reset_iter_state()
 
-    def drop_unreduced(self) -> None:
-        """Drop the gradients that a backward left unreduced."""
-        for param in self.params:
-            param._unsharded_param.grad = None
-            if param.unsharded_accumulated_grad is not None:  # apart before torch 2.15
-                param.unsharded_accumulated_grad = None
+    def refresh_dtypes(self) -> None:
+        """Follow a change of ``requires_grad``. FSDP2 knows no dtype of a frozen block."""
+        for group in self.groups:
+            group._init_mp_dtypes()
 
     def set_data(self, tensor: Any, value: Any) -> bool:
-        """Set a shard from full values or an equally sharded DTensor. False if it isn't our shard.
+        """Set a shard to full values, or to an equally sharded DTensor. False if it is not ours.
 
-        EMA recipes write ``p.data = ema_p`` before an evaluation, which FSDP2 alone would ignore.
+        EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
         """
-        param = self._by_shard.get(id(tensor))
-        if param is None or param.sharded_param is not tensor:
+        param = next((p for p in self.params if p.sharded_param is tensor), None)
+        if param is None:
             return False
-        if not isinstance(value, DTensor) and value.shape == tensor.shape:
-            value = distribute_tensor(
-                value, tensor.device_mesh, tensor.placements, src_data_rank=None
-            )
-        if getattr(value, "_spec", None) != tensor._spec or value.dtype is not tensor.dtype:
+        mesh, placements = tensor.device_mesh, tensor.placements
+        if not isinstance(value, DTensor):
+            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+        if value.shape != tensor.shape or value.placements != placements:
             raise BackendError(
-                f"p.data = ... of a sharded parameter of shape {tuple(tensor.shape)} got a tensor of another shape, dtype or "
-                "sharding. Use load_state_dict() of the model's handle."
+                f"p.data = ... of a sharded parameter of shape {tuple(tensor.shape)} needs full "
+                "values of this shape. Or use model.load_state_dict()."
             )
-        tensor._local_tensor = value._local_tensor.detach()
+        tensor._local_tensor = value.to_local().detach()
         param.reset_sharded_param()
         return True
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def let_go(self) -> None:
-        """Drop the process groups."""
+    def release_groups(self) -> None:
+        """Drop the process groups, because they are ended."""
         for group in self.groups:
-            for info in (group.mesh_info, group.post_forward_mesh_info):
-                if info is not None:
-                    info.shard_process_group = info.replicate_process_group = None
+            group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
     def undo(self) -> None:
         """Make the modules plain again. The caller puts parameters in the shards' places."""
         for patch in _patches:
             patch.drop(self)
         remove_hooks(self._hooks)
-        for state in self.states:
-            for name in (
-                "_register_root_post_backward_final_callback",
-                "_root_post_backward_final_callback",
-            ):
-                vars(state).pop(name, None)
         self.snapshot.restore()
         for child in self.module.modules():
             _composable_state._module_state_mapping.pop(child, None)
 
 
-def unsharded(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that every rank keeps whole: scalars, and those without elements."""
-    return [p for p in module.parameters() if not p.dim() or not p.numel()]
+def _runs_backward() -> bool:
+    # Also True in a forward for activation checkpointing, inside of a backward.
+    return torch._C._current_graph_task_id() != -1
 
 
-def _prepare(param: Any, world_size: int, device: torch.device) -> None:
-    """Make the gathered tensors now: those made in inference mode could not be trained."""
-    inputs = param.all_gather_inputs
-    param.init_all_gather_outputs(
-        [t.numel() for t in inputs], [t.dtype for t in inputs], world_size, device
-    )
-    param.init_unsharded_param()
-    param.free_unsharded_param()
+def unsharded(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those without dimensions (CLIP's logit_scale) or elements. Every rank has them."""
+    return [p for p in parameters if not p.dim() or not p.numel()]
 
 
-def _watch_group(state: Any, group: Any, process: Process, name: str, label: str) -> None:
-    """Announce what a group gathers, because ranks that use different blocks would mix weights."""
-    unshard, post_forward, post_backward = group.unshard, group.post_forward, group.post_backward
-    gathering, reducing = (f"the {verb} of {name} ({label})" for verb in ("gathering", "reduction"))
+def _announce(group: Any, process: Process, label: str) -> None:
+    """Announce gathering and reduction. Ranks with different blocks would mix their weights."""
+    name = group._module_fqn or "the parameters outside of all blocks"
+    gathering, reducing = f"the gathering of {name} ({label})", f"the reduction of {name} ({label})"
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
-    weights = {id(param._unsharded_param) for param in group.fsdp_params}
-    places = [
-        (p._module_info.module._parameters, p._module_info.param_name, p) for p in group.fsdp_params
-    ]
+    unshard, pre_backward, post_backward = group.unshard, group.pre_backward, group.post_backward
 
     def gather(*args: Any, **kwargs: Any) -> Any:
-        for parameters, key, param in places:
-            if (
-                tensor := parameters.get(key)
-            ) is not param.sharded_param and tensor is not param._unsharded_param:
-                refuse_other_tensor(param._param_fqn or key, "FSDP2")
         if group._all_gather_result is not None or group.is_unsharded:
             return unshard(*args, **kwargs)
         announce(process, gathering)
         with in_gathering:
             return unshard(*args, **kwargs)
 
-    def register_hooks(module: nn.Module, inputs: Any, output: Any) -> Any:
-        # FSDP2 gathers for a backward in hooks on the output, which older versions don't look for
-        # in dataclasses. After `x += y` on a view only the hooks of its base would run.
-        if torch.is_grad_enabled():
-            tensors = [t if t._base is None else t._base for _, t in all_tensors(output)]
-            if any(id(tensor) in weights for tensor in tensors):  # using it would crash the process
-                raise BackendError(
-                    f"{name} returns a weight, which is freed after the forward. Return weight.clone()."
-                )
-            state._register_pre_backward_hook(tensors)
-        return post_forward(module, inputs, output)
+    def begin_backward(*args: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            refuse_second_derivatives()
+        return pre_backward(*args)
 
     def reduce(*args: Any) -> Any:
-        having = tuple(i for i, p in enumerate(group.fsdp_params) if _has_gradient(p))
-        if not having:
+        params = enumerate(group.fsdp_params)
+        with_gradients = tuple(i for i, p in params if p.unsharded_param.grad is not None)
+        if not with_gradients:
             return post_backward(*args)
-        announce(process, reducing, having)
+        announce(process, reducing, with_gradients)
         with in_reducing:
             return post_backward(*args)
 
-    group.unshard, group.post_forward, group.post_backward = gather, register_hooks, reduce
-
-
-def _has_gradient(param: Any) -> bool:
-    """True if a gradient of a parameter waits to be reduced."""
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
-
-
-def _watch_backward(
-    state: Any, context: Any, begin: Callable[[], None], end: Callable[[], None]
-) -> None:
-    """Call ``begin`` when a backward first reaches FSDP2, and ``end`` at its end."""
-    register, finish = (
-        state._register_root_post_backward_final_callback,
-        state._root_post_backward_final_callback,
-    )
-
-    def begin_backward() -> None:
-        if not context.post_backward_final_callback_queued:
-            begin()
-        register()
-
-    def end_backward() -> None:
-        for group in (group for other in context.all_states for group in other._fsdp_param_groups):
-            # A second reentrant checkpoint of a block gathers it once more after its reduction.
-            if not group.is_sharded and group._training_state is TrainingState.POST_BACKWARD:
-                group._training_state = TrainingState.IDLE
-        finish()
-        end()
-
-    state._register_root_post_backward_final_callback = begin_backward
-    state._root_post_backward_final_callback = end_backward
-
-
-def _enter_by(child: nn.Module, root: Any) -> list[Any]:
-    """Gather the root's parameters if ``model.encoder(x)`` calls a submodule by itself."""
-    entered: list[nn.Module] = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if root._training_state is not TrainingState.IDLE:
-            return None
-        args, kwargs = root._pre_forward(module, args, kwargs)
-        entered.append(module)
-        return args, kwargs
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        if not entered:
-            return None
-        entered.clear()
-        return root._post_forward(module, args, output)
-
-    return [
-        child.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        child.register_forward_hook(leave),
-    ]
-
-
-def _register_hook(reference: weakref.ref[nn.Parameter], hook: Callable[..., Any]) -> Any:
-    """Register a hook of the user's for this rank's own full gradient, before it is reduced."""
-    gathered = reference()
-    assert gathered is not None  # it lives as long as the shard
-    return gathered.register_hook(hook)
+    group.unshard, group.pre_backward, group.post_backward = gather, begin_backward, reduce

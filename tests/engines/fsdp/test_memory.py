@@ -70,7 +70,7 @@ def deferred(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "world"), [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("single", 1)])
-def test_a_deferred_model_starts_as_an_eager_one(backend: str, world: int) -> None:
+def test_deferred_equals_eager(backend: str, world: int) -> None:
     run(world, deferred, backend)
 
 
@@ -81,10 +81,11 @@ def deferred_refusal(kind: type[nn.Module], backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "ddp"])
-def test_a_parameter_that_nothing_initialises_is_refused_by_name(backend: str) -> None:
-    for kind in (Bare, Forgetful):
-        for message in refusals(2, deferred_refusal, kind, backend, error="BackendError"):
-            assert "No reset_parameters() gives values to 0.gain" in message
+def test_a_parameter_without_reset(backend: str) -> None:
+    for message in refusals(2, deferred_refusal, Bare, backend, error="BackendError"):
+        assert "The module of 0.gain has no reset_parameters()" in message
+    for message in refusals(2, deferred_refusal, Forgetful, backend, error="BackendError"):
+        assert "gave no values to 0.gain" in message
 
 
 def deferred_peak() -> tuple[int, int]:
@@ -108,7 +109,7 @@ def deferred_peak() -> tuple[int, int]:
     return peak, sum(p.nbytes for p in Tower(blocks=6).parameters())
 
 
-def test_a_deferred_model_is_never_whole() -> None:
+def test_deferred_models_are_never_full() -> None:
     for peak, num_bytes in run(2, deferred_peak):
         assert 0 < peak <= num_bytes / 6
 
@@ -131,13 +132,12 @@ def bytes_per_rank(frozen: bool) -> float:
         model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         handle.step()
     engine = registry.of_handle(model)
-    here = [s.tensor for s in engine.holdings.shards(None) + engine.holdings.shards(handle)]
+    here = [s.tensor for s in engine.holdings.shards(None) + engine.holdings.shards(handle._accel_raw)]
     here += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    gathered = sum(p._unsharded_param.untyped_storage().nbytes() for p in engine.parts.sharded.params)
+    gathered = sum(p.unsharded_param.untyped_storage().nbytes() for p in engine.sharded.params)
     assert gathered == 0
     assert all(
-        p._sharded_param_data.untyped_storage().nbytes() <= p._sharded_param_data.nbytes
-        for p in engine.parts.sharded.params
+        p._sharded_param_data.untyped_storage().nbytes() <= p._sharded_param_data.nbytes for p in engine.sharded.params
     )
     return sum(t.nbytes for t in here) / num_bytes
 
@@ -173,7 +173,7 @@ def flips() -> tuple[float, list[int]]:
     return distance(accel.full_state_dict(model), reference.state_dict()), sizes
 
 
-def test_a_hundred_flips_of_trainability() -> None:
+def test_freezing_a_hundred_times() -> None:
     for found, sizes in run(2, flips):
         assert found < 1e-4
         assert max(sizes) - min(sizes) <= 12, sizes
