@@ -33,7 +33,6 @@ from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from ..base.sequence import sequence_size
-from ..base.step import refuse_steps
 from .plan import Mesh, Plan, axes_of, blocks, check_module, is_plan, split_dims
 
 if TYPE_CHECKING:
@@ -432,6 +431,4 @@ class FSDPEngine(Engine):
         del self.conversion, self.sharded
         self._read_parameters()
         if lost:
-            for optimizer in optimizers:
-                refuse_steps(optimizer, self.ended)
             raise lost_weights(self)

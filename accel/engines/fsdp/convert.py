@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from ...deferred import (
     borrowing,
-    refuse_without_values,
     reset_own,
     resetting,
     swap,
@@ -19,7 +18,6 @@ from ...deferred import (
     without_values,
 )
 from ...errors import AccelError, BackendError
-from ...precision import here
 from ...process import reason_of
 from ...process.packing import broadcast_
 from ..base.absent import Absent, bring_back, name_of, take_away
@@ -94,7 +92,6 @@ class Conversion:
             part: number for number, (child, _) in enumerate(resets) for part in child.modules()
         }
         ends = {block: max(last.get(part, 0) for part in block.modules()) for block in blocks}
-        deferred = [name for name, p in self.module.named_parameters() if p.is_meta]
         full: dict[int, nn.Parameter] = {}
         for number, (child, reset) in enumerate(resets):
             for table, name, p in _places(child):
@@ -111,8 +108,6 @@ class Conversion:
                 full = {key: p for key, p in full.items() if id(p) not in shards}
                 self.sharded.apply([block])
         self.sharded.apply([self.module])
-        named = dict(self.module.named_parameters())
-        refuse_without_values((name, here(named[name])) for name in deferred)
 
     # -- back to full parameters -------------------------------------------------------------------
 
@@ -122,7 +117,7 @@ class Conversion:
         full: dict[tuple[str, Any], torch.Tensor] = {}
         try:
             if old and not engine.ended:
-                full = self._gather(optimizers)
+                full = self._gather()
         except (RuntimeError, AccelError) as error:
             engine.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
         self.sharded.undo()
@@ -146,19 +141,12 @@ class Conversion:
             for key in [key for key in optimizer.state if id(key) in back]:
                 del optimizer.state[key]
 
-    def _gather(self, optimizers: Sequence[Optimizer]) -> dict[tuple[str, Any], torch.Tensor]:
-        """Return full values and gradients, and make the optimizers' state full."""
-        holdings, named, what = (
-            self.engine.holdings,
-            self.engine.named,
-            "the end of a sharded model",
-        )
+    def _gather(self) -> dict[tuple[str, Any], torch.Tensor]:
+        """Return full values and gradients. Collective."""
+        holdings, named = self.engine.holdings, self.engine.named
         shards = [(name, "", named[name]) for name in self.old]
         gradients = [item for item in holdings.gradients() if item[0] in self.old]
-        full = holdings.gather(what, [*shards, *gradients])
-        for optimizer in optimizers:
-            holdings.give_back(what, optimizer, named | self.old)
-        return full
+        return holdings.gather("the end of a sharded model", [*shards, *gradients])
 
 
 # -- parameter objects of before setup: lists of them clip, freeze and build optimizers ------------

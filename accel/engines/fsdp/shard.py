@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -36,20 +36,12 @@ def _owner(tensor: object) -> ShardedModule | None:
     return next((module for module in _patches[0].users() if mesh in module.meshes), None)
 
 
-def _gather(what: str, shards: Sequence[DTensor]) -> list[torch.Tensor]:
-    """Return the full tensors of shards. Collective."""
-    process = next(owner for owner in map(_owner, shards) if owner is not None).process
-    announce(process, what)
-    with Waiting(process, what):
-        return [cast(DTensor, shard.detach()).full_tensor() for shard in shards]
-
-
 def _set_data(tensor: Any, value: torch.Tensor) -> bool:
     return any(module.set_data(tensor, value) for module in _patches[0].users())
 
 
 _patches: Final[tuple[Patch, ...]] = (
-    *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else "", _gather),
+    *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else ""),
     data_patch(_set_data),
 )
 
