@@ -257,7 +257,6 @@ LOOPS = {
     "clip twice": ("backward()", "clip()", "clip_by_torch()", "step()"),
     "halve after a clip": ("backward()", "clip()", "scale(0.5)", "step()"),
     "decay instead of zero_grad": ("backward()", "step()", "scale(0.9)", "backward()", "step()"),
-    "fill with zeros after a clip": ("backward()", "clip()", "fill()", "step()"),
     "step twice": ("backward()", "step()", "step()", "backward()", "step()"),
     "assign, never zero": ("assign()", "step()", "assign()", "step()"),
     "different memory": ("backward()", "move(0)", "step()", "move(1)", "backward()", "step()"),
@@ -298,10 +297,6 @@ class Loop:
     def scale(self, factor: float) -> None:
         for p in self.model.parameters():
             p.grad = None if p.grad is None else p.grad * factor
-
-    def fill(self) -> None:
-        for p in self.model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
     def assign(self) -> None:
         parameters = list(self.model.parameters())

@@ -75,9 +75,8 @@ def traffic() -> list[int]:
 def test_frozen_parameters_are_not_sent() -> None:
     everything, last, whole_bytes, last_bytes = map(sum, zip(*run(2, traffic), strict=True))
     # Of both ranks together: each gradient goes to its owner, if it is elsewhere; each broadcast has a call on both.
-    # A weight begins at a multiple of 16 bytes, so that a buffer is a little longer than its parameters.
-    assert 0 <= everything - 1.5 * whole_bytes < 64
-    assert 0 <= last - 1.5 * last_bytes < 64
+    assert everything == 1.5 * whole_bytes
+    assert last == 1.5 * last_bytes
 
 
 def frozen_from_the_start() -> tuple[int, int]:
