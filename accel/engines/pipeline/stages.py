@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -24,7 +23,7 @@ Rows = list[slice | None]
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-# -- micro-batches ---------------------------------------------------------------------------------
+# -- micro-batches --------------------------------------------------------------------------------
 
 
 def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
@@ -41,9 +40,9 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
             return TensorPlace(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
             return leaf
-        kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        # The gradients of tensors inside of an object, or of a sparse tensor, would be lost.
         raise BackendError(
-            f"A pipeline can't send {path} to other ranks, because it is a {kind}. "
+            f"A pipeline can't send {path} ({type(leaf).__name__}) to other ranks. "
             "Pass dense tensors and plain values in dicts, lists or tuples."
         )
 
@@ -52,19 +51,16 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
 
 def split_rows(tensors: Sequence[torch.Tensor], chunks: int) -> Rows:
     """Return the rows of at most ``chunks`` micro-batches, whose sizes differ by at most 1."""
-    if chunks == 1:
-        return [None]
     sizes = {len(t) for t in tensors if t.dim()}
-    if len(sizes) != 1:
+    if chunks > 1 and len(sizes) != 1:
         raise BackendError(
             f"Pipeline(chunks={chunks}) splits inputs along dim 0, but their sizes there are "
             f"{sorted(sizes)}. Give all inputs the batch as dim 0, or use chunks=1."
         )
-    (size,) = sizes
-    count = min(chunks, size)
+    count = min(chunks, *sizes) if sizes else 1
     if count < 2:
         return [None]
-    ends = [size * i // count for i in range(count + 1)]
+    ends = [max(sizes) * i // count for i in range(count + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
@@ -77,21 +73,21 @@ def concatenate(outputs: Sequence[Any], rows: Rows) -> Any:
     """Return the output for the batch, given the outputs for its micro-batches."""
     if len(outputs) == 1:
         return outputs[0]
-    flat = [flatten(output, "output") for output in outputs]
-    form = flat[0][1]
-    sizes = [part.stop - part.start for part in rows if part is not None]
-    for (tensors, other), size in zip(flat, sizes, strict=True):
-        if other != form or any(t.dim() == 0 or len(t) != size for t in tensors):
+    columns: list[list[torch.Tensor]] = []
+    for output, part in zip(outputs, rows, strict=True):
+        tensors, form = flatten(output, "output")
+        size = part.stop - part.start if part is not None else 0
+        if any(t.dim() == 0 or len(t) != size for t in tensors):
             shapes = [tuple(t.shape) for t in tensors]
             raise BackendError(
                 f"The output for {size} samples has shapes {shapes}, but Pipeline(chunks > 1) "
                 "needs one row for each sample. Use chunks=1."
             )
-    columns = zip(*(tensors for tensors, _ in flat), strict=True)
-    return put_back(form, [torch.cat(column) for column in columns])
+        columns.append(tensors)
+    return put_back(form, [torch.cat(column) for column in zip(*columns, strict=True)])
 
 
-# -- one stage -------------------------------------------------------------------------------------
+# -- stages ---------------------------------------------------------------------------------------
 
 
 @final
@@ -120,77 +116,52 @@ class Stage:
         return value
 
 
-def run_all(
-    stages: Sequence[Stage],
-    tensors: Sequence[torch.Tensor],
-    form: Any,
-    rows: Rows,
-    keep: Sequence[bool],
-) -> Any:
-    """Return the output of all stages in one process. ``keep`` is for each micro-batch."""
-    values = [put_back(form, batch) for batch in micro_batches(tensors, rows)]
-    for stage in stages:
-        values = [stage.run(value, kept) for value, kept in zip(values, keep, strict=True)]
-    return concatenate(values, rows)
-
-
-# -- which children are in which stage -------------------------------------------------------------
-
-
 def balanced(weights: Sequence[float], count: int) -> list[int]:
-    """Return the sizes of ``count`` groups of neighbors whose heaviest group is lightest."""
-    totals = [0.0, *itertools.accumulate(weights)]
-
-    @functools.cache
-    def best(first: int, groups: int) -> tuple[float, float, tuple[int, ...]]:
-        """Return the heaviest weight, the sum of squares, and the sizes."""
-        if groups == 1:
-            weight = totals[-1] - totals[first]
-            return weight, weight**2, (len(weights) - first,)
-        options = []
-        for end in range(first + 1, len(weights) - groups + 2):
-            weight = totals[end] - totals[first]
-            heaviest, squares, sizes = best(end, groups - 1)
-            options.append((max(weight, heaviest), weight**2 + squares, (end - first, *sizes)))
-        return min(options)
-
-    return list(best(0, count)[2])
+    """Return the sizes of ``count`` groups of neighbors that are about equally heavy."""
+    totals = list(itertools.accumulate(weights))
+    ends = [0]
+    for number in range(1, count):
+        share = totals[-1] * number / count
+        # Each of the other groups needs a member too.
+        choices = range(ends[-1] + 1, len(weights) - count + number + 1)
+        distances = {abs(totals[end - 1] - share): end for end in reversed(choices)}
+        ends.append(distances[min(distances)])
+    ends.append(len(weights))
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def split(module: nn.Module, balance: Balance, world_size: int) -> list[list[Named]]:
-    """Return the children of each stage.
-
-    "size" makes a stage for each rank, and balances the bytes of parameters and buffers.
-    """
+    """Return the children of each stage. "size" balances the bytes of parameters and buffers."""
     children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
-    counts: Sequence[int]
     if isinstance(balance, str):
         tensors = [(*child.parameters(), *child.buffers()) for _, child in children]
-        counts = balanced([sum(t.nbytes for t in group) for group in tensors], world_size)
-    else:
-        counts = balance
+        balance = balanced([sum(t.nbytes for t in group) for group in tensors], world_size)
     rest = iter(children)
-    return [list(itertools.islice(rest, count)) for count in counts]
+    return [list(itertools.islice(rest, count)) for count in balance]
 
 
 def predict(
-    module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, world_size: int
+    module: nn.Module, tensors: Iterable[TensorSize], balance: Balance, world_size: int
 ) -> MemoryUse | None:
-    """Return the bytes of the largest stage, or None if there are fewer children than ranks."""
+    """Return the bytes of the largest stage, or None if there can't be so many stages."""
     count = len(module._modules)
     if not is_sequential(module) or count < world_size:
         return None
-    if isinstance(balance, str) or len(balance) != world_size or sum(balance) != count:
+    if not isinstance(balance, str) and (len(balance), sum(balance)) != (world_size, count):
         balance = "size"
-    uses = []
-    for stage in split(module, balance, world_size):
-        names = {name for name, _ in stage}
-        own = (t.use() for t in tensors if t.name.partition(".")[0] in names)
-        uses.append(add_uses(own))
-    return max(uses, key=lambda use: use.total)
+    stage_of = stages_of(split(module, balance, world_size))
+    uses: list[list[MemoryUse]] = [[] for _ in range(world_size)]
+    for tensor in tensors:
+        uses[stage_of.get(tensor.name.partition(".")[0], 0)].append(tensor.use())
+    return max(map(add_uses, uses), key=lambda use: use.total)
 
 
-# -- what can't be a pipeline ----------------------------------------------------------------------
+def stages_of(stages: Sequence[Sequence[Named]]) -> dict[str, int]:
+    """Return the number of the stage of each child."""
+    return {name: number for number, stage in enumerate(stages) for name, _ in stage}
+
+
+# -- what can't be a pipeline ---------------------------------------------------------------------
 
 
 def is_sequential(module: nn.Module) -> bool:
@@ -200,30 +171,21 @@ def is_sequential(module: nn.Module) -> bool:
 
 def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
     """Raise BackendError if the module can't be split into stages."""
-    kind = type(module).__name__
     if not is_sequential(module):
         raise BackendError(
-            f"A pipeline needs an nn.Sequential, but {kind} has its own forward. "
+            f"A pipeline needs an nn.Sequential, but {type(module).__name__} has its own forward. "
             'Write the model as nn.Sequential, or use backend="fsdp".'
         )
     count = len(module._modules)
-    # A single process may run any number of stages.
-    stages = world_size if isinstance(balance, str) or world_size == 1 else len(balance)
-    if stages != world_size or (not isinstance(balance, str) and sum(balance) != count):
+    fits = count >= world_size
+    if not isinstance(balance, str) and world_size > 1:
+        fits = (len(balance), sum(balance)) == (world_size, count)
+    if not fits:
         raise BackendError(
-            f"Pipeline(balance={balance}) doesn't fit {count} children and {world_size} ranks. "
-            f"Give one number for each rank, so that the sum is {count}."
-        )
-    if count < world_size:
-        raise BackendError(
-            f"{kind} has {count} children for {world_size} ranks. "
-            "Flatten nested Sequentials into one, or start fewer ranks with torchrun."
+            f"Pipeline(balance={balance!r}) doesn't fit {count} children and {world_size} ranks. "
+            "Give a number of children for each rank, flatten nested Sequentials, or use fewer ranks."
         )
     if world_size > 1:
-        for name, layer in module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm):  # It would wait for ranks that never call it.
-                text = f"{name} is a SyncBatchNorm, but a stage runs on one rank. Use BatchNorm."
-                raise BackendError(text)
         _check_tied(split(module, balance, world_size))
 
 
@@ -236,8 +198,8 @@ def _check_tied(stages: Sequence[Sequence[Named]]) -> None:
                 other, first = seen.setdefault(id(tensor), (number, name))
                 if other != number:
                     raise BackendError(
-                        f"{first} and {name} are one tensor in stages {other} and {number}. Use "
-                        "Pipeline(balance=[...]) to put them into one stage, or untie them."
+                        f"{first} and {name} are one tensor in stages {other} and {number}. "
+                        "Put them into one stage by Pipeline(balance=[...]), or untie them."
                     )
 
 
