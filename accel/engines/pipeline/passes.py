@@ -12,10 +12,9 @@ before it begins with the one before, and two neighbors have the same order of m
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,11 @@ from ...errors import RankMismatchError
 from ...gradients.hooks import at_end_of_backward
 from ...process import Process, end_groups, ended
 from ...process.control import Waiting, agree
-from ...process.packing import bytes_of, framed, to_bytes, to_tensor, unframed
+from ...process.packing import bytes_of
 from ...trees import put_back
 from ..base.absent import refuse_second_derivatives
 from ..base.inputs import SameInputs
 from .stages import Rows, Stage, concatenate, flatten, micro_batches
-
-_TAG: Final = 0x919E
 
 #: The number of a forward, and of its micro-batch.
 Place = tuple[int, int]
@@ -46,7 +43,8 @@ class Channel:
     """The connection of this rank to the other stages.
 
     A message is a nested value. Its head travels on accel's own group, from CPU memory, so the
-    receiver knows the shapes without waiting for a device.
+    receiver knows the shapes without waiting for a device. Tensors travel as bytes, because not
+    every process group supports every dtype.
     """
 
     def __init__(self, process: Process, label: str) -> None:
@@ -56,43 +54,30 @@ class Channel:
         self.num_forwards = 0
         #: Compares the batches of the first forwards, and the gradients of their outputs.
         self.same = SameInputs(label, 0)
-        #: True while a backward runs, and after one that failed.
+        #: True while a backward runs, and after a backward that failed.
         self.in_backward = False
-        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._waiting = Waiting(process, "a message of a pipeline")
 
     def send(self, to: int, place: Place, tensors: Tensors, form: Any = None) -> None:
-        """Start to send. ``flush`` waits for the end."""
-        head = pickle.dumps((place, _kinds(tensors), form))
-        parts = [(to_tensor(data), self.process.control) for data in framed(head)]
-        parts += [(content, self.process.group) for content in self._contents(tensors)]
-        with Waiting(self.process, "a message of a pipeline"):
-            for data, group in parts:
-                self._sent.append((dist.isend(data, to, group, _TAG), data))
-
-    def flush(self) -> None:
-        """Wait until everything is sent."""
-        with Waiting(self.process, "a message of a pipeline"):
-            for work, _ in self._sent:
-                work.wait()
-        self._sent.clear()
+        """Send the tensors of a nested value, and its form."""
+        with self._waiting:
+            head = (place, _kinds(tensors), form)
+            dist.send_object_list([head], to, self.process.control)
+            for content in self._contents(tensors):
+                dist.send(content, to, self.process.group)
 
     def receive(self, source: int, place: Place) -> tuple[list[Any], Any]:
         """Return the tensors of a message and its form."""
         process = self.process
-
-        def next_part(size: int) -> bytearray:
-            data = torch.empty(size, dtype=torch.uint8, device="cpu")
-            dist.recv(data, source, process.control, _TAG)
-            return to_bytes(data)
-
-        with Waiting(process, "a message of a pipeline"):
-            sent, kinds, form = pickle.loads(unframed(next_part))
+        with self._waiting:
+            heads: list[Any] = [None]
+            dist.recv_object_list(heads, source, process.control)
+            sent, kinds, form = heads[0]
             if sent != place:
                 text = f"Rank {self.rank} waits for {place}, but rank {source} sent {sent}."
                 end_groups(text, mismatch=True)
                 raise RankMismatchError(f"{text} Run the same forwards on every rank.")
-            tensors = self._filled(kinds, lambda data: dist.recv(data, source, process.group, _TAG))
-        return tensors, form
+            return self._filled(kinds, lambda data: dist.recv(data, source, process.group)), form
 
     def share(
         self, what: str, source: int, tensors: Tensors, form: Any = None
@@ -100,7 +85,7 @@ class Channel:
         """Return the tensors of rank ``source`` and their form. Collective."""
         group = self.process.group
         kinds, form = agree(f"{what} ({self.label})", (_kinds(tensors), form))[source]
-        with Waiting(self.process, "the output of a pipeline"):
+        with self._waiting:
             if self.rank != source:
                 return self._filled(kinds, lambda data: dist.broadcast(data, source, group)), form
             for content in self._contents(tensors):
@@ -108,22 +93,23 @@ class Channel:
         return tensors, form
 
     def _contents(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Return the tensors as bytes, because not every process group supports every dtype."""
         carrier = self.process.carrier
         return [bytes_of(t, carrier) for t in tensors if t is not None and t.numel()]
 
     def _filled(self, kinds: Tensors, fill: Callable[[torch.Tensor], object]) -> list[Any]:
-        def tensor(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
-            size = shape.numel() * dtype.itemsize
-            data = torch.empty(size, dtype=torch.uint8, device=self.process.carrier)
-            if size:
-                fill(data)
-            values = data.view(dtype).view(shape).to(self.process.device)
-            return values.requires_grad_(requires_grad)
-
-        return [None if kind is None else tensor(*kind) for kind in kinds]
-
-    # -- life -------------------------------------------------------------------------------------
+        """Return new tensors of these kinds, with the bytes that ``fill`` receives."""
+        tensors: list[Any] = []
+        for kind in kinds:
+            tensors.append(None)
+            if kind is not None:
+                shape, dtype, requires_grad = kind
+                size = shape.numel() * dtype.itemsize
+                data = torch.empty(size, dtype=torch.uint8, device=self.process.carrier)
+                if size:
+                    fill(data)
+                values = data.view(dtype).view(shape).to(self.process.device)
+                tensors[-1] = values.requires_grad_(requires_grad)
+        return tensors
 
     def start_backward(self, grads: Tensors) -> None:
         """Compare the gradients of an output between ranks, the first times. Collective then."""
@@ -135,13 +121,12 @@ class Channel:
         self.in_backward = False
 
     def fail(self, what: str) -> None:
-        """End the process groups after an exception: other ranks wait for this rank. Local."""
-        error = sys.exc_info()[1]
+        """End the process groups after an exception, because other ranks wait for messages."""
+        self.in_backward = False
         if not ended():
+            error = sys.exc_info()[1]
             reason = f"{type(error).__name__}: {error}"
             end_groups(f"a {what} of {self.label} failed on rank {self.rank}: {reason}")
-        self.in_backward = False
-        self._sent.clear()  # gloo's threads must not free tensors when the process exits.
 
 
 def _kinds(tensors: Tensors) -> list[Any]:
@@ -194,8 +179,6 @@ class Recv(Function):
     def backward(ctx: Any, token: torch.Tensor, *grads: torch.Tensor | None) -> Any:
         channel: Channel = ctx.channel
         channel.send(channel.rank - 1, ctx.place, grads)
-        if ctx.place[1] == 0:  # The first micro-batch is the last in backward.
-            channel.flush()
         return None, None, token, *(None for _ in grads)
 
 
@@ -270,5 +253,4 @@ def forward(
         tokens.append(end)
     flat, out_form = flatten(concatenate(outputs, rows), "output") if is_last else ([], None)
     shared, out_form = channel.share("the output of a forward", channel.last, flat, out_form)
-    channel.flush()
     return put_back(out_form, _apply(Join, channel, len(tokens), *tokens, *shared))
