@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -37,8 +38,7 @@ class Horovod(AveragingOptions):
 
 def load() -> Any:
     """Return the module ``horovod.torch``, or raise BackendError if it was built without torch."""
-    import horovod.torch as hvd  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
+    hvd: Any = importlib.import_module("horovod.torch")
     if not hasattr(hvd, "allreduce_"):  # The import only prints a warning.
         raise BackendError(
             "horovod is installed without its part for torch. "
@@ -88,8 +88,8 @@ def _initialize(hvd: Any, process: Process) -> None:
 @contextlib.contextmanager
 def _rendezvous(process: Process) -> Iterator[dict[str, str]]:
     """Serve on rank 0 as ``horovodrun`` would, and yield this rank's variables. Collective."""
-    from horovod.runner.common.util import hosts  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    from horovod.runner.http import http_server  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    hosts: Any = importlib.import_module("horovod.runner.common.util.hosts")
+    http_server: Any = importlib.import_module("horovod.runner.http.http_server")
 
     rank = process.place.rank
     names = agree("Horovod's hosts", socket.gethostname())
@@ -102,13 +102,13 @@ def _rendezvous(process: Process) -> Iterator[dict[str, str]]:
     try:
         port = agree("Horovod's server", port)[0]
         address = "127.0.0.1" if len(set(names)) == 1 else process.place.master_addr or names[0]
-        fields = "hostname rank size local_rank local_size cross_rank cross_size".split()
         yield {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            **{f"HOROVOD_{field.upper()}": str(getattr(slots[rank], field)) for field in fields},
+            # Such as HOROVOD_LOCAL_RANK.
+            **{f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slots[rank]).items()},
         }
     finally:
         agree("the end of Horovod's rendezvous", None)
