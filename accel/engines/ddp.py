@@ -235,7 +235,8 @@ class DDPGradients(AveragedGradients):
         are the parameters that got a gradient.
         """
         assert self.ddp is not None
-        engine, reducer = self.engine, self.ddp.reducer
+        engine = self.engine
+        reducer: Any = self.ddp.reducer
         missing = [index for index in self._trained if index not in indices]
         names = ", ".join(engine.names[index] for index in missing[:5])
         options = f"accel.{type(engine.options).__name__}(find_unused_parameters=True)"

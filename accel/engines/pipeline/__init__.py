@@ -9,9 +9,9 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from ...errors import BackendError, OptimizerError, PrecisionError
+from ...errors import BackendError, PrecisionError
 from ...precision import convert_module
 from ...process import Process
 from ...shard import Shard, StateEntry
@@ -21,7 +21,7 @@ from ..base.engine import Engine, lost_weights
 from ..base.gather import Item
 from ..base.gradients import Gradients, refuse_overlaps
 from ..base.holdings import Holdings
-from ..base.memory import MemoryUse, TensorSize
+from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options
 from ..base.placement import Placement, Placements
 from ..base.step import refuse_steps
@@ -31,11 +31,12 @@ from .stages import (
     check_batchnorm,
     check_module,
     concatenate,
+    fits,
     flatten,
+    is_sequential,
     micro_batches,
-    predict,
+    sizes_of,
     split,
-    split_rows,
     stages_of,
 )
 
@@ -87,9 +88,6 @@ class Elsewhere(Absent, nn.Parameter):
             return None
         return super().__torch_function__(func, types, args, kwargs)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Elsewhere({self.place}, shape={tuple(self.shape)})"
-
     def fetch(self, function: Any) -> None:
         raise BackendError(
             f"{name_of(function)} needs {self.place}. Read weights with "
@@ -114,11 +112,10 @@ class PipelineHoldings(Holdings):
         return True
 
     def has(self, name: str) -> bool:
-        """True if the parameter or buffer is on this rank."""
         return not self.stage_of or self._owner(name) == self._rank
 
     def _owner(self, name: str) -> int:
-        """Return the rank of a child's tensor. Tensors of the Sequential itself are on rank 0."""
+        # Parameters of the Sequential itself are on rank 0.
         return self.stage_of.get(name.partition(".")[0], 0)
 
     def partial(self, optimizer: Optimizer | None) -> bool:
@@ -182,15 +179,6 @@ class PipelineGradients(Gradients):
         super().__init__(engine)
         self.channel = Channel(engine.process, engine.label)
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        # Autograd would skip Recv, and the previous rank would wait for its message.
-        if self.engine.distributed:
-            raise BackendError(
-                "A pipeline can't compute gradients for some parameters only. "
-                "Use loss.backward() instead of torch.autograd.grad or backward(inputs=...)."
-            )
-        return parameter
-
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         if outermost and self.channel.in_backward:
             self.channel.fail("backward")
@@ -235,20 +223,20 @@ class PipelineEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        return predict(module, tensors, options.balance, world_size)
+        """Return the bytes of the largest stage."""
+        balance = options.balance
+        if not is_sequential(module) or not fits(balance, len(module._modules), world_size):
+            return None
+        stage_of = stages_of(split(module, balance, world_size))
+        uses: list[list[MemoryUse]] = [[] for _ in range(world_size)]
+        for tensor in tensors:
+            uses[stage_of.get(tensor.name.partition(".")[0], 0)].append(tensor.use())
+        return max(map(add_uses, uses), key=lambda use: use.total)
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """All ranks hold one model together."""
         return 0, 1
-
-    def attach(self, optimizer: Optimizer) -> None:
-        if self.distributed and isinstance(optimizer, LBFGS):
-            raise OptimizerError(
-                "LBFGS needs all parameters, but each rank of a pipeline has those of its stage. "
-                "Use an optimizer that treats parameters independently, such as AdamW."
-            )
-        super().attach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Take rank 0's weights, and keep this rank's stage. Collective."""
@@ -283,21 +271,21 @@ class PipelineEngine(Engine):
     def _forward(self, input: Any) -> Any:
         assert self.stage is not None
         tensors, form = flatten(input, "input")
-        rows = split_rows(tensors, self.options.chunks)
-        if len(rows) > 1:
+        sizes = sizes_of(tensors, self.options.chunks)
+        count = len(sizes)
+        if count > 1:
             check_batchnorm(self.module)
-        num_kept = {"always": 0, "except_last": 1, "never": len(rows)}[self.options.checkpoint]
-        keep = [number >= len(rows) - num_kept for number in range(len(rows))]
+        first_kept = {"always": count, "except_last": count - 1, "never": 0}
+        keep = [number >= first_kept[self.options.checkpoint] for number in range(count)]
         if not self.distributed:
-            batches = micro_batches(tensors, rows)
-            values = [put_back(form, batch) for batch in batches]
-            return concatenate(list(map(self.stage.run, values, keep)), rows)
+            values = [put_back(form, batch) for batch in micro_batches(tensors, sizes)]
+            return concatenate(list(map(self.stage.run, values, keep)), sizes)
         channel = self.gradients.channel
         # Evaluation may have a different loader, so its first batches are compared too.
         kind = "" if torch.is_grad_enabled() else "forward"
         channel.same.call(lambda: None, (tensors,), {}, kind)
         try:
-            return forward(channel, self.stage, tensors, form, rows, keep)
+            return forward(channel, self.stage, tensors, form, sizes, keep)
         except BaseException:
             channel.fail("forward")
             raise

@@ -28,7 +28,7 @@ from ...process.packing import bytes_of
 from ...trees import put_back
 from ..base.absent import refuse_second_derivatives
 from ..base.inputs import SameInputs
-from .stages import Rows, Stage, concatenate, flatten, micro_batches
+from .stages import Stage, concatenate, flatten, micro_batches
 
 #: The number of a forward, and of its micro-batch.
 Place = tuple[int, int]
@@ -226,11 +226,19 @@ class Join(Function):
 
 
 def forward(
-    channel: Channel, stage: Stage, tensors: Tensors, form: Any, rows: Rows, keep: Sequence[bool]
+    channel: Channel,
+    stage: Stage,
+    tensors: Tensors,
+    form: Any,
+    sizes: Sequence[int],
+    keep: Sequence[bool],
 ) -> Any:
-    """Return the last stage's output on every rank, given the batch. Collective.
+    """Return the last stage's output on every rank. Collective.
 
-    ``keep`` says for each micro-batch if its activations are kept for backward.
+    Args:
+        tensors: the batch, from which ``form`` makes the stage's input.
+        sizes: the sizes of the micro-batches.
+        keep: for each micro-batch, if its activations are kept for backward.
     """
     channel.num_forwards += 1
     is_last, grad = channel.rank == channel.last, torch.is_grad_enabled()
@@ -239,7 +247,7 @@ def forward(
         token, *tensors = _apply(Enter, channel, token, *tensors)
     tokens: list[torch.Tensor] = []
     outputs: list[Any] = []
-    for number, inputs in enumerate(micro_batches(tensors, rows)):
+    for number, inputs in enumerate(micro_batches(tensors, sizes)):
         place, end, batch_form = (channel.num_forwards, number), token, form
         if channel.rank > 0:
             inputs, batch_form = channel.receive(channel.rank - 1, place)
@@ -251,6 +259,6 @@ def forward(
             flat, out_form = flatten(output, f"the output of {stage.name}")
             end = _apply(Send, channel, place, out_form, end, *flat)
         tokens.append(end)
-    flat, out_form = flatten(concatenate(outputs, rows), "output") if is_last else ([], None)
+    flat, out_form = flatten(concatenate(outputs, sizes), "output") if is_last else ([], None)
     shared, out_form = channel.share("the output of a forward", channel.last, flat, out_form)
     return put_back(out_form, _apply(Join, channel, len(tokens), *tokens, *shared))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
@@ -14,12 +14,9 @@ from ...errors import BackendError
 from ...process.packing import is_dense
 from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.activations import run_again
-from ..base.memory import MemoryUse, TensorSize, add_uses
 
 Named = tuple[str, nn.Module]
 Balance = Sequence[int] | str
-#: The rows of each micro-batch. None is the full batch.
-Rows = list[slice | None]
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -49,42 +46,45 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
     return tensors, walk(visit, value, name)
 
 
-def split_rows(tensors: Sequence[torch.Tensor], chunks: int) -> Rows:
-    """Return the rows of at most ``chunks`` micro-batches, whose sizes differ by at most 1."""
-    sizes = {len(t) for t in tensors if t.dim()}
-    if chunks > 1 and len(sizes) != 1:
+def sizes_of(tensors: Sequence[torch.Tensor], chunks: int) -> list[int]:
+    """Return the sizes of at most ``chunks`` micro-batches. They differ by at most 1."""
+    rows = {len(t) for t in tensors if t.dim()}
+    if chunks > 1 and len(rows) != 1:
         raise BackendError(
             f"Pipeline(chunks={chunks}) splits inputs along dim 0, but their sizes there are "
-            f"{sorted(sizes)}. Give all inputs the batch as dim 0, or use chunks=1."
+            f"{sorted(rows)}. Give all inputs the batch as dim 0, or use chunks=1."
         )
-    count = min(chunks, *sizes) if sizes else 1
-    if count < 2:
-        return [None]
-    ends = [max(sizes) * i // count for i in range(count + 1)]
-    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+    size = max(rows, default=1)
+    count = max(1, min(chunks, size))
+    ends = [size * number // count for number in range(count + 1)]
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def micro_batches(tensors: Sequence[torch.Tensor], rows: Rows) -> list[list[torch.Tensor]]:
+def micro_batches(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> list[Sequence[torch.Tensor]]:
     """Return the tensors of each micro-batch. A tensor without dimensions is in all of them."""
-    return [[t if part is None or t.dim() == 0 else t[part] for t in tensors] for part in rows]
+    if len(sizes) == 1:
+        return [tensors]
+    columns = [t.split(list(sizes)) if t.dim() else [t] * len(sizes) for t in tensors]
+    return list(zip(*columns, strict=True))
 
 
-def concatenate(outputs: Sequence[Any], rows: Rows) -> Any:
+def concatenate(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return the output for the batch, given the outputs for its micro-batches."""
     if len(outputs) == 1:
         return outputs[0]
-    columns: list[list[torch.Tensor]] = []
-    for output, part in zip(outputs, rows, strict=True):
+    rows: list[list[torch.Tensor]] = []
+    form = None
+    for output, size in zip(outputs, sizes, strict=True):
         tensors, form = flatten(output, "output")
-        size = part.stop - part.start if part is not None else 0
+        rows.append(tensors)
         if any(t.dim() == 0 or len(t) != size for t in tensors):
-            shapes = [tuple(t.shape) for t in tensors]
             raise BackendError(
-                f"The output for {size} samples has shapes {shapes}, but Pipeline(chunks > 1) "
-                "needs one row for each sample. Use chunks=1."
+                f"Pipeline(chunks > 1) needs an output with {size} rows for {size} samples, "
+                f"but shapes are {[tuple(t.shape) for t in tensors]}. Use chunks=1."
             )
-        columns.append(tensors)
-    return put_back(form, [torch.cat(column) for column in zip(*columns, strict=True)])
+    return put_back(form, [torch.cat(column) for column in zip(*rows, strict=True)])
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -140,22 +140,6 @@ def split(module: nn.Module, balance: Balance, world_size: int) -> list[list[Nam
     return [list(itertools.islice(rest, count)) for count in balance]
 
 
-def predict(
-    module: nn.Module, tensors: Iterable[TensorSize], balance: Balance, world_size: int
-) -> MemoryUse | None:
-    """Return the bytes of the largest stage, or None if there can't be so many stages."""
-    count = len(module._modules)
-    if not is_sequential(module) or count < world_size:
-        return None
-    if not isinstance(balance, str) and (len(balance), sum(balance)) != (world_size, count):
-        balance = "size"
-    stage_of = stages_of(split(module, balance, world_size))
-    uses: list[list[MemoryUse]] = [[] for _ in range(world_size)]
-    for tensor in tensors:
-        uses[stage_of.get(tensor.name.partition(".")[0], 0)].append(tensor.use())
-    return max(map(add_uses, uses), key=lambda use: use.total)
-
-
 def stages_of(stages: Sequence[Sequence[Named]]) -> dict[str, int]:
     """Return the number of the stage of each child."""
     return {name: number for number, stage in enumerate(stages) for name, _ in stage}
@@ -169,6 +153,13 @@ def is_sequential(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
+def fits(balance: Balance, count: int, world_size: int) -> bool:
+    """True if ``count`` children can be divided into a stage for each rank."""
+    if isinstance(balance, str):
+        return count >= world_size
+    return len(balance) == world_size and sum(balance) == count
+
+
 def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
     """Raise BackendError if the module can't be split into stages."""
     if not is_sequential(module):
@@ -177,13 +168,10 @@ def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
             'Write the model as nn.Sequential, or use backend="fsdp".'
         )
     count = len(module._modules)
-    fits = count >= world_size
-    if not isinstance(balance, str) and world_size > 1:
-        fits = (len(balance), sum(balance)) == (world_size, count)
-    if not fits:
+    if world_size > 1 and not fits(balance, count, world_size):
         raise BackendError(
             f"Pipeline(balance={balance!r}) doesn't fit {count} children and {world_size} ranks. "
-            "Give a number of children for each rank, flatten nested Sequentials, or use fewer ranks."
+            "Give the number of children on each rank, or flatten nested Sequentials."
         )
     if world_size > 1:
         _check_tied(split(module, balance, world_size))

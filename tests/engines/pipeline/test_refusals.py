@@ -52,8 +52,6 @@ def refused_setups() -> None:
         with pytest.raises(accel.BackendError, match=next(iter(options))):
             accel.Pipeline(**options)
     raw = net()
-    with pytest.raises(accel.OptimizerError, match="LBFGS"):
-        accel.setup(raw, torch.optim.LBFGS(raw.parameters()), backend="pipeline")
     raw(batch(0)[0])
 
 
@@ -77,7 +75,7 @@ def refused_forwards() -> None:
     module = net(nn.BatchNorm1d(16))
     refuse("2 would normalize each micro-batch", module, x, chunks=2)
     refuse("splits inputs along dim 0", net(), [x, x[:3]], chunks=2)
-    refuse(r"input\['x'\] \(set\)", net(), {"x": {1}})
+    refuse(r"\(set\) to other ranks", net(), {"x": {1}})
     refuse("can't send input", net(), x.to_sparse())
     model, optimizer, _ = accel.setup(net(), None, None, backend="pipeline")
     with pytest.raises(TypeError):
@@ -88,14 +86,9 @@ def refused_forwards() -> None:
     for use in uses:
         with pytest.raises(accel.BackendError, match="which is on rank . of the pipeline"):
             list(map(use, raw.parameters()))
-    penalised = x.clone().requires_grad_()
-    asked: dict[str, tuple[list[Any], dict[str, Any]]] = {
-        "gradient penalties": ([penalised], {"create_graph": True}),
-        "gradients for some parameters only": ([*raw.parameters()], {"allow_unused": True}),
-    }
-    for match, (inputs, how) in asked.items():
-        with pytest.raises(accel.BackendError, match=match):
-            torch.autograd.grad(model(penalised).sum(), inputs, **how)
+    penalized = x.clone().requires_grad_()
+    with pytest.raises(accel.BackendError, match="gradient penalties"):
+        torch.autograd.grad(model(penalized).sum(), penalized, create_graph=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(x).mean()).backward()
     with pytest.raises(accel.PrecisionError, match="GradScaler"):
