@@ -9,9 +9,9 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
-from ...errors import BackendError, PrecisionError
+from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import convert_module
 from ...process import Process
 from ...shard import Shard, StateEntry
@@ -237,6 +237,14 @@ class PipelineEngine(Engine):
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """All ranks hold one model together."""
         return 0, 1
+
+    def attach(self, optimizer: Optimizer) -> None:
+        if self.distributed and isinstance(optimizer, LBFGS):
+            raise OptimizerError(
+                "LBFGS needs all parameters, but a rank of a pipeline has those of its stage. "
+                "Use an optimizer that treats parameters independently, such as AdamW."
+            )
+        super().attach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Take rank 0's weights, and keep this rank's stage. Collective."""

@@ -52,6 +52,8 @@ def refused_setups() -> None:
         with pytest.raises(accel.BackendError, match=next(iter(options))):
             accel.Pipeline(**options)
     raw = net()
+    with pytest.raises(accel.OptimizerError, match="LBFGS"):
+        accel.setup(raw, torch.optim.LBFGS(raw.parameters()), backend="pipeline")
     raw(batch(0)[0])
 
 
