@@ -48,28 +48,17 @@ def load() -> Any:
 
 
 def start(process: Process) -> None:
-    """Start Horovod on all ranks, unless the program has started it. Collective.
-
-    Raises:
-        LaunchError: on all ranks, if Horovod doesn't start or has different ranks.
-    """
-    hvd, place, problem = load(), process.place, ""
-    running = agree("the state of Horovod", bool(hvd.is_initialized()))
-    try:
-        if not any(running):
-            _initialize(hvd, process)
-        if not all(running) and any(running):
-            problem = "hvd.init() was called on some ranks only"
-        elif (hvd.rank(), hvd.size()) != (place.rank, place.world_size):
-            problem = f"Horovod has rank {hvd.rank()} of {hvd.size()}"
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    for rank, text in enumerate(agree("the start of Horovod", problem)):
-        if text:
-            raise LaunchError(
-                f"Horovod did not start on rank {rank} of {place.world_size}: {text}. "
-                "Use horovodrun or torchrun, and leave hvd.init() to accel."
-            )
+    """Start Horovod on all ranks, unless the program has started it. Collective."""
+    hvd = load()
+    if not any(agree("the state of Horovod", bool(hvd.is_initialized()))):
+        _initialize(hvd, process)
+    place = (hvd.rank(), hvd.size()) if hvd.is_initialized() else None
+    places = agree("the start of Horovod", place)
+    if places != [(rank, len(places)) for rank in range(len(places))]:
+        raise LaunchError(
+            f"Horovod's ranks and sizes are {places} on the {len(places)} ranks of accel. "
+            "Use horovodrun or torchrun, and leave hvd.init() to accel."
+        )
 
 
 def _initialize(hvd: Any, process: Process) -> None:

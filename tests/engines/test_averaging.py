@@ -96,41 +96,6 @@ def test_a_rank_without_a_backward_takes_part() -> None:
     assert run(2, one_rank_has_nothing) == [[[0.5, 0.5]]] * 2
 
 
-def freeze_while_gradients_wait() -> tuple[list[Any], list[Any]]:
-    def train(step: Any, model: nn.Module, optimizer: Any) -> list[Any]:
-        first, second = list(model.parameters())
-        for freeze in (False, True, False):
-            step(model, 0)
-            second.requires_grad_(not freeze)
-            step(model, 1)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [first.tolist(), second.tolist()]
-
-    def data(rank: int, micro: int) -> torch.Tensor:
-        return torch.full((2, 3), float(1 + rank + 2 * micro))
-
-    def in_one_process(model: nn.Module, micro: int) -> None:
-        (sum(model(data(r, micro)).square().mean() for r in range(2)) / 2).backward()
-
-    def on_ranks(model: nn.Module, micro: int) -> None:
-        model(data(accel.rank(), micro)).square().mean().backward()
-
-    torch.manual_seed(1)
-    raw, alone = nn.Linear(3, 2), nn.Linear(3, 2)
-    alone.load_state_dict(raw.state_dict())
-    expected = train(in_one_process, alone, torch.optim.SGD(alone.parameters(), 0.01, 0.9))
-    with known():
-        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.01, 0.9), backend="deferred")
-        return train(on_ranks, model, optimizer), expected
-
-
-def test_freezing_loses_no_gradient_that_waits() -> None:
-    for found, expected in run(2, freeze_while_gradients_wait):
-        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=0, atol=1e-6)
-        torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), rtol=0, atol=1e-6)
-
-
 def around_the_handle() -> tuple[list[Any], list[Any], float, float]:
     torch.manual_seed(2)
     raw = nn.Linear(3, 1)
