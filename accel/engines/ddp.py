@@ -173,7 +173,7 @@ class DDPGradients(AveragedGradients):
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         """Average what the reducer missed. Collective if the backward has completed."""
-        if not outermost:
+        if not outermost or self._look is _NOTHING:
             return
         waits = False
         if self.armed:
