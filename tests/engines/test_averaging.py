@@ -13,7 +13,7 @@ from torch import nn
 import accel
 from accel.engines import ENGINES
 from accel.engines._averaging import AveragingEngine, AveragingOptions
-from tests.distributed import refusals, run
+from tests.distributed import run
 from tests.engines.matrix import cells_of, check_cells
 
 
@@ -78,24 +78,6 @@ def test_a_rank_without_a_gradient_counts_as_zero_and_what_no_rank_used_does_not
     assert first["moved"] == ["left.weight", "left.bias", "right.weight", "right.bias"]
 
 
-def one_rank_has_nothing() -> list[Any]:
-    torch.manual_seed(0)
-    raw = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(raw.weight)
-    with known():
-        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 1.0), backend="deferred")
-        start = raw.weight.detach().clone()
-        out = model(torch.ones(1, 2))
-        if accel.rank() == 1:
-            out.sum().backward()
-        optimizer.step()
-        return (start - raw.weight.detach()).tolist()
-
-
-def test_a_rank_without_a_backward_takes_part() -> None:
-    assert run(2, one_rank_has_nothing) == [[[0.5, 0.5]]] * 2
-
-
 def around_the_handle() -> tuple[list[Any], list[Any], float, float]:
     torch.manual_seed(2)
     raw = nn.Linear(3, 1)
@@ -156,17 +138,3 @@ def buffers() -> tuple[float, float]:
 def test_buffers_are_those_of_rank_0_after_a_step() -> None:
     (first, same), (second, taken) = run(2, buffers)
     assert first == same == taken != second
-
-
-def sparse() -> None:
-    raw = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
-    with known():
-        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="deferred")
-        if accel.rank() == 0:
-            model(torch.tensor([1])).sum().backward()
-        optimizer.step()
-
-
-def test_sparse_gradients_are_refused_on_every_rank() -> None:
-    for message in refusals(2, sparse, error="BackendError"):
-        assert "sparse gradients of 0.weight" in message

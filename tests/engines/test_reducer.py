@@ -114,19 +114,6 @@ def test_a_mask_that_differs_ends_every_rank_and_none_steps() -> None:
     assert max(first.seconds, second.seconds) < 50  # the group's own timeout is 60 s
 
 
-def freeze_differently() -> None:
-    raw = net()
-    model = accel.setup(raw).model
-    raw[accel.rank() * 3].weight.requires_grad_(False)  # type: ignore[union-attr]
-    model(data(0, 0))
-
-
-def test_masks_that_change_differently_are_named() -> None:
-    for message in refusals(2, freeze_differently, error="RankMismatchError", breaks=True):
-        assert "0.weight" in message
-        assert "[1]" in message
-
-
 def pending_at_refresh() -> None:
     raw = net()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))

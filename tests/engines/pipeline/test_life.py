@@ -20,39 +20,6 @@ from tests.faults import Fault
 from tests.models import FailingBackward, sgd
 
 
-def half_precision(precision: str, chunks: int) -> float:
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    raw, plain = net(), net()
-    model, optimizer, _ = accel.setup(
-        raw, sgd(raw), backend=accel.Pipeline(chunks=chunks, checkpoint="always"), precision=precision
-    )
-    plain.to(dtype)
-    reference = sgd(plain)
-    for step in range(4 if chunks == 1 else 1):
-        x, y = batch(step)
-        for m, o in ((model, optimizer), (plain, reference)):
-            o.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=m is plain and precision == "bf16-mixed"):
-                out = m(x.to(dtype))
-            F.mse_loss(out.float(), y).backward()
-            o.step()
-        assert model(x).dtype is torch.float32
-    accel.teardown(model)
-    assert {p.dtype for p in raw.parameters()} == {torch.float32}
-    return apart(raw, plain)
-
-
-def all_half_precisions() -> None:
-    for precision in ("bf16-mixed", "bf16-true"):
-        assert half_precision(precision, 1) < 1e-6
-        assert half_precision(precision, 3) < 2e-3
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_half_precision(world: int) -> None:
-    run(world, all_half_precisions)
-
-
 def fp16() -> float:
     """The loss is scaled on every stage alike, and an overflow in one stage skips the step in all."""
     raw, plain = net(), net()

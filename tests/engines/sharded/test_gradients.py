@@ -110,22 +110,6 @@ def test_rank_dependent_branches_dtypes_layouts_and_optimizers(
         assert max(found) <= 1e-5
 
 
-def norms(kind: float) -> list[float]:
-    raw, reference = net(), net()
-    model, _ = sharded(raw, adamw(raw.parameters()))
-    loss_of(model, data(0, accel.rank())).backward()
-    loss_of(reference, everywhere(0)).backward()
-    pairs = [(accel.clip_grad_norm_(model, 1e9, kind), nn.utils.clip_grad_norm_(reference.parameters(), 1e9, kind))]
-    pairs.append((accel.clip_grad_norm_(model, 1e9, kind), pairs[0][1]))
-    return [float((a - b).abs() / b) for a, b in pairs]
-
-
-@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, float("inf")])
-def test_norms(kind: float) -> None:
-    for found in run(2, norms, kind):
-        assert max(found) <= 1e-5
-
-
 def buffers() -> bool:
     raw = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     expected = copy.deepcopy(raw[1]).train()
