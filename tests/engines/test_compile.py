@@ -242,7 +242,6 @@ def test_a_compiled_pipeline_calls_its_children() -> None:
         raw = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         expected = raw(rows(0, 8, 4))
         before = accel.setup(compiled(raw), backend="pipeline").model
-        after = compiled(before)
-        assert after is before or not hasattr(before, "_orig_mod")
+        assert compiled(before) is before
         assert torch.equal(before(rows(0, 8, 4)), expected)
         accel.teardown(before)

@@ -47,27 +47,25 @@ class Pipeline(Options):
 
     Args:
         balance: the number of children in each stage, or "size" to give the stages about equally
-            many bytes of parameters. None is "size".
+            many bytes of parameters.
         chunks: the number of micro-batches, which are split along dim 0, so that stages work at the
             same time. Smaller batches have fewer.
         checkpoint: the micro-batches whose activations are computed again in backward.
     """
 
-    balance: Sequence[int] | Literal["size"] | None = None
+    balance: Sequence[int] | Literal["size"] = "size"
     chunks: int = 1
     checkpoint: Literal["always", "except_last", "never"] = "except_last"
 
     choices = {"checkpoint": ("always", "except_last", "never")}
 
     def check_values(self) -> None:
-        balance: Any = "size" if self.balance is None else self.balance
-        if isinstance(balance, list | tuple):
-            balance = tuple(balance)
-            valid = bool(balance) and all(type(count) is int and count > 0 for count in balance)
-        else:
-            valid = balance == "size"
+        if isinstance(self.balance, list):
+            object.__setattr__(self, "balance", tuple(self.balance))
+        counts: Any = self.balance if isinstance(self.balance, tuple) else ()
+        valid = all(type(count) is int and count > 0 for count in counts)
+        valid &= self.balance == "size" or bool(counts)
         self.expect("balance", valid, 'the number of children in each stage, or "size"')
-        object.__setattr__(self, "balance", balance)
 
 
 # -- parameters and optimizer state ---------------------------------------------------------------
@@ -180,8 +178,10 @@ class PipelineGradients(Gradients):
         self.channel = Channel(engine.process, engine.label)
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        if outermost and self.channel.in_backward:
-            self.channel.fail("backward")
+        if outermost:
+            if self.channel.in_backward and not completed:
+                self.channel.fail("backward")
+            self.channel.in_backward = False
         super().backward_ends(completed, outermost)
 
     def parts(
@@ -253,7 +253,7 @@ class PipelineEngine(Engine):
             children: Any = list(self.module._modules.items())
             if self.distributed:
                 place = self.process.place
-                stages = split(self.module, self.options.balance or "size", place.world_size)
+                stages = split(self.module, self.options.balance, place.world_size)
                 self.holdings.divide(stages_of(stages))
                 children = stages[place.rank]
                 for _, child in children if self.reads else ():

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch.autograd import Function
 
 from ...errors import RankMismatchError
-from ...gradients.hooks import at_end_of_backward
 from ...process import Process, end_groups, ended
 from ...process.control import Waiting, agree
 from ...process.packing import bytes_of
@@ -54,7 +53,7 @@ class Channel:
         self.num_forwards = 0
         #: Compares the batches of the first forwards, and the gradients of their outputs.
         self.same = SameInputs(label, 0)
-        #: True while a backward runs, and after a backward that failed.
+        #: True while a backward runs.
         self.in_backward = False
         self._waiting = Waiting(process, "a message of a pipeline")
 
@@ -115,14 +114,9 @@ class Channel:
         """Compare the gradients of an output between ranks, the first times. Collective then."""
         self.same.call(lambda: None, tuple(grads), {}, "backward")
         self.in_backward = True
-        at_end_of_backward(self._finish_backward)
-
-    def _finish_backward(self) -> None:
-        self.in_backward = False
 
     def fail(self, what: str) -> None:
         """End the process groups after an exception, because other ranks wait for messages."""
-        self.in_backward = False
         if not ended():
             error = sys.exc_info()[1]
             reason = f"{type(error).__name__}: {error}"

@@ -180,7 +180,7 @@ def failures(where: str) -> None:
 
 def not_a_row_for_each_sample() -> None:
     model = accel.setup(nn.Sequential(nn.Linear(6, 6), Total()), backend=accel.Pipeline(chunks=2)).model
-    with pytest.raises(accel.AccelError, match="one row for each sample"):
+    with pytest.raises(accel.AccelError, match="an output with 3 rows"):
         model(batch(0)[0])
 
 
