@@ -1,4 +1,4 @@
-"""What stages send each other, and what the host reads of the device meanwhile."""
+"""What stages send each other."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from accel.engines.pipeline.passes import Channel
 from tests.distributed import live_tensors, run
 from tests.engines.pipeline.training import apart, batch, net, one_step
 from tests.models import sgd
-
-# -- reads of the device ----------------------------------------------------------------------------------------------
-
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
