@@ -133,6 +133,7 @@ class HorovodEngine(AveragingEngine):
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         if self.distributed:
+            # Before the weights of rank 0 are sent, so that a failed start changes nothing.
             start(self.process)
         super().start(optimizers)
 

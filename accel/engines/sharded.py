@@ -171,6 +171,7 @@ class ShardedGradients(Gradients):
         parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
         what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
         if optimizer in owners.optimizers:
+            # A loop may have assigned `p.data`, as it does to evaluate averaged weights.
             owners.refresh(moved_only=True)
             owners.add(optimizer)  # A group may have been added after setup.
             self._stepped = self._reduce(what, parameters, owners.rank_of)
@@ -188,6 +189,7 @@ class ShardedGradients(Gradients):
         Return the parameters that have a gradient on any rank. ``what`` is for messages.
         """
         what = f"{what} ({self.engine.label})"
+        # A rank may have run no backward, if its batch had nothing to train on.
         by_rank = agree(what, (held_here(parameters), self.buffers.stale))
         if any(stale for _, stale in by_rank):
             self.buffers.synchronize()

@@ -252,6 +252,7 @@ class PipelineEngine(Engine):
         if self.stage is None:
             children: Any = list(self.module._modules.items())
             if self.distributed:
+                # From here on a checkpoint, state_dict() and teardown() gather the stages.
                 place = self.process.place
                 stages = split(self.module, self.options.balance, place.world_size)
                 self.holdings.divide(stages_of(stages))

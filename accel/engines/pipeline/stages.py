@@ -150,6 +150,7 @@ def stages_of(stages: Sequence[Sequence[Named]]) -> dict[str, int]:
 
 def is_sequential(module: nn.Module) -> bool:
     """True if the module only calls its children in order."""
+    # A subclass may have a forward of its own, such as one that returns features too.
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
