@@ -61,7 +61,6 @@ class DPEngine(Engine):
     def wrap(self) -> None:
         self._parallel: nn.Module = self.entry
         devices = self.process.devices
-        # torch's DataParallel over one device would still copy the module in each forward.
         if len(devices) > 1:
             self._parallel = Replicas(self.entry, devices)
         else:
