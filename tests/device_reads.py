@@ -42,6 +42,8 @@ _DISPATCHING = tuple(
 )
 #: What the ranks tell each other travels between hosts, by gloo: these read no device.
 _HOST = ("accel/process/packing.py", "accel/process/control.py", "accel/process/hangs.py", "accel/process/startup.py")
+#: ``send_object_list`` over gloo.
+_HOST += ("torch/distributed/distributed_c10d.py",)
 
 
 def _place(frame: FrameType | None) -> str:

@@ -1,4 +1,4 @@
-"""Engines that leave gradients alone until they are needed, and then average all of them together."""
+"""Gradients that accel averages itself, if nothing else has reduced them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from ..gradients.totals import average_gradients_
 from .base.engine import Engine
-from .base.gradients import Gradients
+from .base.gradients import Gradients, refuse_inside_backward
 from .base.options import LayerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(LayerOptions):
-    """Options of every such engine.
+    """Options of ``horovod`` and ``xla``.
 
     Args:
         broadcast_buffers: all ranks take rank 0's buffers once a step.
@@ -29,14 +29,14 @@ class AveragingOptions(LayerOptions):
 
 
 class AveragedGradients(Gradients):
-    """Averages gradients in flat pieces at the step, in clipping and in ``teardown``.
+    """Gradients that are averaged at the step, in clipping and in ``teardown``.
 
-    So every way to accumulate them is right. A rank without a gradient that a different rank has
-    counts as zero.
+    Until then they are this rank's own, so every way to accumulate them is right. A missing
+    gradient counts as zero. Averaging again is harmless, because equal gradients stay equal.
     """
 
     reduced = deferred = True
-    engine: AveragingEngine
+    engine: Any
 
     #: True if gradients are known to be equal on all ranks.
     final = False
@@ -45,7 +45,6 @@ class AveragedGradients(Gradients):
         super().__init__(engine)
         #: The optimizers that have stepped since a backward.
         self.stepped: set[int] = set()
-        self._num_steps = 0
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         self.final = False
@@ -58,28 +57,36 @@ class AveragedGradients(Gradients):
         return any(p.grad is not None for p in self.engine.parameters)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Average all gradients on every rank: a rank without any must take part for the others."""
-        engine = self.engine
-        if not engine.distributed:
+        """Average all gradients, on a rank that has none too. Collective."""
+        if not self.engine.distributed:
             return
+        is_first = False
         if optimizer is not None:
-            self._num_steps += 1
-            # Before a second step without a backward, a loop may have assigned gradients.
-            self.final = self.final and id(optimizer) not in self.stepped
+            if torch._C._current_graph_task_id() != -1:
+                refuse_inside_backward()
+            if id(optimizer) in self.stepped:
+                # No backward came since its last step, so the loop may have assigned gradients.
+                self.final = False
+            is_first = not self.stepped
             self.stepped.add(id(optimizer))
-        if self.final:
-            return
-        what = f"the reduction of gradients ({engine.label}, step {self._num_steps})"
+        averaged = not self.final and self.average()
+        # A rank without gradients knows only by `averaged` that others have some.
+        if self.buffers.wanted and (averaged if self.deferred else is_first):
+            self.buffers.synchronize()
+
+    def average(self) -> bool:
+        """Average all gradients. Return True if there is one on any rank. Collective."""
+        engine = self.engine
+        what = f"the reduction of gradients ({engine.label})"
         averaged = average_gradients_(
             what, engine.parameters, engine.names, self.process, engine.add
         )
         self.final = True
-        if averaged:
-            self.buffers.synchronize()
+        return averaged
 
 
 class AveragingEngine(Engine):
-    """Runs the module as it is."""
+    """Runs the module as it is, and averages gradients before a step."""
 
     options: Any
     gradients_type = AveragedGradients
@@ -91,5 +98,6 @@ class AveragingEngine(Engine):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self.gradients.stepped and torch.is_grad_enabled():
-            self.gradients.final = False  # a loop may assign gradients from torch.autograd.grad
+            # The loop may assign gradients of torch.autograd.grad.
+            self.gradients.final = False
         return function(*args, **kwargs)

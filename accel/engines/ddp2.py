@@ -13,11 +13,11 @@ from .dp import Replicas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDP2(DDP):
-    """Options of ``ddp2``: those of ``accel.DDP``. ``sync_batchnorm`` needs one device per process.
+    """Options of ``ddp2``: those of ``accel.DDP``.
 
-    Start one process on each node. It splits its batch over all devices of the node and gathers the outputs, so that
-    the loss sees the node's whole batch. Gradients are averaged over the nodes. With fewer than two devices in each
-    process it is ``ddp``.
+    Start one process on each node. It splits its batch over all devices of the node and gathers the
+    outputs, so the loss sees the node's full batch. Gradients are averaged over the nodes. With
+    fewer than two devices in each process it is ``ddp``.
     """
 
 
@@ -31,12 +31,11 @@ class DDP2Engine(DDPEngine):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         super().check(module, options, process)
-        if options.sequence_parallel > 1:
-            raise BackendError(f"backend {cls.name!r} has no sequence_parallel. Use backend='ddp'.")
-        if options.sync_batchnorm and len(process.devices) > 1:
+        several = len(process.devices) > 1
+        if options.sequence_parallel > 1 or (options.sync_batchnorm and several):
             raise BackendError(
-                "DDP2(sync_batchnorm=True) can't run in the replicas of a DataParallel. Start one process for each "
-                "device with backend=accel.DDP(sync_batchnorm=True)."
+                "DDP2 can't have sequence_parallel, or sync_batchnorm with several devices in a "
+                "process. Start one process for each device with backend=accel.DDP(...)."
             )
 
     def wrap(self) -> None:

@@ -25,7 +25,7 @@ class DP(LayerOptions):
 
 @final
 class Replicas(nn.DataParallel[nn.Module]):
-    """``nn.DataParallel`` with activation checkpointing, and with the caller's autocast dtype in its threads."""
+    """``nn.DataParallel`` whose threads have the caller's autocast dtype."""
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         super().__init__(module, list(devices), devices[0])
@@ -48,7 +48,7 @@ class Replicas(nn.DataParallel[nn.Module]):
 
 @final
 class DPEngine(Engine):
-    """Splits each batch over the devices and gathers the outputs on the first one, which has the weights."""
+    """Splits each batch over the devices, and gathers the outputs on the first device."""
 
     name = "dp"
     options_type = DP

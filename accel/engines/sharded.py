@@ -1,9 +1,9 @@
-"""``sharded``: optimizer state and final gradients are divided by parameter, as in fairscale's OSS.
+"""``sharded``: optimizer state and final gradients are sharded by parameter, as in fairscale's OSS.
 
-OSS chooses an owner rank for each parameter, keeps the weights in flat buffers, and broadcasts them
+OSS chooses the rank that owns a parameter, keeps the weights in flat buffers, and broadcasts them
 after a step. accel reduces each gradient to its owner before the step, and the user's own optimizer
-steps the parameters that have a gradient. OSS's ``step``, ``clip_grad_norm`` and ``state_dict``,
-and ShardedDataParallel, are wrong if a loop freezes parameters or keeps gradients.
+steps the parameters that have a gradient. OSS's own ``step`` and ``clip_grad_norm``, and
+ShardedDataParallel, are wrong if a loop freezes parameters or accumulates gradients.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from torch.optim import LBFGS, Optimizer
 from ..gradients.totals import held_by_any, held_here
 from ..process import Process
 from ..process.control import agree
-from ..process.packing import average_, reduce_to_owners
+from ..process.packing import average_, broadcast_from_owners, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry, parameters_of
 from .base.engine import Engine
-from .base.gradients import Gradients, other_parameters, refuse_overlaps, refuse_scripts
+from .base.gradients import Gradients, refuse_overlaps, refuse_scripts
 from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
 from .base.placement import Placement, Placements
+from .base.step import refuse_steps
 from .base.versions import check_version
 
 if TYPE_CHECKING:
-    from ._oss import Shards
+    from ._oss import FlatOSS
 
 logger = logging.getLogger("accel")
 
@@ -50,6 +51,78 @@ class Sharded(SequenceOptions):
     broadcast_buffers: bool = True
 
 
+# -- owners -------------------------------------------------------------------------------------
+
+
+@final
+class Owners:
+    """The rank that steps each parameter, by the parameter's ``id``.
+
+    Parameters that become trainable later get an OSS of their own, so no optimizer state moves.
+    """
+
+    def __init__(self, engine: ShardedEngine) -> None:
+        self.rank_of: dict[int, int] = {}
+        #: The optimizers that step only the parameters of this rank.
+        self.optimizers: set[Optimizer] = set()
+        self._engine = weakref.proxy(engine)
+        self._rank = engine.process.place.rank
+        #: The number of elements that each rank owns.
+        self._loads = [0] * engine.process.place.world_size
+        self._parts: list[FlatOSS] = []
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Give owners to an optimizer's trainable parameters that have none. Local."""
+        known = self._engine.known
+        new = {
+            id(p): p
+            for p in parameters_of(optimizer)
+            if p.requires_grad and id(p) not in self.rank_of and id(p) in known
+        }
+        if not new or optimizer not in self.optimizers:
+            return
+        with unseen_group():
+            from ._oss import FlatOSS
+        ranks = sorted(range(len(self._loads)), key=self._loads.__getitem__)
+        # From large to small, which balances best.
+        part = FlatOSS(sorted(new.values(), key=lambda p: -p.numel()), optimizer, ranks)
+        self._parts.append(part)
+        self.rank_of |= part.rank_of
+        for key, rank in part.rank_of.items():
+            self._loads[rank] += new[key].numel()
+        self._engine.holdings.drop_others(optimizer)
+
+    def refresh(self, *, moved_only: bool = False) -> None:
+        """Apply a change of ``requires_grad``, or of the parameters' memory. Local."""
+        for part in self._parts:
+            if not moved_only or part.moved():
+                part.refresh_trainable()
+
+    @torch.no_grad()
+    def broadcast(self, stepped: Iterable[nn.Parameter]) -> None:
+        """Give every rank the owners' values of ``stepped`` parameters. Collective."""
+        rest = {id(p): p for p in stepped if id(p) in self.rank_of}
+        for part in self._parts:
+            if part.rank_of.keys().isdisjoint(rest):
+                continue
+            part._broadcast_params()
+            received = [p for p in part.flat if self.rank_of[id(p)] != self._rank]
+            # backward() of a graph from before the step must raise on all ranks.
+            torch.autograd.graph.increment_version(received)
+            for parameter in part.flat:
+                rest.pop(id(parameter), None)
+        # Parameters in channels_last are in no buffer, and frozen ones that have a gradient.
+        by_owner: list[list[torch.Tensor]] = [[] for _ in self._loads]
+        for key, parameter in rest.items():
+            by_owner[self.rank_of[key]].append(parameter)
+        broadcast_from_owners(by_owner, self._rank, None)
+
+    def release(self) -> None:
+        """Give each parameter memory of its own again."""
+        for part in self._parts:
+            part.release()
+
+
 # -- gradients ----------------------------------------------------------------------------------
 
 
@@ -58,143 +131,102 @@ class ShardedGradients(Gradients):
     """Gradients that stay on their rank until a step or clipping, and then are on their owner.
 
     ``p.grad`` is this rank's share, and the gradient is the mean of the ranks' shares. A missing
-    share is zero. A step or clipping leaves the gradient itself on the owner, and None on the other
-    ranks. The owner multiplies it by the number of ranks, which makes it a share again, before
-    anything is added to it.
+    share is zero. A step or clipping leaves the final gradient on the owner, and None on the other
+    ranks. Before a backward adds to it, the owner multiplies it by the number of ranks. That makes
+    it a share again.
     """
 
     reduced = deferred = True
     engine: ShardedEngine
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
-        #: The owners of the parameters of each optimizer that can be split.
-        self.shards: dict[Optimizer, Shards] = {}
-        self.loads = [0] * self._world
-        #: The parameters whose gradient, not a share, is on this rank, their owner. By ``id``.
-        self._final: dict[int, tuple[nn.Parameter, weakref.ref[torch.Tensor]]] = {}
-        #: The parameters that an optimizer is stepping, until the other ranks have the new values.
-        self.stepped: dict[Optimizer, list[nn.Parameter]] = {}
-
-    @property
-    def _names(self) -> dict[int, str]:
-        names: dict[int, str] = self.engine.holdings.parameter_names
-        return names
+        self.owners = Owners(engine)
+        #: The parameters whose gradient is final, by their ``id``. Equal on all ranks.
+        self._final: dict[int, nn.Parameter] = {}
+        #: The parameters that an optimizer is stepping.
+        self._stepped: list[nn.Parameter] = []
 
     def backward_begins(self) -> None:
-        """Make this rank's final gradients shares, because a backward is about to add to them."""
+        """Make this rank's final gradients shares, because a backward may add to them."""
         super().backward_begins()
-        gradients = [parameter.grad for parameter, _ in self._final.values()]
-        _multiply([g for g in gradients if g is not None], self._world)
+        rank_of = self.owners.rank_of
+        _multiply([p for key, p in self._final.items() if rank_of[key] == self._rank], self._world)
         self._final.clear()
         self.buffers.touch()
 
     def pending(self) -> bool:
-        """Return True, because only the ranks together know who has a gradient."""
+        """Return True, because only the ranks together know if there is a gradient."""
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        if not self.engine.distributed:
+        engine, owners = self.engine, self.owners
+        if not engine.distributed:
             return
         if optimizer is None:
-            self._reduce("the gradients", self.engine.parameters, {})
+            self._reduce("the reduction of gradients", engine.parameters, {})
+            return
+        # An optimizer that setup has not seen may hold parameters of other models too.
+        parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
+        what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
+        if optimizer in owners.optimizers:
+            # A loop may have assigned `p.data`, as it does to evaluate averaged weights.
+            owners.refresh(moved_only=True)
+            owners.add(optimizer)  # A group may have been added after setup.
+            self._stepped = self._reduce(what, parameters, owners.rank_of)
         else:
-            self._settle_step(optimizer)
-
-    def _settle_step(self, optimizer: Optimizer) -> None:
-        # setup may not have seen the optimizer, which then may hold parameters of other models.
-        parameters = [p for p in parameters_of(optimizer) if id(p) in self._names]
-        number = [*self.engine.steppers, id(optimizer)].index(id(optimizer))
-        details = f"(optimizer {number}, {len(parameters)} parameters)"
-        what = f"a step of {type(optimizer).__name__} {details}"
-        shards = self.shards.get(optimizer)
-        if shards is None:
             self._reduce(what, parameters, {})
-        else:
-            self.stepped[optimizer] = self._reduce(what, parameters, shards.owner, shards)
+
+    def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
+        self._reduce(what, self.engine.parameters, self.owners.rank_of)
 
     def _reduce(
-        self,
-        what: str,
-        parameters: Sequence[nn.Parameter],
-        owner: Mapping[int, int],
-        shards: Shards | None = None,
+        self, what: str, parameters: Sequence[nn.Parameter], owners: Mapping[int, int]
     ) -> list[nn.Parameter]:
-        """Replace shares by gradients, on the owner or, without one, on every rank. Collective.
+        """Replace shares by final gradients, on every rank if there is no owner. Collective.
 
-        Returns the parameters that have a gradient on any rank. ``shards`` are of an optimizer that
-        is about to step them. ``what`` names the call for messages.
+        Return the parameters that have a gradient on any rank. ``what`` is for messages.
         """
-        what = f"{what} of {self.engine.label}"
-        moved = shards is not None and any(part.moved() for part in shards.parts)
-        from_ranks = agree(what, (held_here(parameters), self.buffers.stale, moved))
-        masks = [mask for mask, _, _ in from_ranks]
-        live = held_by_any(what, masks, [self._names[id(p)] for p in parameters])
-        if any(stale for _, stale, _ in from_ranks):
+        what = f"{what} ({self.engine.label})"
+        # A rank may have run no backward, if its batch had nothing to train on.
+        by_rank = agree(what, (held_here(parameters), self.buffers.stale))
+        if any(stale for _, stale in by_rank):
             self.buffers.synchronize()
-        with_gradient = [parameters[number] for number in live]
-        if shards is not None:
-            if any(moved for _, _, moved in from_ranks):
-                _refresh(shards)
-            self.assign(shards, with_gradient)  # A group may have been added after setup.
-        columns = list(zip(*masks, strict=True))
-        self._send(with_gradient, [columns[number] for number in live], owner)
-        return with_gradient
-
-    def _send(
-        self,
-        parameters: Sequence[nn.Parameter],
-        masks: Sequence[Sequence[int]],
-        owner: Mapping[int, int],
-    ) -> None:
-        """Average the shares of each parameter. Collective.
-
-        The mask of a parameter has a 1 for each rank that has a share.
-        """
-        finals: list[torch.Tensor] = []
-        single: list[torch.Tensor] = []
+        masks = [mask for mask, _ in by_rank]
+        names = self.engine.holdings.parameter_names
+        indices = held_by_any(what, masks, [names[id(p)] for p in parameters])
+        live = [parameters[index] for index in indices]
+        num_shares = list(map(sum, zip(*masks, strict=True)))
+        again: list[nn.Parameter] = []
         everywhere: list[torch.Tensor] = []
         by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
-        for parameter, mask in zip(parameters, masks, strict=True):
-            gradient = parameter.grad
-            rank = owner.get(id(parameter))
-            _, final = self._final.pop(id(parameter), (None, None))
-            if rank is not None and sum(mask) == mask[rank] == 1:
-                # The owner has the gradient already, or the only share, so nothing is sent.
-                if gradient is not None and final is None:
-                    single.append(gradient)
-                continue
-            if gradient is None:
-                parameter.grad = gradient = torch.zeros_like(parameter)
-            elif final is not None and (sum(mask) == 1 or final() is gradient):
-                # Not if the loop assigned new gradients on all ranks: those are shares.
-                finals.append(gradient)
-            (everywhere if rank is None else by_owner[rank]).append(gradient)
-        _multiply(finals, self._world)
-        _multiply(single, 1 / self._world)
+        for index, parameter in zip(indices, live, strict=True):
+            owner = owners.get(id(parameter))
+            # If the loop has assigned gradients on all ranks, they are shares.
+            if id(parameter) in self._final and num_shares[index] == 1:
+                if owner is not None:
+                    continue
+                again.append(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            (everywhere if owner is None else by_owner[owner]).append(parameter.grad)
+        _multiply(again, self._world)
         group = self.process.group
         average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=group))
         reduce_to_owners(by_owner, self._rank, group)
-        for parameter in parameters:
-            rank = owner.get(id(parameter))
-            if rank == self._rank and parameter.grad is not None:
-                self._final[id(parameter)] = parameter, weakref.ref(parameter.grad)
-            elif rank is not None:
+        for parameter in live:
+            owner = owners.get(id(parameter))
+            if owner is None:
+                self._final.pop(id(parameter), None)
+                continue
+            self._final[id(parameter)] = parameter
+            if owner != self._rank:
                 parameter.grad = None  # The optimizer skips it, and makes no state.
-
-    def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
-        if len(parameters) < len(self.engine.parameters):
-            names = sorted({self._names[id(p)] for p in parameters})
-            self.engine.compare(what, names, other_parameters)
-        owner: dict[int, int] = {}
-        for shards in self.shards.values():
-            owner |= shards.owner
-        self._reduce(what, self.engine.parameters, owner)
+        return live
 
     def parts(
-        self,
-        parameters: Sequence[torch.Tensor],
+        self, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return this rank's gradients, and those that every rank has and rank 0 counts. Local."""
         counted: list[torch.Tensor] = []
@@ -205,35 +237,20 @@ class ShardedGradients(Gradients):
                 (counted if counts else copies).append(parameter.grad)
         return counted, copies
 
-    def assign(self, shards: Shards, parameters: Iterable[nn.Parameter]) -> None:
-        """Give owners to parameters without one, and drop the state of the other ranks. Local."""
-        if shards.add(parameters):
-            self.engine.holdings.drop_others(shards.optimizer)
-
     def after_step(self, optimizer: Optimizer) -> None:
-        self.publish([optimizer])
-
-    def publish(self, optimizers: Iterable[Optimizer]) -> None:
-        """Give every rank what these optimizers have stepped. Collective if there is something."""
-        for optimizer in optimizers:
-            stepped = self.stepped.pop(optimizer, None)
-            if stepped:
-                self.shards[optimizer].broadcast(stepped, self._rank)
+        stepped, self._stepped = self._stepped, []
+        if stepped:
+            self.owners.broadcast(stepped)
 
 
-def _refresh(shards: Shards) -> None:
-    """Apply a change of ``requires_grad``, or of the parameters' memory. Local."""
-    for part in shards.parts:
-        part.refresh_trainable()
-
-
-def _multiply(gradients: list[torch.Tensor], factor: float) -> None:
+@torch.no_grad()
+def _multiply(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
-        with torch.no_grad():
-            torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor)
 
 
-# -- optimizer state ----------------------------------------------------------------------------
+# -- the engine ---------------------------------------------------------------------------------
 
 
 @final
@@ -243,18 +260,15 @@ class ShardedHoldings(Holdings):
     engine: ShardedEngine
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        return optimizer in self.engine.gradients.shards
+        return optimizer in self.engine.gradients.owners.optimizers
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         entries = super().entries(optimizer)
         if not self.partial(optimizer):
             return entries
         rank = self.engine.process.place.rank
-        owner = self.engine.gradients.shards[optimizer].owner
-        return [entry for entry in entries if owner.get(id(entry.parameter), rank) == rank]
-
-
-# -- the engine ---------------------------------------------------------------------------------
+        rank_of = self.engine.gradients.owners.rank_of
+        return [entry for entry in entries if rank_of.get(id(entry.parameter), rank) == rank]
 
 
 @final
@@ -281,70 +295,54 @@ class ShardedEngine(Engine):
 
     @classmethod
     def predict(
-        cls,
-        module: nn.Module,
-        tensors: Sequence[TensorSize],
-        options: Any,
-        world_size: int,
+        cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
         """Follow OSS, which gives the next parameter to the rank with the fewest elements."""
-        owner: dict[str, int] = {}
-        loads = [0] * world_size
-        for number in sorted({t.optimizer for t in tensors if t.optimizer is not None}):
-            ranks = sorted(range(world_size), key=loads.__getitem__)
-            sizes = [0] * world_size
-            for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):
-                if tensor.optimizer == number and tensor.trainable:
-                    smallest = sizes.index(min(sizes))
-                    sizes[smallest] += tensor.numel
-                    owner[tensor.name] = ranks[smallest]
-            loads = [loads[rank] + sizes[ranks.index(rank)] for rank in range(world_size)]
-        uses = []
-        for rank in range(world_size):
-            owned = [owner.get(t.name, rank) == rank for t in tensors]
-            pairs = zip(tensors, owned, strict=True)
-            uses.append(add_uses(tensor.use(1, here, here) for tensor, here in pairs))
-        return max(uses, key=lambda use: use.total)
+        sizes = [0] * world_size
+        uses: list[list[MemoryUse]] = [[] for _ in sizes]
+        for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):
+            is_split = tensor.optimizer is not None and tensor.trainable
+            owner = sizes.index(min(sizes))
+            sizes[owner] += tensor.numel * is_split
+            for rank, of_rank in enumerate(uses):
+                here = rank == owner or not is_split
+                of_rank.append(tensor.use(1, here, here))
+        return max(map(add_uses, uses), key=lambda use: use.total)
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)
         if not self.distributed:
             return
         kind = type(optimizer)
-        if not kind.__module__.startswith("torch.optim.") or issubclass(kind, LBFGS):
+        if kind.__module__.startswith("torch.optim.") and not issubclass(kind, LBFGS):
+            check_version("sharded", "fairscale", "0.4.12", "0.4.13")
+            self.gradients.owners.optimizers.add(optimizer)
+        else:
             logger.warning(
                 "backend='sharded' saves no memory with %s, because every rank steps all of it. "
                 "Use an optimizer of torch.optim other than LBFGS.",
                 kind.__name__,
             )
-            return
-        with unseen_group():
-            check_version("sharded", "fairscale", "0.4.12", "0.4.13")
-            from ._oss import Shards
-        self.gradients.shards[optimizer] = Shards(optimizer, self.gradients.loads)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         super().start(optimizers)
-        self._assign_trainable()
+        for optimizer in self.optimizers:
+            self.gradients.owners.add(optimizer)
 
     def rebuild(self) -> None:
-        self._assign_trainable()
-        for shards in self.gradients.shards.values():
-            _refresh(shards)
-
-    def _assign_trainable(self) -> None:
-        for optimizer, shards in self.gradients.shards.items():
-            self.gradients.assign(shards, [p for p in parameters_of(optimizer) if p.requires_grad])
+        for optimizer in self.optimizers:
+            self.gradients.owners.add(optimizer)
+        self.gradients.owners.refresh()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        for shards in self.gradients.shards.values():
-            for part in shards.parts:
-                part.release()
+        for optimizer in filter(self.holdings.partial, optimizers):
+            if self.ended:
+                refuse_steps(optimizer, self.ended)
+            elif self.started:
+                self.holdings.give_back("the state of an optimizer", optimizer, self.named)
+        self.gradients.owners.release()
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if function is self.entry and self.gradients.stepped:
-            # A step raised on this rank, and the others wait for its weights.
-            self.gradients.publish(list(self.gradients.stepped))
         return function(*args, **kwargs)

@@ -12,7 +12,7 @@ from .base.options import LayerOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single(LayerOptions):
-    """Options of ``single``: those that every engine of whole layers has."""
+    """Options of ``single``."""
 
 
 @final

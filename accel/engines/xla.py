@@ -18,12 +18,17 @@ from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XLA(AveragingOptions):
-    """Options of ``xla``: ``broadcast_buffers`` (from rank 0, once a step), and ``auto_refresh`` before each forward."""
+    """Options of ``xla``.
+
+    Args:
+        broadcast_buffers: all ranks take rank 0's buffers once a step.
+        auto_refresh: look for a change of ``requires_grad`` before each forward.
+    """
 
 
 @final
 class XLAGradients(AveragedGradients):
-    """Gradients that are averaged in flat pieces before a step."""
+    """Averaged gradients, with torch_xla's recording of operations."""
 
     def after_step(self, optimizer: Optimizer) -> None:
         """End the recorded graph, which would grow from step to step."""
@@ -31,17 +36,17 @@ class XLAGradients(AveragedGradients):
             sys.modules["torch_xla"].sync()
 
 
-def _require_tpu(kind: str, where: str) -> None:
+def _require_tpu(kind: str, found: str) -> None:
     if kind not in ("tpu", "xla"):
         raise BackendError(
-            f"backend 'xla' needs a TPU, but {where} (torch {torch.__version__}). Install 'torch-tpu==0.2.0' for torch 2.11 "
-            "to 2.15, or 'torch_xla==2.9.0' for torch 2.9 (one process, with PJRT_DEVICE)."
+            f"backend 'xla' needs a TPU, but {found} (torch {torch.__version__}). Install "
+            "'torch-tpu==0.2.0', or 'torch_xla==2.9.0' for torch 2.9 (one process)."
         )
 
 
 @final
 class XLAEngine(AveragingEngine):
-    """Sums flat gradients on the device. torch_xla records operations and runs them after each step."""
+    """Averages gradients on the device. torch_xla runs its recorded operations after each step."""
 
     name = "xla"
     options_type = XLA

@@ -13,7 +13,7 @@ from torch import nn
 import accel
 from accel.engines import ENGINES
 from accel.engines._averaging import AveragingEngine, AveragingOptions
-from tests.distributed import refusals, run
+from tests.distributed import run
 from tests.engines.matrix import cells_of, check_cells
 
 
@@ -78,59 +78,6 @@ def test_a_rank_without_a_gradient_counts_as_zero_and_what_no_rank_used_does_not
     assert first["moved"] == ["left.weight", "left.bias", "right.weight", "right.bias"]
 
 
-def one_rank_has_nothing() -> list[Any]:
-    torch.manual_seed(0)
-    raw = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(raw.weight)
-    with known():
-        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 1.0), backend="deferred")
-        start = raw.weight.detach().clone()
-        out = model(torch.ones(1, 2))
-        if accel.rank() == 1:
-            out.sum().backward()
-        optimizer.step()
-        return (start - raw.weight.detach()).tolist()
-
-
-def test_a_rank_without_a_backward_takes_part() -> None:
-    assert run(2, one_rank_has_nothing) == [[[0.5, 0.5]]] * 2
-
-
-def freeze_while_gradients_wait() -> tuple[list[Any], list[Any]]:
-    def train(step: Any, model: nn.Module, optimizer: Any) -> list[Any]:
-        first, second = list(model.parameters())
-        for freeze in (False, True, False):
-            step(model, 0)
-            second.requires_grad_(not freeze)
-            step(model, 1)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [first.tolist(), second.tolist()]
-
-    def data(rank: int, micro: int) -> torch.Tensor:
-        return torch.full((2, 3), float(1 + rank + 2 * micro))
-
-    def in_one_process(model: nn.Module, micro: int) -> None:
-        (sum(model(data(r, micro)).square().mean() for r in range(2)) / 2).backward()
-
-    def on_ranks(model: nn.Module, micro: int) -> None:
-        model(data(accel.rank(), micro)).square().mean().backward()
-
-    torch.manual_seed(1)
-    raw, alone = nn.Linear(3, 2), nn.Linear(3, 2)
-    alone.load_state_dict(raw.state_dict())
-    expected = train(in_one_process, alone, torch.optim.SGD(alone.parameters(), 0.01, 0.9))
-    with known():
-        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.01, 0.9), backend="deferred")
-        return train(on_ranks, model, optimizer), expected
-
-
-def test_freezing_loses_no_gradient_that_waits() -> None:
-    for found, expected in run(2, freeze_while_gradients_wait):
-        torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]), rtol=0, atol=1e-6)
-        torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(expected[1]), rtol=0, atol=1e-6)
-
-
 def around_the_handle() -> tuple[list[Any], list[Any], float, float]:
     torch.manual_seed(2)
     raw = nn.Linear(3, 1)
@@ -191,17 +138,3 @@ def buffers() -> tuple[float, float]:
 def test_buffers_are_those_of_rank_0_after_a_step() -> None:
     (first, same), (second, taken) = run(2, buffers)
     assert first == same == taken != second
-
-
-def sparse() -> None:
-    raw = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
-    with known():
-        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="deferred")
-        if accel.rank() == 0:
-            model(torch.tensor([1])).sum().backward()
-        optimizer.step()
-
-
-def test_sparse_gradients_are_refused_on_every_rank() -> None:
-    for message in refusals(2, sparse, error="BackendError"):
-        assert "sparse gradients of 0.weight" in message

@@ -234,12 +234,11 @@ def test_layers_that_are_cut_are_compiled() -> None:
     run(2, in_parts)
 
 
-def test_a_handle_is_refused_where_it_is_not_called_as_a_whole() -> None:
-    model = accel.setup(nn.Sequential(nn.Linear(4, 4)), backend="pipeline").model
-    for compiled in (_in_place, torch.compile):
-        with pytest.raises(accel.BackendError, match="Compile the children"):
-            compiled(model)
-    assert not hasattr(model, "_orig_mod")
-    accel.teardown(model)
-    with pytest.raises(accel.BackendError, match="Compile the children"):
-        accel.setup(_in_place(nn.Sequential(nn.Linear(4, 4))), backend="pipeline")
+def test_a_compiled_pipeline_calls_its_children() -> None:
+    for compiled in (_in_place, lambda module: torch.compile(module, backend="eager")):
+        raw = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        expected = raw(rows(0, 8, 4))
+        before = accel.setup(compiled(raw), backend="pipeline").model
+        assert compiled(before) is before
+        assert torch.equal(before(rows(0, 8, 4)), expected)
+        accel.teardown(before)

@@ -84,10 +84,6 @@ def test_trains_as_one_process(world: int, several: bool) -> None:
         assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-def bad_options() -> None:
-    accel.DDP2(comm_hook="zip")  # type: ignore[arg-type]
-
-
 def refused() -> None:
     two_devices()
     current().devices = (torch.device("meta"), torch.device("meta"))
@@ -105,13 +101,4 @@ def missing_gradient() -> None:
 
 def test_refusals() -> None:
     run(2, missing_gradient)
-    assert refusals(1, bad_options, error="BackendError")[0].startswith("DDP2(comm_hook='zip'): expected")
-    assert "replicas" in refusals(1, refused, error="BackendError")[0]
-
-
-def test_other_options_are_another_engine() -> None:
-    model = nn.Linear(2, 2)
-    accel.setup(model, backend="ddp2")
-    with pytest.raises(accel.AlreadySetUpError, match=r"already set up with backend DDP2\(.*, not DDP\("):
-        accel.setup(model, backend="ddp")
-    accel.teardown()
+    assert "several devices" in refusals(1, refused, error="BackendError")[0]

@@ -49,7 +49,7 @@ USUAL = [
     (accel.DeepSpeed(stage=2), 0, 1),
     (accel.DeepSpeed(stage=3), 0, 1),
     # The first forwards and backwards read sums of the batch and of the output's gradient.
-    ("pipeline", 0, 3),
+    ("pipeline", 0, 1),
 ]
 #: What clipping adds: reads and messages.
 CLIPPING = {"sharded": (0, 1)}

@@ -142,7 +142,7 @@ def own_optimizer() -> None:
 @needs_horovod
 def test_horovods_own_optimizer_is_refused() -> None:
     for message in refusals(2, own_optimizer, error="OptimizerError", breaks=True):
-        assert "DistributedOptimizer: give accel.setup the plain optimizer" in message
+        assert "Give accel.setup the plain optimizer" in message
 
 
 def alone_in_horovod() -> None:
@@ -156,7 +156,7 @@ def alone_in_horovod() -> None:
 @needs_horovod
 def test_a_horovod_of_other_ranks_is_refused() -> None:
     for message in refusals(2, alone_in_horovod, error="LaunchError", breaks=True):
-        assert "not on ranks [1]" in message
+        assert "[(0, 1), None]" in message
 
 
 def one_rank_dies() -> None:
@@ -172,5 +172,5 @@ def one_rank_dies() -> None:
 def test_a_rank_that_dies_ends_the_others_with_an_error() -> None:
     first, second = outcomes(2, one_rank_dies, breaks=True, fails=[Fault("exit 3", at="step", rank=1, turn=2)])
     assert "AccelError" in first.error, first.trace
-    assert "cannot go on in 'the reduction of gradients (Linear, step 2)'" in first.message
+    assert "cannot go on in 'the reduction of gradients (Linear #0)'" in first.message
     assert second.message == "exit status 3"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, Final, final
@@ -15,16 +14,13 @@ from ...errors import BackendError
 from ...process.packing import is_dense
 from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.activations import run_again
-from ..base.memory import MemoryUse, TensorSize, add_uses
 
 Named = tuple[str, nn.Module]
 Balance = Sequence[int] | str
-#: The rows of each micro-batch. None is the full batch.
-Rows = list[slice | None]
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-# -- micro-batches ---------------------------------------------------------------------------------
+# -- micro-batches --------------------------------------------------------------------------------
 
 
 def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
@@ -41,57 +37,57 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
             return TensorPlace(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
             return leaf
-        kind = f"{leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        # The gradients of tensors inside of an object, or of a sparse tensor, would be lost.
         raise BackendError(
-            f"A pipeline can't send {path} to other ranks, because it is a {kind}. "
+            f"A pipeline can't send {path} ({type(leaf).__name__}) to other ranks. "
             "Pass dense tensors and plain values in dicts, lists or tuples."
         )
 
     return tensors, walk(visit, value, name)
 
 
-def split_rows(tensors: Sequence[torch.Tensor], chunks: int) -> Rows:
-    """Return the rows of at most ``chunks`` micro-batches, whose sizes differ by at most 1."""
-    if chunks == 1:
-        return [None]
-    sizes = {len(t) for t in tensors if t.dim()}
-    if len(sizes) != 1:
+def sizes_of(tensors: Sequence[torch.Tensor], chunks: int) -> list[int]:
+    """Return the sizes of at most ``chunks`` micro-batches. They differ by at most 1."""
+    rows = {len(t) for t in tensors if t.dim()}
+    if chunks > 1 and len(rows) != 1:
         raise BackendError(
             f"Pipeline(chunks={chunks}) splits inputs along dim 0, but their sizes there are "
-            f"{sorted(sizes)}. Give all inputs the batch as dim 0, or use chunks=1."
+            f"{sorted(rows)}. Give all inputs the batch as dim 0, or use chunks=1."
         )
-    (size,) = sizes
-    count = min(chunks, size)
-    if count < 2:
-        return [None]
-    ends = [size * i // count for i in range(count + 1)]
-    return [slice(start, end) for start, end in itertools.pairwise(ends)]
+    size = max(rows, default=1)
+    count = max(1, min(chunks, size))
+    ends = [size * number // count for number in range(count + 1)]
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def micro_batches(tensors: Sequence[torch.Tensor], rows: Rows) -> list[list[torch.Tensor]]:
+def micro_batches(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> list[Sequence[torch.Tensor]]:
     """Return the tensors of each micro-batch. A tensor without dimensions is in all of them."""
-    return [[t if part is None or t.dim() == 0 else t[part] for t in tensors] for part in rows]
+    if len(sizes) == 1:
+        return [tensors]
+    columns = [t.split(list(sizes)) if t.dim() else [t] * len(sizes) for t in tensors]
+    return list(zip(*columns, strict=True))
 
 
-def concatenate(outputs: Sequence[Any], rows: Rows) -> Any:
+def concatenate(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return the output for the batch, given the outputs for its micro-batches."""
     if len(outputs) == 1:
         return outputs[0]
-    flat = [flatten(output, "output") for output in outputs]
-    form = flat[0][1]
-    sizes = [part.stop - part.start for part in rows if part is not None]
-    for (tensors, other), size in zip(flat, sizes, strict=True):
-        if other != form or any(t.dim() == 0 or len(t) != size for t in tensors):
-            shapes = [tuple(t.shape) for t in tensors]
+    rows: list[list[torch.Tensor]] = []
+    form = None
+    for output, size in zip(outputs, sizes, strict=True):
+        tensors, form = flatten(output, "output")
+        rows.append(tensors)
+        if any(t.dim() == 0 or len(t) != size for t in tensors):
             raise BackendError(
-                f"The output for {size} samples has shapes {shapes}, but Pipeline(chunks > 1) "
-                "needs one row for each sample. Use chunks=1."
+                f"Pipeline(chunks > 1) needs an output with {size} rows for {size} samples, "
+                f"but shapes are {[tuple(t.shape) for t in tensors]}. Use chunks=1."
             )
-    columns = zip(*(tensors for tensors, _ in flat), strict=True)
-    return put_back(form, [torch.cat(column) for column in columns])
+    return put_back(form, [torch.cat(column) for column in zip(*rows, strict=True)])
 
 
-# -- one stage -------------------------------------------------------------------------------------
+# -- stages ---------------------------------------------------------------------------------------
 
 
 @final
@@ -120,110 +116,65 @@ class Stage:
         return value
 
 
-def run_all(
-    stages: Sequence[Stage],
-    tensors: Sequence[torch.Tensor],
-    form: Any,
-    rows: Rows,
-    keep: Sequence[bool],
-) -> Any:
-    """Return the output of all stages in one process. ``keep`` is for each micro-batch."""
-    values = [put_back(form, batch) for batch in micro_batches(tensors, rows)]
-    for stage in stages:
-        values = [stage.run(value, kept) for value, kept in zip(values, keep, strict=True)]
-    return concatenate(values, rows)
-
-
-# -- which children are in which stage -------------------------------------------------------------
-
-
 def balanced(weights: Sequence[float], count: int) -> list[int]:
-    """Return the sizes of ``count`` groups of neighbors whose heaviest group is lightest."""
-    totals = [0.0, *itertools.accumulate(weights)]
-
-    @functools.cache
-    def best(first: int, groups: int) -> tuple[float, float, tuple[int, ...]]:
-        """Return the heaviest weight, the sum of squares, and the sizes."""
-        if groups == 1:
-            weight = totals[-1] - totals[first]
-            return weight, weight**2, (len(weights) - first,)
-        options = []
-        for end in range(first + 1, len(weights) - groups + 2):
-            weight = totals[end] - totals[first]
-            heaviest, squares, sizes = best(end, groups - 1)
-            options.append((max(weight, heaviest), weight**2 + squares, (end - first, *sizes)))
-        return min(options)
-
-    return list(best(0, count)[2])
+    """Return the sizes of ``count`` groups of neighbors that are about equally heavy."""
+    totals = list(itertools.accumulate(weights))
+    ends = [0]
+    for number in range(1, count):
+        share = totals[-1] * number / count
+        # Each of the other groups needs a member too.
+        choices = range(ends[-1] + 1, len(weights) - count + number + 1)
+        distances = {abs(totals[end - 1] - share): end for end in reversed(choices)}
+        ends.append(distances[min(distances)])
+    ends.append(len(weights))
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def split(module: nn.Module, balance: Balance, world_size: int) -> list[list[Named]]:
-    """Return the children of each stage.
-
-    "size" makes a stage for each rank, and balances the bytes of parameters and buffers.
-    """
+    """Return the children of each stage. "size" balances the bytes of parameters and buffers."""
     children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
-    counts: Sequence[int]
     if isinstance(balance, str):
         tensors = [(*child.parameters(), *child.buffers()) for _, child in children]
-        counts = balanced([sum(t.nbytes for t in group) for group in tensors], world_size)
-    else:
-        counts = balance
+        balance = balanced([sum(t.nbytes for t in group) for group in tensors], world_size)
     rest = iter(children)
-    return [list(itertools.islice(rest, count)) for count in counts]
+    return [list(itertools.islice(rest, count)) for count in balance]
 
 
-def predict(
-    module: nn.Module, tensors: Sequence[TensorSize], balance: Balance, world_size: int
-) -> MemoryUse | None:
-    """Return the bytes of the largest stage, or None if there are fewer children than ranks."""
-    count = len(module._modules)
-    if not is_sequential(module) or count < world_size:
-        return None
-    if isinstance(balance, str) or len(balance) != world_size or sum(balance) != count:
-        balance = "size"
-    uses = []
-    for stage in split(module, balance, world_size):
-        names = {name for name, _ in stage}
-        own = (t.use() for t in tensors if t.name.partition(".")[0] in names)
-        uses.append(add_uses(own))
-    return max(uses, key=lambda use: use.total)
+def stages_of(stages: Sequence[Sequence[Named]]) -> dict[str, int]:
+    """Return the number of the stage of each child."""
+    return {name: number for number, stage in enumerate(stages) for name, _ in stage}
 
 
-# -- what can't be a pipeline ----------------------------------------------------------------------
+# -- what can't be a pipeline ---------------------------------------------------------------------
 
 
 def is_sequential(module: nn.Module) -> bool:
     """True if the module only calls its children in order."""
+    # A subclass may have a forward of its own, such as one that returns features too.
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def fits(balance: Balance, count: int, world_size: int) -> bool:
+    """True if ``count`` children can be divided into a stage for each rank."""
+    if isinstance(balance, str):
+        return count >= world_size
+    return len(balance) == world_size and sum(balance) == count
 
 
 def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
     """Raise BackendError if the module can't be split into stages."""
-    kind = type(module).__name__
     if not is_sequential(module):
         raise BackendError(
-            f"A pipeline needs an nn.Sequential, but {kind} has its own forward. "
+            f"A pipeline needs an nn.Sequential, but {type(module).__name__} has its own forward. "
             'Write the model as nn.Sequential, or use backend="fsdp".'
         )
     count = len(module._modules)
-    # A single process may run any number of stages.
-    stages = world_size if isinstance(balance, str) or world_size == 1 else len(balance)
-    if stages != world_size or (not isinstance(balance, str) and sum(balance) != count):
+    if world_size > 1 and not fits(balance, count, world_size):
         raise BackendError(
-            f"Pipeline(balance={balance}) doesn't fit {count} children and {world_size} ranks. "
-            f"Give one number for each rank, so that the sum is {count}."
-        )
-    if count < world_size:
-        raise BackendError(
-            f"{kind} has {count} children for {world_size} ranks. "
-            "Flatten nested Sequentials into one, or start fewer ranks with torchrun."
+            f"Pipeline(balance={balance!r}) doesn't fit {count} children and {world_size} ranks. "
+            "Give the number of children on each rank, or flatten nested Sequentials."
         )
     if world_size > 1:
-        for name, layer in module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm):  # It would wait for ranks that never call it.
-                text = f"{name} is a SyncBatchNorm, but a stage runs on one rank. Use BatchNorm."
-                raise BackendError(text)
         _check_tied(split(module, balance, world_size))
 
 
@@ -236,8 +187,8 @@ def _check_tied(stages: Sequence[Sequence[Named]]) -> None:
                 other, first = seen.setdefault(id(tensor), (number, name))
                 if other != number:
                     raise BackendError(
-                        f"{first} and {name} are one tensor in stages {other} and {number}. Use "
-                        "Pipeline(balance=[...]) to put them into one stage, or untie them."
+                        f"{first} and {name} are one tensor in stages {other} and {number}. "
+                        "Put them into one stage by Pipeline(balance=[...]), or untie them."
                     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -17,40 +16,7 @@ from accel.registry import registry
 from tests.distributed import outcomes, run
 from tests.engines.pipeline.training import apart, batch, net, one_step
 from tests.faults import Fault
-from tests.models import FailingBackward, sgd
-
-
-def half_precision(precision: str, chunks: int) -> float:
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    raw, plain = net(), net()
-    model, optimizer, _ = accel.setup(
-        raw, sgd(raw), backend=accel.Pipeline(chunks=chunks, checkpoint="always"), precision=precision
-    )
-    plain.to(dtype)
-    reference = sgd(plain)
-    for step in range(4 if chunks == 1 else 1):
-        x, y = batch(step)
-        for m, o in ((model, optimizer), (plain, reference)):
-            o.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=m is plain and precision == "bf16-mixed"):
-                out = m(x.to(dtype))
-            F.mse_loss(out.float(), y).backward()
-            o.step()
-        assert model(x).dtype is torch.float32
-    accel.teardown(model)
-    assert {p.dtype for p in raw.parameters()} == {dtype}
-    return apart(raw, plain)
-
-
-def all_half_precisions() -> None:
-    for precision in ("bf16-mixed", "bf16-true"):
-        assert half_precision(precision, 1) < 1e-6
-        assert half_precision(precision, 3) < 2e-3
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_half_precision(world: int) -> None:
-    run(world, all_half_precisions)
+from tests.models import sgd
 
 
 def fp16() -> float:
@@ -114,28 +80,6 @@ def test_a_pipeline_may_follow_a_pipeline() -> None:
     assert max(run(2, two_models)) < 1e-5
 
 
-def with_closure() -> float:
-    raw, plain = net(), net()
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend="pipeline")
-    for m, o in ((model, optimizer), (plain, sgd(plain))):
-
-        def closure(m: Any = m, o: Any = o) -> torch.Tensor:
-            o.zero_grad()
-            loss = m(batch(0)[0]).square().mean()
-            loss.backward()
-            return loss
-
-        first = o.step(closure)
-    with torch.no_grad():
-        assert float(first) == pytest.approx(float(net()(batch(0)[0]).square().mean()), abs=1e-6)
-    accel.teardown(model)
-    return apart(raw, plain)
-
-
-def test_a_closure_gives_the_loss_of_the_whole_batch() -> None:
-    assert max(run(2, with_closure)) < 1e-5
-
-
 def two_forwards() -> None:
     raw = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 3))
     model = accel.setup(raw, backend=accel.Pipeline(balance=[1, 1, 1, 1])).model
@@ -185,40 +129,3 @@ def convert() -> None:
 
 def test_a_model_is_moved_to_where_it_is() -> None:
     run(2, convert)
-
-
-class Failing(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return FailingBackward.apply(x)  # type: ignore[no-any-return]
-
-
-def two_steps(model: Any) -> None:
-    """The last rank hears of a failed backward in the next forward."""
-    for _ in range(2):
-        model(batch(0)[0]).mean().backward()
-
-
-def after_a_failure(where: int, gone: list[Any]) -> None:
-    layers = [nn.Linear(6, 6) for _ in range(4)]
-    layers.insert(where, Failing())  # type: ignore[arg-type]
-    raw = nn.Sequential(*layers)
-    model, _, _ = accel.setup(raw, sgd(raw), backend="pipeline")
-    gone += [weakref.ref(model), weakref.ref(raw)]
-    with pytest.raises((ZeroDivisionError, accel.AccelError), match="this backward fails"):
-        two_steps(model)
-    with pytest.raises(accel.AccelError, match="weights of .* are lost"):
-        accel.teardown(model)
-
-
-def nothing_is_held(where: int) -> None:
-    gone: list[Any] = []
-    after_a_failure(where, gone)
-    gc.collect()
-    assert [ref() for ref in gone] == [None, None]
-
-
-@pytest.mark.parametrize("where", [1, 4])
-def test_a_backward_that_failed_holds_nothing(where: int) -> None:
-    """Else one rank's model would end with the function that it is in, and the others' would not."""
-    for outcome in outcomes(2, nothing_is_held, where, breaks=True):
-        assert not outcome.error, outcome.trace

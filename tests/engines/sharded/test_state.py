@@ -5,48 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from typing import Any
 
 import pytest
-import torch
 
 import accel
 from accel.registry import registry
 from tests.distributed import outcomes, run
 from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded, state_distance
 from tests.models import distance
-
-SETUPS: list[Any] = ["sharded", "ddp", accel.Sharded(broadcast_buffers=False), "sharded"]
-
-
-def handovers() -> list[float]:
-    """From a plain optimizer through several engines and back, in mid-training, with gradients kept once."""
-    raw, reference = net(), net()
-    optimizer, plain = adamw(raw.parameters()), adamw(reference.parameters())
-    schedulers = [torch.optim.lr_scheduler.StepLR(o, 2, 0.7) for o in (optimizer, plain)]
-    for turn, backend in enumerate([None, *SETUPS, None]):
-        model: Any = raw
-        handle: Any = optimizer
-        if backend is not None:
-            model, handle, _ = accel.setup(raw, optimizer, backend=backend)
-        for step in range(3 * turn, 3 * turn + 3):
-            x = everywhere(step) if backend is None else data(step, accel.rank())
-            for o, m, batch in ((handle, model, x), (plain, reference, everywhere(step))):
-                if step % 3 != 0:  # the gradients of a turn's last step are added to, across the change of engine
-                    o.zero_grad()
-                loss_of(m, batch).backward()
-                o.step()
-            for scheduler in schedulers:
-                scheduler.step()
-        if backend is not None:
-            accel.teardown(model)
-    return [distance(raw, reference), state_distance(optimizer.state_dict(), plain.state_dict())]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_handovers_in_mid_training(world: int) -> None:
-    for found in run(world, handovers):
-        assert max(found) <= 1e-5
 
 
 def full_states() -> list[float]:
@@ -100,75 +66,6 @@ def test_full_states_go_out_and_in() -> None:
         assert max(found) <= 1e-5
 
 
-def state_set_by_the_loop() -> None:
-    """As in one process: on every process for every parameter, of which each steps some."""
-    raw, reference = net(), net()
-    optimizer, plain = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (raw, reference))
-    model, handle = sharded(raw, optimizer)
-    for step in range(3):
-        for o, m, x in ((handle, model, data(step, accel.rank())), (plain, reference, everywhere(step))):
-            o.zero_grad()
-            loss_of(m, x).backward()
-            o.step()
-            for p in m.parameters() if step == 1 else ():
-                o.state[p]["momentum_buffer"] = torch.full_like(p, 0.5)
-    assert distance(raw, reference) <= 1e-5
-    assert state_distance(accel.full_state_dict(handle), plain.state_dict()) <= 1e-5
-
-
-def test_state_that_the_loop_sets_is_that_of_the_owner() -> None:
-    run(2, state_set_by_the_loop)
-
-
-def shards_and_slots() -> list[Any]:
-    """The shards of all ranks together are one process's; filled into another engine they continue its training."""
-    raw, other, reference = net(), net(), net()
-    engines = []
-    for m in (raw, other):
-        optimizer = adamw(m.parameters())
-        model, handle = sharded(m, optimizer)
-        engines.append((registry.of_handle(model), model, optimizer, handle))
-    engine, model, optimizer, handle = engines[0]
-    plain = adamw(reference.parameters())
-    for o, m, x in ((handle, model, data(0, accel.rank())), (plain, reference, everywhere(0))):
-        loss_of(m, x).backward()
-        o.step()
-    mine = engine.holdings.shards(optimizer)
-    manifest = {
-        f"{n}/{k}": (tuple(p.shape), p.dtype) for n, p in raw.named_parameters() for k in ("exp_avg", "exp_avg_sq")
-    }
-    target, other_model, other_optimizer, other_handle = engines[1]
-    slots = target.holdings.slots(other_optimizer, manifest)
-    assert [s.name for s in slots] == [s.name for s in sorted(mine, key=lambda s: list(manifest).index(s.name))]
-    by_name = {s.name: s for s in mine}
-    for slot in slots:
-        slot.tensor.copy_(by_name[slot.name].tensor)
-    full = copy.deepcopy(plain.state_dict())
-    names = [n for n, _ in raw.named_parameters()]
-    values = engine.holdings.values(optimizer)
-    merged = {names[i]: {"step": entries["step"]} for i, entries in full["state"].items()}
-    target.holdings.fill(other_optimizer, {**values, "state": merged})
-    assert len(other_optimizer.state) == len(optimizer.state) == len(values["state"])
-    other_model.load_state_dict(raw.state_dict())
-    for step in range(1, 3):
-        for o, m, x in (
-            (handle, model, data(step, accel.rank())),
-            (other_handle, other_model, data(step, accel.rank())),
-            (plain, reference, everywhere(step)),
-        ):
-            o.zero_grad()
-            loss_of(m, x).backward()
-            o.step()
-    return [distance(raw, other), distance(raw, reference), [s.name for s in mine]]
-
-
-def test_shards_are_each_ranks_own() -> None:
-    found = run(2, shards_and_slots)
-    assert max(*found[0][:2], *found[1][:2]) <= 1e-5
-    assert not set(found[0][2]) & set(found[1][2])
-    assert len(found[0][2]) + len(found[1][2]) == 20
-
-
 def after_the_end() -> str:
     accel.init(timeout=5)
     raw = net()
@@ -210,21 +107,3 @@ def freed() -> bool:
 
 def test_nothing_keeps_a_model_that_is_not_used_any_more() -> None:
     assert run(2, freed) == [True, True]
-
-
-def alone() -> bool:
-    raw, reference = net(), net()
-    optimizer, plain = adamw(raw.parameters()), adamw(reference.parameters())
-    model, handle = sharded(raw, optimizer)
-    for step in range(3):
-        for o, m in ((handle, model), (plain, reference)):
-            o.zero_grad()
-            loss_of(m, data(step, 0)).backward()
-            o.step()
-    assert not any(p._backward_hooks for p in raw.parameters())
-    assert state_distance(handle.state_dict(), plain.state_dict()) == 0.0
-    return distance(raw, reference) == 0.0
-
-
-def test_one_process_is_passed_through() -> None:
-    assert run(1, alone) == [True]
