@@ -31,7 +31,6 @@ from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
 from .base.placement import Placement, Placements
-from .base.step import refuse_steps
 from .base.versions import check_version
 
 if TYPE_CHECKING:
@@ -335,11 +334,6 @@ class ShardedEngine(Engine):
         self.gradients.owners.refresh()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in filter(self.holdings.partial, optimizers):
-            if self.ended:
-                refuse_steps(optimizer, self.ended)
-            elif self.started:
-                self.holdings.give_back("the state of an optimizer", optimizer, self.named)
         self.gradients.owners.release()
 
     def run(

@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.kv = 2 if kind == "grouped" else 4
         self.qkv = nn.Linear(width, width + 2 * self.kv * width // 4, bias=False)  # the gradient of keys' bias is 0
         self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.bias = nn.Parameter(torch.randn(4, LENGTH, LENGTH) * 0.1) if kind == "bias" else None
+        self.bias = nn.Parameter(torch.randn(LENGTH, LENGTH) * 0.1) if kind == "bias" else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, width = x.shape
@@ -38,7 +38,7 @@ class Block(nn.Module):
         q, k, v = (y.view(b, t, -1, width // 4).transpose(1, 2) for y in (q, k, v))
         if self.kind == "grouped":
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        elif self.kind == "bias":  # of each head
+        elif self.kind == "bias":
             y = F.scaled_dot_product_attention(q, k, v, self.bias)
         elif self.kind == "by hand":
             y = (q @ k.mT).softmax(-1) @ v
@@ -165,9 +165,6 @@ def test_parity_on_four_ranks() -> None:
     assert run(4, parity, accel.FSDP(sequence_parallel=2), CASES[2:5]) == [[]] * 4
 
 
-# -- a model of transformers ---------------------------------------------------------------------------------------------
-
-
 def tokens(replica: int, replicas: int, padded: bool) -> dict[str, torch.Tensor]:
     ids = torch.randint(0, WORDS, (4, LENGTH), generator=torch.Generator().manual_seed(3))
     if not padded:
@@ -239,26 +236,22 @@ def test_models_of_transformers() -> None:
     run(4, transformers_models, accel.FSDP(sequence_parallel=2))
 
 
-# -- a loss over all tokens ----------------------------------------------------------------------------------------------
-
-
 def mean_loss(backend: Any) -> None:
     raw, _ = build("causal")
     plain, _ = build("causal")
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
     model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
-    place, micros = accel.data_parallel_place(model), 2
-    given = [accel.shard_sequence(model, batch(m, *place)) for m in range(micros)]
-    total = sum((targets != -100).sum() for *_, targets in given)
+    place = accel.data_parallel_place(model)
+    shards = [accel.shard_sequence(model, batch(m, *place)) for m in range(2)]
+    total = sum((targets != -100).sum() for *_, targets in shards)
     value = torch.zeros(())
-    for ids, places, targets in given:
-        loss = accel.mean_loss(
-            F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten(), reduction="sum"), total
-        )
+    for ids, places, targets in shards:
+        losses = F.cross_entropy(model(ids, places).flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = accel.mean_loss(losses, total)
         loss.backward()
         value += loss.detach()
     optimizer.step()
-    batches = [batch(m, n, place[1]) for m in range(micros) for n in range(place[1])]
+    batches = [batch(m, n, place[1]) for m in range(2) for n in range(place[1])]
     ids, places, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     expected = F.cross_entropy(plain(ids, places[:1]).flatten(0, 1), targets.flatten())
     expected.backward()
@@ -266,19 +259,18 @@ def mean_loss(backend: Any) -> None:
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     accel.teardown(model)
     assert distance(raw, plain) <= 1e-6
+
+
+@pytest.mark.parametrize(("world", "backend"), [(1, "ddp"), (2, accel.DDP(sequence_parallel=2)), (2, "sharded")])
+def test_the_mean_over_all_tokens(world: int, backend: Any) -> None:
+    run(world, mean_loss, backend)
+
+
+def test_mistakes_in_mean_loss() -> None:
     assert accel.mean_loss(torch.ones(()), np.int64(4)) == 0.25  # type: ignore[arg-type]
     for wrong in ((torch.ones(2), 1), (1.0, 1), (torch.ones(()), True), (torch.ones(()), torch.ones(2))):
         with pytest.raises(accel.AccelError, match=r"accel\.mean_loss\("):
             accel.mean_loss(*wrong)
-
-
-def test_a_mean_over_the_tokens_of_all_ranks() -> None:
-    run(2, mean_loss, accel.DDP(sequence_parallel=2))
-    run(2, mean_loss, accel.Sharded())
-    run(1, mean_loss, accel.DDP(sequence_parallel=2))
-
-
-# -- other modules, and what cannot work ---------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
@@ -294,19 +286,19 @@ class Encoder(nn.Module):
 
 
 def modules() -> None:
-    """nn.TransformerEncoder both ways and causal, in training and in evaluation, where torch has a fast path."""
+    """Run nn.TransformerEncoder in training and in evaluation, which has a fast path in torch."""
     for causal in (False, True):
         torch.manual_seed(0)
         raw = Encoder(causal)
         x = torch.randn(2, LENGTH, 16)
         expected = raw(x)
         model = accel.setup(raw, backend=accel.DDP(sequence_parallel=2)).model
-        part = accel.shard_sequence(model, x)
-        mine = expected.chunk(2, 1)[accel.rank()]
-        assert model(part).allclose(mine, atol=1e-5)
+        shard = accel.shard_sequence(model, x)
+        local = expected.chunk(2, 1)[accel.rank()]
+        assert model(shard).allclose(local, atol=1e-5)
         model.eval()
         with torch.no_grad():
-            assert model(part).allclose(mine, atol=1e-5)
+            assert model(shard).allclose(local, atol=1e-5)
             with accel.whole_sequences(model):
                 assert model(x).allclose(expected, atol=1e-5)
         assert torch.backends.mha.get_fastpath_enabled()
@@ -319,76 +311,60 @@ def test_modules_of_torch() -> None:
     run(2, modules)
 
 
-def refused(act: Any, message: str) -> None:
-    with pytest.raises(accel.BackendError, match=message):
-        act()
-
-
-def refusals_of_forwards() -> None:
-    two = accel.DDP(sequence_parallel=2)
-    raw, _ = build("causal")
-    model = accel.setup(raw, backend=two).model
-    ids, places, targets = batch(0, 0, 1)
-    cut = functools.partial(accel.shard_sequence, model)
-    shard, at, wanted = cut((ids, places, targets))
-    assert model.longest() == LENGTH
-    for wrong in (ids, shard[:, :4]):
-        refused(lambda wrong=wrong: model(wrong), "got tensors that are not shards. Call")
-    refused(lambda: model(shard, at, cut(ids[:, :8])), "shards of sequences of different lengths")
-    refused(lambda: cut(ids[:, :7]), "sequences of 7 tokens do not divide over 2 ranks. Pad them on the right")
-    refused(lambda: accel.shard_sequence(model, ids, dim=3), "no tensor of the batch has such a dimension")
-    mask = torch.ones_like(ids)
-    mask[0, 3:] = 0
-    refused(lambda: cut({"input_ids": ids, "attention_mask": mask}), "does not support padding in attention_mask")
-    with accel.whole_sequences(model):
-        refused(lambda: model(shard, at), "shards inside accel.whole_sequences")
-        assert torch.equal(model(ids), raw(ids))
-    model(shard, at, wanted).backward()
-    accel.teardown(model)
-    model = accel.setup(GPT("by hand"), backend=two).model
-    refused(lambda: model(shard, at), "called no scaled_dot_product_attention")
-    accel.teardown(model)
-
-
-class Masked(nn.Module):
-    """Attention alone, with what it is given."""
+class Heads(nn.Module):
+    """Attention alone."""
 
     def __init__(self, heads: int = 4) -> None:
         super().__init__()
         self.out, self.heads = nn.Linear(12, 12), heads
 
-    def forward(self, x: torch.Tensor, mask: Any = None, keys: int = 0) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, keys: int = 0) -> torch.Tensor:
         q = self.out(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
         k = q[:, :, :keys] if keys else q
-        return attention(q, k, k, mask).transpose(1, 2).flatten(2)
+        return attention(q, k, k).transpose(1, 2).flatten(2)
 
 
-def refusals_of_attention() -> None:
+def mistakes() -> None:
     two = accel.DDP(sequence_parallel=2)
-    x, mask = torch.randn(2, LENGTH, 12), torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    for heads, given, message in (
-        (3, {}, "has 3 heads of queries and 3 of keys, which do not divide over 2 ranks"),
-        (4, {"mask": mask[:8, :8]}, "got a mask of shape \\(8, 8\\), expected all 16 tokens"),
-        (4, {"keys": 2}, "Cross attention, caches of earlier tokens"),
-    ):
-        model = accel.setup(Masked(heads), backend=two).model
-        part = accel.shard_sequence(model, x)
-        refused(lambda model=model, part=part, given=given: model(part, **given), message)
-        accel.teardown(model)
-    raw = Masked()
-    expected = raw(x, mask).chunk(2, 1)[accel.rank()]
+    raw, _ = build("causal")
     model = accel.setup(raw, backend=two).model
-    assert model(accel.shard_sequence(model, x), mask).allclose(expected, atol=1e-6)
-    for options in (accel.FSDP(tensor_parallel=2, sequence_parallel=2), accel.DDP(sequence_parallel=3)):
-        refused(lambda options=options: accel.setup(Masked(), backend=options), "sequence_parallel")
-    refused(lambda: accel.setup(Masked(), backend=accel.DDP2(sequence_parallel=2)), "DDP2 can't have sequence_parallel")
+    ids, places, targets = batch(0, 0, 1)
+    shard, place, _ = accel.shard_sequence(model, (ids, places, targets))
+    assert model.longest() == LENGTH
+    mask = torch.ones_like(ids)
+    mask[0, 3:] = 0
+    padded = {"input_ids": ids, "attention_mask": mask}
+    x = torch.randn(2, LENGTH, 12)
+    by_hand = accel.setup(GPT("by hand"), backend=two).model
+    three = accel.setup(Heads(3), backend=two).model
+    cross = accel.setup(Heads(), backend=two).model
+    cases: list[tuple[Any, str]] = [
+        (lambda: model(ids), "which are not shards. Call"),
+        (lambda: model(shard[:, :4]), "which are not shards. Call"),
+        (lambda: accel.shard_sequence(model, ids[:, :7]), "can't divide 7 tokens over 2 ranks. Pad"),
+        (lambda: accel.shard_sequence(model, ids, dim=3), "can't divide 0 tokens"),
+        (lambda: accel.shard_sequence(model, padded), "doesn't support padding in attention_mask"),
+        (lambda: by_hand(shard, place), "called no scaled_dot_product_attention"),
+        (lambda: three(accel.shard_sequence(three, x)), "can't divide 3 heads of queries"),
+        (lambda: cross(accel.shard_sequence(cross, x), 2), "which are not shards"),
+        (lambda: accel.setup(Heads(), backend=accel.DDP(sequence_parallel=3)), "sequence_parallel=3 doesn't divide"),
+        (
+            lambda: accel.setup(Heads(), backend=accel.FSDP(tensor_parallel=2, sequence_parallel=2)),
+            "sequence_parallel",
+        ),
+    ]
+    accel.shard_sequence(by_hand, (ids, places))
+    for act, message in cases:
+        with pytest.raises(accel.BackendError, match=message):
+            act()
+    with accel.whole_sequences(model):
+        assert torch.equal(model(ids), raw(ids))
 
 
-def test_what_cannot_work_is_refused() -> None:
-    run(2, refusals_of_forwards)
-    run(2, refusals_of_attention)
-    refused(lambda: accel.DDP(sequence_parallel=0), "expected a whole number of at least 1")
-    refused(lambda: accel.Pipeline(sequence_parallel=2), "there is no such option")
+def test_mistakes() -> None:
+    run(2, mistakes)
+    with pytest.raises(accel.BackendError, match="expected a whole number of at least 1"):
+        accel.DDP(sequence_parallel=0)
 
 
 def other_batches() -> None:
@@ -396,6 +372,6 @@ def other_batches() -> None:
     accel.shard_sequence(model, torch.full((2, LENGTH), accel.rank()))
 
 
-def test_other_batches_on_ranks_of_one_sequence_are_refused() -> None:
+def test_other_batches_of_one_sequence() -> None:
     for message in refusals(2, other_batches, error="RankMismatchError", breaks=True):
         assert "tensor 0 has other values on rank 1 than on rank 0" in message

@@ -24,7 +24,6 @@ from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options
 from ..base.placement import Placement, Placements
-from ..base.step import refuse_steps
 from .passes import Channel, forward
 from .stages import (
     Stage,
@@ -75,7 +74,6 @@ class Elsewhere(Absent, nn.Parameter):
     """A parameter in another rank's stage. It has a name and a shape, but no values."""
 
     plain = OF_ITSELF
-    extra = ("place",)
     place: str
 
     @classmethod
@@ -142,7 +140,7 @@ class PipelineHoldings(Holdings):
             else:
                 tensor.data = blank(tensor)
 
-    def gather_stages(self, optimizers: Sequence[Optimizer]) -> None:
+    def gather_stages(self) -> None:
         """Give every rank all stages, unless the other ranks take no part. Collective."""
         tensors, what = self._tensors(), "the end of a pipeline"
         others = {name: t for name, t in tensors.items() if not self.has(name)}
@@ -150,9 +148,6 @@ class PipelineHoldings(Holdings):
             if isinstance(tensor, nn.Parameter):
                 bring_back(tensor)
         if not self.engine.ended:
-            for optimizer in optimizers:
-                self.drop_others(optimizer)
-                self.give_back(what, optimizer, tensors)
             items: list[Item] = [(name, "", tensor.data) for name, tensor in tensors.items()]
             items += [(name, "extra", value) for name, value in self.values(None).items()]
             full = self.gather(what, [*items, *self.gradients()])
@@ -266,10 +261,8 @@ class PipelineEngine(Engine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         self.stage = None
         if self.holdings.stage_of:
-            self.holdings.gather_stages(optimizers)
+            self.holdings.gather_stages()
             if self.ended:
-                for optimizer in optimizers:
-                    refuse_steps(optimizer, self.ended)
                 raise lost_weights(self)
 
     def run(
