@@ -564,7 +564,6 @@ def distribute_loaders(plan: Plan, agreement: Proposal) -> None:
             plan.place,
             seed=agreement.loader_seeds[number],
             in_place=in_place,
-            name=f"{plan.process.rounds} {number}",
         )
         handles = HiddenAttribute.get(loader) or {}
         living = {place: other for place, other in handles.items() if place.process is plan.process}
