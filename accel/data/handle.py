@@ -118,13 +118,10 @@ class LoaderHandle:
                 "before its end. Save after the optimizer step."
             )
         if current is None or current.reader.complete():
-            start, following = state.start, state.following
-            if state.skip:
-                start = state.reader().skip(start, state.skip)
-            own = state.own if start.own is None else start.own
-            start = start._replace(at=start.at or (0,), own=own)
+            start, following = state.skipped_start(state.reader()), state.following
+            start = start._replace(at=start.at or (0,))
         else:
-            start, following = current.position(), state.start.epoch
+            start, following = current.reader.position(), state.start.epoch
         generators = None
         if start.seed is None:
             own_states = Generators(own_generators(state.raw)).states()

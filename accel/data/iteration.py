@@ -17,7 +17,7 @@ from ..process import ended, running
 from ..process.control import agree
 from ..process.transfer import Transfer
 from .checks import LoaderOptions, LoaderPlace, has_own_iter, length_of, shape_of
-from .readers import EpochReader, RawReader, RealRows, SamplerReader, Start
+from .readers import Reader, RealRows, SamplerReader, Start
 from .sampling import Division, mix, on_cpu
 from .streams import SHARDS, StreamReader, mode_of
 
@@ -48,13 +48,9 @@ class LoaderState:
     #: The iteration that began or gave a batch last, if it is alive.
     latest: Callable[[], Iteration | None] = lambda: None
     #: A copy of the loader whose workers live longer than an epoch.
-    persistent: tuple[DataLoader[Any], EpochReader] | None = None
+    persistent: tuple[DataLoader[Any], Reader] | None = None
     #: The serials of the engines with which the loader was set up.
     engines: set[int] = field(default_factory=set)
-    #: The state of a StatefulDataLoader at the end of its epoch.
-    own: Any = None
-    #: True after the ranks have compared the first item of their shards.
-    compared: bool = False
     #: Ends the accumulation of a group that the loop left.
     release: Callable[[], None] = lambda: None
 
@@ -73,8 +69,7 @@ class LoaderState:
 
     def go_to(self, start: Start, following: int) -> None:
         """Begin the next iteration at a loaded position."""
-        self.start, self.following = start, following
-        self.skip, self.own = 0, None
+        self.start, self.following, self.skip = start, following, 0
         self.latest = lambda: None
         # Workers that are alive can't load the states of their datasets.
         self.persistent = None
@@ -98,11 +93,15 @@ class LoaderState:
                 "has ended them. Pass the raw DataLoader to accel.setup() again."
             )
 
-    def reader(self) -> EpochReader:
+    def skipped_start(self, reader: Reader) -> Start:
+        """Return the start of the next iteration after ``skip``."""
+        return reader.skip(self.start, self.skip) if self.skip else self.start
+
+    def reader(self) -> Reader:
         raw, options, shape = self.raw, self.options, shape_of(self.raw)
         mixes_batches = raw.num_workers > 0 and not raw.in_order
         if not options.shard and (has_own_iter(raw) or mixes_batches):
-            return RawReader(raw)
+            return Reader(raw)
         division = Division(
             rank=self.place.rank if options.shard else 0,
             world=self.place.world if options.shard else 1,
@@ -114,14 +113,11 @@ class LoaderState:
             return StreamReader(raw, division, self.mode, self.place.process)
         return SamplerReader(raw, division)
 
-    def prepare(self) -> tuple[DataLoader[Any], EpochReader]:
+    def prepare(self) -> tuple[DataLoader[Any], Reader]:
         """Return a copy of the loader and the reader in it."""
         if self.persistent is not None:
             return self.persistent
         reader = self.reader()
-        if isinstance(reader, RawReader) and reader.stateful:
-            # A copy would keep the position to itself.
-            return self.raw, reader
         loader = copy.copy(self.raw)
         vars(loader)["_iterator"] = None
         reader.install(loader)
@@ -163,7 +159,6 @@ class Iteration:
         self._transfer = Transfer(device) if moves else None
         #: Batches and errors that were read before the loop asked for them.
         self._ahead: deque[tuple[Any, Exception | None]] = deque()
-        self._position_before: Start | None = None
         #: Batches of the current group of ``accumulate`` that the loop hasn't got.
         self.group_left = 0
         self.finished = False
@@ -172,15 +167,15 @@ class Iteration:
     def _begin(self) -> None:
         state = self._state
         loader, self.reader = state.prepare()
-        start = self.reader.skip(state.start, state.skip)
+        start = state.skipped_start(self.reader)
         self.reader.begin(start, state.in_place)
-        if not start.in_place and not isinstance(self.reader, RawReader):
+        if not start.in_place:
             loader.generator = self._seeds(start)
         with on_cpu():
             self._batches = self.reader.open(loader)
         state.start = state.fresh(state.following)
         state.following += 1
-        state.skip, state.own = 0, None
+        state.skip = 0
         state.latest = weakref.ref(self)
 
     def _seeds(self, start: Start) -> torch.Generator:
@@ -199,7 +194,6 @@ class Iteration:
 
     def __next__(self) -> Any:
         item, error = self._ahead.popleft() if self._ahead else (self._read(), None)
-        self._position_before = None
         if error is not None:
             raise error
         state = self._state
@@ -227,7 +221,6 @@ class Iteration:
             self._begin()
             return True
         self.finished = True
-        self._state.own = reader.position().own if reader.stateful else None
         return False
 
     def ready(self) -> bool:
@@ -246,8 +239,6 @@ class Iteration:
 
     def _read_ahead(self, read: Callable[[], Any]) -> bool:
         """Read an item, or the error that is raised in its turn. Return False at the end."""
-        if self.reader.stateful and not self._ahead:
-            self._position_before = self.reader.position()
         try:
             self._ahead.append((read(), None))
         except StopIteration:
@@ -255,9 +246,6 @@ class Iteration:
         except Exception as error:
             self._ahead.append((None, error))
         return True
-
-    def position(self) -> Start:
-        return self._position_before or self.reader.position()
 
 
 # -- Groups ----------------------------------------------------------------------------------------

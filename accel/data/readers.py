@@ -1,18 +1,18 @@
-"""Readers: how a rank reads one epoch of a loader, and the position in it."""
+"""Readers: how a rank reads one epoch of a loader, and its position."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from itertools import islice
+from inspect import isgeneratorfunction
 from typing import Any, NamedTuple, final
 
 from torch.utils.data import DataLoader, Sampler
 
 from ..errors import LoaderError
 from ..process.rng import Generators, Private
-from .checks import has_own_iter, length_of, shape_of
+from .checks import length_of, shape_of
 from .sampling import (
     Division,
     SampleOrder,
@@ -37,10 +37,10 @@ class Start(NamedTuple):
     seed: int | None = None
     #: The number of samples to skip, for each stream of an iterable dataset.
     at: tuple[int, ...] = ()
-    #: The checksum of the skipped samples of an order.
+    #: The checksum of the skipped samples. None after ``loader.skip``.
     checksum: int | None = None
     states: Mapping[str, Any] | None = None
-    #: The state of a loader or of datasets that keep their own position.
+    #: The state of a loader, or the states of datasets, that keep their own position.
     own: Any = None
 
     @property
@@ -51,7 +51,7 @@ class Start(NamedTuple):
 class RealRows(NamedTuple):
     """The rows of a batch that aren't padding: the first ``real`` of ``rows``.
 
-    If the number of rows is unknown (``rows`` is None), all rows are real if ``real`` is 1.
+    If the number of rows isn't known, ``rows`` is None and ``real`` is 1 or 0.
     """
 
     pads: bool
@@ -64,26 +64,25 @@ WHOLE = RealRows(False, None, 1)
 
 def real_rows(division: Division, units: bool, count: int) -> RealRows:
     """Return the real rows of this rank's batch of a global step of ``count`` samples."""
-    if not division.pads:
-        return WHOLE
     share = division.share(count)
-    return RealRows(True, None if units else share.size, share.real)
+    return RealRows(True, None if units else share.size, share.real) if division.pads else WHOLE
 
 
-class EpochReader:
-    """One rank's reading of one epoch, and the position of the loop in it."""
+class Reader:
+    """One rank's reading of one epoch. This class reads a loader that accel can't follow.
+
+    That is a loader with ``shard=False`` and its own ``__iter__``. torchdata's StatefulDataLoader
+    keeps its position, which travels with each batch.
+    """
 
     start: Start
-    #: The real rows of the batch that the loop got last.
+    #: The real rows of the last batch, and the number of batches that the loop got.
     rows: RealRows = WHOLE
-    #: The number of batches that the loop got.
     given: int = 0
-    #: True if the loader keeps its own position.
-    stateful: bool = False
 
-    def skip(self, start: Start, count: int) -> Start:
-        """Return the position ``count`` batches of each rank after ``start``."""
-        return start
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader: Any = loader
+        self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
     def install(self, loader: DataLoader[Any]) -> None:
         """Replace the sampler or dataset of a copy of the loader."""
@@ -91,15 +90,26 @@ class EpochReader:
     def begin(self, start: Start, in_place: bool) -> None:
         self.start = start
         self.given = 0
+        self._at = sum(start.at)
         self._closed = False
+        self._own = start.own
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        return iter(loader)
+        """Return an iterator over items, which ``take`` makes batches of."""
+        if self._own is not None:
+            self._loader.load_state_dict(self._own)
+        batches = iter(self._loader)
+        if self._own is None:
+            for _ in range(self._at):
+                next(batches, None)
+        return ((batch, self._loader.state_dict() if self.stateful else None) for batch in batches)
 
     def take(self, item: Any) -> Any:
-        """Count an item of the loader's iterator and return the batch in it."""
+        """Count an item that the loop gets, and return its batch."""
         self.given += 1
-        return item
+        self._at += 1
+        batch, self._own = item
+        return batch
 
     def close(self) -> None:
         """Note that the loader's iterator has ended."""
@@ -111,80 +121,42 @@ class EpochReader:
 
     def complete(self) -> bool:
         """True if the epoch has no more batches for any rank."""
-        return self._closed
+        return self._closed or (not self.stateful and self._at == length_of(self._loader))
 
     def position(self) -> Start:
         """Return the position after the last batch, which counts the samples of all ranks."""
-        return self.start
-
-    def resume(self, start: Start) -> None:
-        """Raise LoaderError if the epoch can't continue at a saved position."""
-
-    def length(self) -> int:
-        """Return the number of this rank's batches in a whole epoch."""
-        return 0
-
-
-@final
-class RawReader(EpochReader):
-    """The reader of a loader with ``shard=False`` whose class accel can't follow."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader: Any = loader
-        self._skip = 0
-        # torchdata's StatefulDataLoader
-        self.stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-    def begin(self, start: Start, in_place: bool) -> None:
-        super().begin(start, in_place)
-        if start.own is not None:
-            self._loader.load_state_dict(start.own)
+        position = self.start._replace(at=(self._at,), own=self._own)
+        self.resume(position)
+        return position
 
     def skip(self, start: Start, count: int) -> Start:
-        self._skip = count
-        return start
-
-    def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        batches = iter(loader)
-        for _ in islice(batches, self._skip):
-            self.given += 1
-        return batches
-
-    def complete(self) -> bool:
-        length = None if self.stateful else length_of(self._loader)
-        return self._closed or (length is not None and self.given >= length)
-
-    def position(self) -> Start:
-        if self.stateful:
-            at = (sum(self.start.at) + self.given,)
-            return self.start._replace(at=at, own=self._loader.state_dict())
-        self._check_start(self.given)
-        return self.start._replace(at=(0,))
+        """Return the position ``count`` batches of each rank after ``start``."""
+        return start._replace(at=(sum(start.at) + count,), own=None)
 
     def resume(self, start: Start) -> None:
-        if not self.stateful:
-            self._check_start(sum(start.at))
-
-    def _check_start(self, at: int) -> None:
-        if at:
+        """Raise LoaderError if an epoch can't continue at a position."""
+        if any(start.at) and start.own is None:
             raise LoaderError(
                 f"A {type(self._loader).__qualname__} with shard=False has no position in "
                 "mid-epoch because it reads in its own way. Save between epochs."
             )
 
     def length(self) -> int:
+        """Return the number of this rank's batches in a full epoch."""
         return len(self._loader)
 
 
 @final
-class SamplerReader(EpochReader):
+class SamplerReader(Reader):
     """The stand-in for the sampler or batch sampler of a map-style loader."""
 
+    stateful = False
+
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
-        self._shape = shape_of(loader)
         self._division = division
-        self._own = own_generators(loader)
-        self._generators = Generators(drawn_from(self._shape.sampler, self._own))
+        self._sampler, *_, self._units = shape_of(loader)
+        self._own_generators = Generators(own_generators(loader))
+        self._generators = Generators(drawn_from(self._sampler, own_generators(loader)))
 
     def install(self, loader: DataLoader[Any]) -> None:
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
@@ -192,101 +164,83 @@ class SamplerReader(EpochReader):
     @property
     def sampler(self) -> Any:
         """The sampler of the replaced batch sampler. StatefulDataLoader asks for its length."""
-        return self._shape.sampler.sampler if self._shape.units else self._shape.sampler
-
-    def _draw(self, start: Start) -> SampleOrder:
-        """Return the order of an epoch at a position, drawn from a seed or a snapshot."""
-        sampler = self._shape.sampler
-        states = start.states or {}
-        if start.seed is not None:
-            for part in parts_of(sampler):
-                if part is sampler or isinstance(part, Sampler):
-                    set_epoch(part, start.epoch)
-            states = self._generators.seeded(mix(start.seed, start.epoch))
-        order = SampleOrder(sampler, Private(self._generators, states))
-        return self._at_position(order, start)
-
-    def _at_position(self, order: SampleOrder, start: Start) -> SampleOrder:
-        """Skip the samples before a position. A position of ``skip`` has no checksum."""
-        count = sum(start.at)
-        skipped, checksum = order.skip(count, self._division.world - 1)
-        is_same = skipped == count and start.checksum in (checksum, None)
-        if count and (len(start.at) != 1 or not is_same):
-            raise LoaderError(
-                f"The {type(self._shape.sampler).__name__} draws a different or shorter order than "
-                "in the saved epoch. Use the same dataset and sampler, or leave the loader out."
-            )
-        self._checksum = checksum
-        return order
-
-    def skip(self, start: Start, count: int) -> Start:
-        if not count:
-            return start
-        at = sum(start.at) + count * self._division.width
-        length = length_of(self._shape.sampler)
-        return start._replace(at=(at if length is None else min(at, length),), checksum=None)
-
-    def resume(self, start: Start) -> None:
-        if any(start.at):
-            self._draw(start)
+        return self._sampler.sampler if self._units else self._sampler
 
     def begin(self, start: Start, in_place: bool) -> None:
         super().begin(start, in_place)
-        #: True if the last step had no samples for this rank.
-        self._had_no_share = False
         #: The samples of all ranks, and real rows, of batches that the loop hasn't got yet.
         self._pending: deque[tuple[list[Any], RealRows]] = deque()
-        self._at = sum(start.at)
-        self._checksum = 0
+        self._had_no_share = False
         self._states = start.states
-        self._order: SampleOrder | None = None
-        if start.in_place:
-            # The order is drawn when the loader asks for it, as in raw PyTorch.
-            return
-        self._order = self._draw(start)
-        if in_place and start.states is not None:
+        # An order in place is drawn when the loader asks for it, as in raw PyTorch.
+        self._order = None if start.in_place else self._draw(start)
+        if self._order is not None and in_place and start.states is not None:
             # The rest is drawn in place too. rng_state() has restored the global generators.
-            Generators(self._own).put(self._order.context.states)
+            self._own_generators.put(self._order.context.states)
             self._order.context = nullcontext()
 
+    def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        return iter(loader)
+
+    def _draw(self, start: Start) -> SampleOrder:
+        """Return the order of an epoch at a position."""
+        states = start.states or {}
+        if start.seed is not None:
+            for part in parts_of(self._sampler):
+                if part is self._sampler or isinstance(part, Sampler):
+                    set_epoch(part, start.epoch)
+            states = self._generators.seeded(mix(start.seed, start.epoch))
+        elif start.states is None:
+            self._states = self._generators.states()
+        context = nullcontext() if start.in_place else Private(self._generators, states)
+        order = SampleOrder(self._sampler, context)
+        count = sum(start.at)
+        skipped, self._checksum = order.skip(count, self._division.world - 1)
+        is_same = (skipped, self._checksum) == (count, start.checksum)
+        if start.checksum is None:
+            # loader.skip() counts full steps, but the last step may have fewer samples.
+            is_same = count - self._division.width < skipped
+        if count and (len(start.at) != 1 or not is_same):
+            raise LoaderError(
+                f"The {type(self._sampler).__name__} draws a different or shorter order than in the "
+                "saved epoch. Use the same dataset and sampler, or leave the loader out."
+            )
+        self._at = skipped
+        return order
+
     def __iter__(self) -> Iterator[Any]:
-        # torch calls iter() of a custom batch sampler now, and of other samplers at the first batch.
-        if self._order is None and self._shape.units:
-            self._draw_in_place()
+        # torch calls iter() of a custom batch sampler before it draws the seed of the workers.
+        is_lazy = isgeneratorfunction(type(self._sampler).__iter__)
+        if self._order is None and self._units and not is_lazy:
+            self._order = self._draw(self.start)
         return self._batches()
 
-    def _draw_in_place(self) -> SampleOrder:
-        self._states = self._generators.states()
-        order = SampleOrder(self._shape.sampler, nullcontext())
-        self._order = self._at_position(order, self.start)
-        return self._order
-
     def _batches(self) -> Iterator[Any]:
-        order = self._order or self._draw_in_place()
-        units = self._shape.units
-        for share, items in divide(order.read, self._division, order.head):
+        if self._order is None:
+            self._order = self._draw(self.start)
+        for share, items in divide(self._order.read, self._division, self._order.head):
             self._had_no_share = not share
             if share:
-                self._pending.append((items, real_rows(self._division, units, len(items))))
-                yield share[0] if units else share
+                rows = real_rows(self._division, self._units, len(items))
+                self._pending.append((items, rows))
+                yield share[0] if self._units else share
 
     def __len__(self) -> int:
-        rest = len(self._shape.sampler) - sum(self.start.at)
-        return self._division.local_steps(max(0, rest))
+        return self._division.local_steps(max(0, len(self._sampler) - sum(self.start.at)))
 
     def take(self, item: Any) -> Any:
-        self.given += 1
-        self._check_pending(bool(self._pending))
+        self._check(bool(self._pending))
         items, self.rows = self._pending.popleft()
+        self.given += 1
         self._at += len(items)
         self._checksum = digest(items, self._checksum)
         return item
 
     def close(self) -> None:
-        self._check_pending(not self._pending)
+        self._check(not self._pending)
 
-    def _check_pending(self, right: bool) -> None:
-        if not right:
+    def _check(self, follows_sampler: bool) -> None:
+        if not follows_sampler:
             raise LoaderError(
                 "The loader does not give one batch for each batch of its sampler, so padding and "
                 "position are unknown. Use a plain DataLoader, or LoaderOptions(shard=False)."
@@ -300,10 +254,10 @@ class SamplerReader(EpochReader):
         return min(count, waiting + self._division.local_steps(items))
 
     def complete(self) -> bool:
-        # The same on every rank at the same step, also if a rank has no share of the last one.
+        # The same on every rank at the same step, also on a rank without a share of the last step.
         if self._pending or self._order is None:
             return False
-        width, length = self._division.width, length_of(self._shape.sampler)
+        width, length = self._division.width, length_of(self._sampler)
         if length is None:
             return self._order.ended and not self._had_no_share
         least = width if self._division.drop_last else 1
@@ -313,10 +267,13 @@ class SamplerReader(EpochReader):
         checksum = self._checksum if self._at else None
         return self.start._replace(at=(self._at,), checksum=checksum, states=self._states, own=None)
 
+    def skip(self, start: Start, count: int) -> Start:
+        at = sum(start.at) + count * self._division.width
+        return start._replace(at=(at,), checksum=None)
+
+    def resume(self, start: Start) -> None:
+        if any(start.at):
+            self._draw(start)
+
     def length(self) -> int:
-        return self._division.local_steps(len(self._shape.sampler))
-
-
-def is_followed(loader: DataLoader[Any]) -> bool:
-    """True if a loader reads one batch after the other, from its sampler or its dataset."""
-    return not has_own_iter(loader) and (loader.in_order or not loader.num_workers)
+        return self._division.local_steps(len(self._sampler))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from array import array
 from collections import deque
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from ..process.packing import bytes_of, is_dense, to_bytes
 from ..process.rng import global_generators, is_generator, seed_of
+from ..trees import walk
 
 # -- Division --------------------------------------------------------------------------------------
 
@@ -64,9 +64,6 @@ class Division:
         offset = self.rank * size + min(self.rank, extra)
         size += self.rank < extra
         return Share(offset, size, size)
-
-    def steps(self, remaining: int) -> int:
-        return remaining // self.width if self.drop_last else -(-remaining // self.width)
 
     def local_steps(self, remaining: int) -> int:
         """Return the number of batches that this rank gets from ``remaining`` samples."""
@@ -212,10 +209,7 @@ class SampleOrder:
         ``self.head`` keeps the first ``head`` items.
         """
         skipped = 0
-        while skipped < count:
-            block = self.read(min(_BLOCK, count - skipped))
-            if not block:
-                break
+        while block := self.read(min(_BLOCK, count - skipped)):
             self.head += block[: head - len(self.head)]
             skipped += len(block)
             crc = digest(block, crc)
@@ -240,71 +234,53 @@ def digest(items: Sequence[Any], crc: int = 0) -> int:
     return crc
 
 
-class Fingerprint(NamedTuple):
-    """Checksums of the integers and texts in items, and of all other values. 0 if there are none."""
+def fingerprint(items: Any, aside: list[torch.Tensor] | None = None) -> tuple[int, int]:
+    """Return checksums of the integers and texts in nested items, and of all other values.
 
-    names: int
-    numbers: int
-
-    @property
-    def identity(self) -> int:
-        """The checksum that tells items apart, without the floats that augmentation changes."""
-        return self.names or self.numbers
-
-
-def fingerprint(items: Any, aside: list[torch.Tensor] | None = None) -> Fingerprint:
-    """Return checksums of nested items that are equal in every process for equal items.
-
-    If ``aside`` is a list, the tensors are appended to it, and only dtype and shape count here.
+    They are equal in every process for equal items, and 0 if there are no such values. If ``aside``
+    is a list, tensors are appended to it, and only their dtypes and shapes count here.
     """
-    checksums = {True: 0, False: 0}
-    for is_name, content in _contents(items, aside):
-        checksums[is_name] = zlib.crc32(content, checksums[is_name])
-    return Fingerprint(checksums[True], checksums[False])
+    checksums = [0, 0]
+
+    def visit(path: str, leaf: Any) -> Any:
+        is_number, content = _content(leaf, aside)
+        checksums[is_number] = zlib.crc32(content, checksums[is_number])
+        return leaf
+
+    walk(visit, items, "", _is_names)
+    return checksums[0], checksums[1]
 
 
-_NAMES: Any = int | str | bytes | os.PathLike
+def identity(items: Any) -> int:
+    """Return a checksum that tells items apart, if possible without the augmented numbers."""
+    names, numbers = fingerprint(items)
+    return names or numbers
 
 
-def _contents(value: Any, aside: list[torch.Tensor] | None) -> Iterator[tuple[bool, bytes]]:
-    """Yield the content of each leaf, and True if the leaf identifies the item."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _contents(key if isinstance(key, str) else None, aside)
-            yield from _contents(item, aside)
-    elif isinstance(value, _NAMES | range):
-        yield True, repr(value).encode()
-    elif isinstance(value, list | tuple):
-        if value and all(isinstance(item, _NAMES) for item in value):
-            yield True, repr(value).encode()
-            return
-        for item in value:
-            yield from _contents(item, aside)
-    elif isinstance(value, torch.Tensor):
-        yield _content_of_tensor(value, aside)
-    elif hasattr(value, "dtype") and hasattr(value, "tobytes"):
-        # The bytes of an array of objects are addresses.
-        is_object = value.dtype.kind == "O"
-        content = repr(value.tolist()).encode() if is_object else value.tobytes()
-        is_name = value.dtype.kind in "iuSU" and value.dtype.itemsize > 1
-        yield is_name, f"{value.dtype} {value.shape}".encode() + content
-    else:
-        is_number = isinstance(value, float | complex)
-        yield False, (repr(value) if is_number else type(value).__qualname__).encode()
+def _is_names(value: Any) -> bool:
+    names = isinstance(value, list | tuple) and len(value) > 0
+    return names and all(isinstance(item, int | str | bytes) for item in value)
 
 
-def _content_of_tensor(value: torch.Tensor, aside: list[torch.Tensor] | None) -> tuple[bool, bytes]:
-    header = f"{value.dtype} {value.layout} {tuple(value.shape)}".encode()
-    if aside is not None:
-        if is_dense(value):
-            aside.append(value)
-        return True, header
-    # Integers are labels or tokens, but bytes are pixels.
-    is_float = value.dtype.is_floating_point or value.dtype.is_complex
-    is_name = not is_float and value.dtype.itemsize > 1
-    has_values = is_dense(value) and value.numel() > 0
-    content = to_bytes(bytes_of(value, torch.device("cpu"))) if has_values else b""
-    return is_name, header + content
+def _content(leaf: Any, aside: list[torch.Tensor] | None) -> tuple[bool, bytes]:
+    """Return True if a leaf is a number that random augmentation changes, and its content."""
+    if isinstance(leaf, torch.Tensor):
+        header = f"{leaf.dtype} {leaf.layout} {tuple(leaf.shape)}".encode()
+        is_float = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+        has_values = is_dense(leaf) and leaf.numel() > 0
+        if aside is not None:
+            aside += [leaf] if is_dense(leaf) else []
+            return False, header
+        content = to_bytes(bytes_of(leaf, torch.device("cpu"))) if has_values else b""
+        # Integers are labels or tokens, but bytes are pixels.
+        return is_float or leaf.dtype.itemsize == 1, header + content
+    if hasattr(leaf, "dtype") and hasattr(leaf, "tobytes") and leaf.dtype.kind != "O":
+        is_name = leaf.dtype.kind in "iuSU" and leaf.dtype.itemsize > 1
+        return not is_name, f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
+    if isinstance(leaf, int | str | bytes | range) or _is_names(leaf):
+        return False, repr(leaf).encode()
+    is_number = isinstance(leaf, float | complex)
+    return True, (repr(leaf) if is_number else type(leaf).__qualname__).encode()
 
 
 def first_sample(dataset: Any) -> str:

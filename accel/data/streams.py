@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -17,15 +18,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from ..errors import LoaderError, text_of_error
 from ..process import Process
 from ..process.control import Waiting, agree, raise_together
-from ..process.packing import packed, unpacked
 from ..process.rng import Generators, Private, global_generators
 from .checks import LoaderOptions, shape_of
-from .readers import EpochReader, RealRows, Start, real_rows
-from .sampling import Division, divide, fingerprint, mix, portion, set_epoch
+from .readers import Reader, RealRows, Start, real_rows
+from .sampling import Division, divide, identity, mix, portion, set_epoch
 
 #: Every rank reads the full stream and keeps its share, each rank reads its shards of a Hugging
 #: Face dataset, or rank 0 reads for all ranks.
 FULL, SHARDS, DISPATCHED = "full", "shards", "dispatched"
+_LABEL: Final = "reading an iterable dataset"
 
 
 def mode_of(dataset: Any, options: LoaderOptions, world: int) -> str:
@@ -49,11 +50,11 @@ class Tag(NamedTuple):
     stream: int
     #: The number of items that were read from this stream.
     position: int
-    #: The number of samples in the global step.
+    #: The number of samples in the global step, 0 for padding.
     samples: int
     #: A checksum of the first items of the stream.
     first: int = 0
-    #: The dataset's ``state_dict()``, if it gives each rank its shards.
+    #: The dataset's ``state_dict()``, if each rank reads its shards.
     state: Any = None
     #: True if another batch follows, None if unknown.
     more: bool | None = None
@@ -70,8 +71,8 @@ class _DividedStream:
     def __init__(self, dataset: Any, division: Division, mode: str, control: torch.Tensor) -> None:
         self.dataset = dataset
         self.division = division
-        self.control = control
         self.mode = mode
+        self.control = control
         self.tag = Tag(0, 0, 0)
         #: A snapshot of the generators at the start of a stream that is drawn in place.
         self.states: Mapping[str, Any] = {}
@@ -88,9 +89,10 @@ class _DividedStream:
         if not in_place:
             set_epoch(self.dataset, epoch)
             self._context = Private(generators, generators.seeded(mix(seed, stream)))
+        elif info is None and self.states:
+            self._context = Private(generators, self.states)
         elif info is None:
-            self.states = self.states or generators.states()
-            self._context = Private(generators, self.states) if skips[0] else nullcontext()
+            self.states = generators.states()
         skip = skips[stream]
         self.tag = Tag(stream, skip, 0)
         if self.own:
@@ -103,9 +105,12 @@ class _DividedStream:
 
     def _shares(self, skip: int) -> Iterator[Any]:
         head, first, state = self._skip(skip), 0, None
+        if self.continues_in_place:
+            # rng_state() has restored the generators, so the rest is drawn in place.
+            self._context = nullcontext()
         for share, chunk in divide(self._read, self.division, head):
             if not first and self.division.world > 1:
-                first = fingerprint(chunk).identity
+                first = identity(chunk)
             if self.mode == SHARDS and hasattr(self.dataset, "state_dict"):
                 state = self.dataset.state_dict()
             position = self.tag.position + len(chunk)
@@ -113,8 +118,8 @@ class _DividedStream:
             if self.mode != DISPATCHED:
                 yield from share
             elif share:
-                divisions = [replace(self.division, rank=r) for r in range(self.division.world)]
-                yield [portion(chunk, division, head) for division in divisions]
+                ranks = range(self.division.world)
+                yield [portion(chunk, replace(self.division, rank=rank), head) for rank in ranks]
 
     def _read(self, count: int) -> list[Any]:
         with self._context:
@@ -125,21 +130,18 @@ class _DividedStream:
         head = self._read(min(count, self.division.world - 1))
         with self._context:
             dropped = len(head) + sum(1 for _ in islice(self._items, count - len(head)))
-        # skip() counts full steps, but the last step may have fewer items.
+        # loader.skip() counts full steps, but the last step may have fewer items.
         if dropped <= count - self.division.width:
             raise LoaderError(
                 f"{type(self.dataset).__name__} ended after {dropped} items, before the position "
                 f"{count}. Use the same dataset as when the state was saved."
             )
-        if self.continues_in_place:
-            # rng_state() has restored the generators, so the rest is drawn in place.
-            self._context = nullcontext()
         return head
 
 
 @final
 class _StreamView(IterableDataset[Any]):
-    """The dataset of the loader's copy: a rank's share, with the attributes of the user's dataset.
+    """A rank's share as a dataset, with the attributes of the user's dataset.
 
     A ``worker_init_fn`` sets attributes of ``get_worker_info().dataset``.
     """
@@ -174,30 +176,30 @@ def _collated(collate: Callable[[Any], Any], units: bool, shares: list[list[Any]
 
 
 @final
-class StreamReader(EpochReader):
+class StreamReader(Reader):
     """The stand-in for the dataset of an iterable loader."""
 
     def __init__(
         self, loader: DataLoader[Any], division: Division, mode: str, process: Process | None
     ) -> None:
+        self._dataset: Any = loader.dataset
         self._division = division
         self._mode = mode
         self._process = process
         self._workers = loader.num_workers
+        self._streams = max(1, self._workers)
         self._units = shape_of(loader).units
-        dataset: Any = loader.dataset
+        dataset = self._dataset
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
             division = replace(division, rank=0, world=1)
-            self.stateful = hasattr(dataset, "state_dict")
+        self.stateful = mode == SHARDS and hasattr(dataset, "state_dict")
         # A loader seeds its workers from this generator, and they draw the stream.
         self._seeding = Generators({"seeds": loader.generator or torch.default_generator})
-        self._control = torch.zeros(3 + max(1, self._workers), dtype=torch.int64, device="cpu")
+        self._control = torch.zeros(3 + self._streams, dtype=torch.int64, device="cpu")
         if self._workers:
             self._control.share_memory_()
         self._stream = _DividedStream(dataset, division, mode, self._control)
-        self._full_dataset: Any = loader.dataset
-        self.tag = Tag(0, 0, 0)
 
     def install(self, loader: DataLoader[Any]) -> None:
         vars(loader)["dataset"] = _StreamView(self._stream)
@@ -209,84 +211,80 @@ class StreamReader(EpochReader):
             vars(loader)["batch_sampler"] = BatchSampler(loader.sampler, batch, loader.drop_last)
         loader.collate_fn = partial(_tagged, loader.collate_fn, self._stream)
 
-    def skip(self, start: Start, count: int) -> Start:
-        if not count:
-            return start
-        self._check_known()
-        # The loader takes a batch from each worker in turn.
-        streams = max(1, self._workers)
-        at = list(start.at) or [0] * streams
-        for batch in range(count):
-            at[batch % streams] += self._stream.division.width
-        return start._replace(at=tuple(at), own=None)
-
     def begin(self, start: Start, in_place: bool) -> None:
         super().begin(start, in_place)
-        streams = max(1, self._workers)
-        self._at = list(start.at) or [0] * streams
-        self._own: list[Any] = list(start.own or [None] * streams)
+        self._positions = list(start.at) or [0] * self._streams
+        self._states: list[Any] = list(start.own or [None] * self._streams)
         seed = 0 if start.seed is None else mix(start.seed, start.epoch)
-        control = [start.seed is None, start.epoch, seed, *self._at]
+        control = [start.seed is None, start.epoch, seed, *self._positions]
         self._control.copy_(torch.tensor(control, device="cpu"))
         self._stream.states = start.states or {}
         self._stream.continues_in_place = in_place
         self._stream.own = list(start.own or [])
         self._seeds = self._seeding.states()
-        self.tag = Tag(0, 0, 0)
+        self._more: bool | None = None
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if self._process is None or self._process.place.world_size == 1:
             return iter(loader)
         if self._mode == DISPATCHED:
-            return Dispatched(self._process, self._division.rank, loader)
-        batches = iter(loader)
+            return self._dispatched(self._process, loader)
         if self._mode == FULL:
-            return self._compared(batches)
-        return self._in_step(batches) if self._division.even else batches
-
-    def upcoming(self, count: int) -> int | None:
-        return int(self.tag.more) if count == 1 and self.tag.more is not None else None
+            return self._compared(iter(loader)) if self._division.world > 1 else iter(loader)
+        return self._in_step(iter(loader)) if self._division.even else iter(loader)
 
     def take(self, item: Any) -> Any:
-        self.tag, batch = item
+        tag, batch = item
         self.given += 1
-        self._at[self.tag.stream] = self.tag.position
-        self._own[self.tag.stream] = self.tag.state
+        self._more = tag.more
+        self._positions[tag.stream] = tag.position
+        self._states[tag.stream] = tag.state
+        self.rows = real_rows(self._division, self._units, tag.samples)
         if self._mode == SHARDS:
-            # A step's batches come from different shards, and all of their rows are real or none.
-            self.rows = RealRows(self._division.even, None, min(1, self.tag.samples))
-        else:
-            self.rows = real_rows(self._division, self._units, self.tag.samples)
+            # The batches of a step are of different shards. All of their rows are real, or none.
+            self.rows = RealRows(self._division.even, None, min(1, tag.samples))
         return batch
 
+    def upcoming(self, count: int) -> int | None:
+        return int(self._more) if count == 1 and self._more is not None else None
+
     def complete(self) -> bool:
-        # A rank that had no share of the last batch has read it all the same.
+        # A rank without a share of the last step has read it all the same.
         read_nothing = self._stream.tag.position == sum(self.start.at)
         return self._closed and (not self._division.ragged or read_nothing)
 
     def position(self) -> Start:
         states = self.start.states
         if self.given:
-            self._check_known()
+            self._check_position()
             if self.start.in_place:
                 states = self._seeds if self._workers else self._stream.states
-        own = self._own if self.stateful else None
-        return self.start._replace(at=tuple(self._at), checksum=None, states=states, own=own)
+        own = self._states if self.stateful else None
+        at = tuple(self._positions)
+        return self.start._replace(at=at, checksum=None, states=states, own=own)
+
+    def skip(self, start: Start, count: int) -> Start:
+        self._check_position()
+        at = list(start.at) or [0] * self._streams
+        for batch in range(count):
+            # The loader takes a batch from each worker in turn.
+            at[batch % self._streams] += self._stream.division.width
+        return start._replace(at=tuple(at), own=None)
 
     def resume(self, start: Start) -> None:
         if not any(start.at):
             return
-        self._check_known()
-        streams = max(1, self._workers)
-        is_seeded = start.states is None or ("seeds" in start.states) == bool(self._workers)
-        if len(start.at) != streams or start.checksum is not None or not is_seeded:
+        self._check_position()
+        has_seeds = start.states is not None and "seeds" in start.states
+        is_seeded = start.states is None or has_seeds == bool(self._workers)
+        if len(start.at) != self._streams or start.checksum is not None or not is_seeded:
             raise LoaderError(
-                f"The state was saved in mid-epoch from {len(start.at)} workers or another kind of "
-                f"dataset, and this iterable dataset has {streams}. Use the same num_workers."
+                f"The state was saved in mid-epoch with num_workers={len(start.at)} or another kind "
+                f"of dataset. This iterable dataset has {self._streams} streams."
             )
 
-    def _check_known(self) -> None:
-        # Each worker has its own last batch, so the ranks' loops are at different samples.
+    def _check_position(self) -> None:
+        # Each worker has its own last step, so the ranks' loops are at different samples.
         if self._workers and self._division.ragged and self._mode == FULL:
             raise LoaderError(
                 "An iterable dataset with num_workers and even_batches=False has no position in "
@@ -296,13 +294,15 @@ class StreamReader(EpochReader):
     def length(self) -> int:
         return self._division.local_steps(len(self._stream.dataset))
 
+    # -- Streams that the ranks read together. Every step of these iterators is collective. --
+
     def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Check that the ranks read the same stream first. The first batch is collective."""
+        """Yield the batches after the ranks have compared the first items of the stream."""
         item, firsts = _read_together(batches, lambda item: item[0].first)
         if len(set(firsts) - {None}) > 1:
             raise LoaderError(
-                f"The ranks read different first items from {type(self._full_dataset).__name__}, "
-                "which shards itself or shuffles differently on each rank. Use a fixed seed, or "
+                f"The ranks read different items from {type(self._dataset).__name__}, which shards "
+                "itself or shuffles differently on each rank. Use a fixed seed, or "
                 "LoaderOptions(shard=False)."
             )
         if item is not None:
@@ -310,29 +310,49 @@ class StreamReader(EpochReader):
             yield from batches
 
     def _first_item(self) -> Iterator[Any]:
-        """Yield the first item of all shards, to compare it."""
         generators = Generators(global_generators())
         with Private(generators, generators.seeded(0)):
-            items = list(islice(self._full_dataset, 1))
-        yield Tag(0, 0, 0, fingerprint(items).identity), items
+            items = list(islice(self._dataset, 1))
+        yield Tag(0, 0, 0, identity(items)), items
 
     def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Repeat this rank's first batch until all ranks have read their shards. Collective."""
-        # Sharding a dataset that was sharded before would lose most of it.
-        list(self._compared(self._first_item()))
+        """Yield this rank's batches, then its first one until all ranks have read their shards."""
+        if not self.start.epoch:
+            # If the dataset was sharded before, sharding it once more would lose most of it.
+            list(self._compared(self._first_item()))
         item, present = _read_together(batches, lambda item: True)
         if any(present) and not all(present):
             raise LoaderError(
                 f"Rank {present.index(None)} has no batch in its shards of "
-                f"{type(self._full_dataset).__name__}. Use larger shards, or fewer ranks."
+                f"{type(self._dataset).__name__}. Use larger shards or fewer ranks."
             )
         padding = copy.deepcopy(item)
         while any(present):
             following, present = _read_together(batches, lambda item: True)
             tag, batch = padding if item is None else item
             yield tag._replace(more=any(present)), batch
-            padding = tag._replace(samples=0), padding[1]
-            item = following
+            item, padding = following, (tag._replace(samples=0), padding[1])
+
+    def _dispatched(self, process: Process, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield this rank's share of the batches that rank 0 reads."""
+        places = agree(_LABEL, self._division.rank)
+        is_reader = process.place.rank == 0
+        steps = map(_pickled, chain.from_iterable([loader])) if is_reader else iter(())
+        messages, present = _read_together(steps, lambda item: True)
+        while present[0]:
+            following, present = _read_together(steps, lambda item: True)
+            sent = [messages[place] for place in places] if is_reader else None
+            received: list[Any] = [None]
+            with Waiting(process, _LABEL):
+                dist.scatter_object_list(received, sent, group=process.control, group_src=0)
+            tag, batch = pickle.loads(received[0])
+            yield tag._replace(more=bool(present[0])), batch
+            messages = following
+
+
+def _pickled(step: tuple[Tag, list[Any]]) -> list[bytes]:
+    tag, batches = step
+    return [pickle.dumps((tag, batch)) for batch in batches]
 
 
 def _read_together(batches: Iterator[Any], fact: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
@@ -346,65 +366,6 @@ def _read_together(batches: Iterator[Any], fact: Callable[[Any], Any]) -> tuple[
     except Exception as problem:
         error = problem
     own_fact = None if item is None else fact(item)
-    answers = agree(_READING, (own_fact, text_of_error(error)))
-    raise_together(_READING, error, [text for _, text in answers], LoaderError)
+    answers = agree(_LABEL, (own_fact, text_of_error(error)))
+    raise_together(_LABEL, error, [text for _, text in answers], LoaderError)
     return item, [other for other, _ in answers]
-
-
-_READING: Final = "reading an iterable dataset"
-
-
-# -- Batches that rank 0 reads ---------------------------------------------------------------------
-
-
-@final
-class Dispatched:
-    """The batches that rank 0 reads for all ranks. Every step is collective.
-
-    ``loader`` gives (tag, a batch for each place). Rank 0 reads one step ahead, so that each step
-    tells if a step follows.
-    """
-
-    def __init__(self, process: Process, place: int, loader: Iterable[Any]) -> None:
-        self._process = process
-        self._place = place
-        self._loader = loader
-        self._items: Iterator[Any] | None = None
-        self._error: Exception | None = None
-        self._next = self._read() if process.place.rank == 0 else None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def _read(self) -> Any:
-        """Return rank 0's next step, or None at the end. An error is raised in its turn."""
-        try:
-            if self._items is None:
-                self._items = iter(self._loader)
-            return next(self._items, None)
-        except Exception as error:
-            self._error = error
-            return None
-
-    def __next__(self) -> Any:
-        step, error, messages = self._next, self._error, []
-        if step is not None:
-            try:
-                self._next = self._read()
-                tag = step[0]._replace(more=self._next is not None or self._error is not None)
-                messages = [packed((tag, batch)) for batch in step[1]]
-            except Exception as problem:
-                error = problem
-        answers = agree(_READING, (self._place, text_of_error(error), list(map(len, messages))))
-        raise_together(_READING, error, [text for _, text, _ in answers], LoaderError)
-        sizes = answers[0][2]
-        if not sizes:
-            raise StopIteration
-        largest = max(sizes)
-        received = torch.empty(largest, dtype=torch.uint8, device="cpu")
-        pad = torch.nn.functional.pad
-        padded = [pad(message, (0, largest - len(message))) for message in messages]
-        sent = [padded[place] for place, *_ in answers] if padded else None
-        with Waiting(self._process, _READING):
-            dist.scatter(received, sent, group=self._process.control, group_src=0)
-        return unpacked(received[: sizes[self._place]], received.device)
