@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.utils.data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ..errors import LoaderError, described, refuse_unknown
-from ..process import Process, world_size
-from ..process.rng import Generators, Private
-from .sampling import SampleOrder, digest, drawn_from, own_generators, parts_of
-
-#: Items of a sampler's order that the ranks compare.
-_COMPARED: Final = 1000
+from ..process import Process
+from .sampling import digest, parts_of
 
 
 @final
@@ -117,25 +111,15 @@ def check(loader: DataLoader[Any], options: Any, world: int) -> None:
 
 
 def _problem_of_options(loader: DataLoader[Any], options: LoaderOptions, world: int) -> str:
-    if options.dispatch:
-        if not isinstance(loader.dataset, IterableDataset):
-            return "LoaderOptions(dispatch=True) is for iterable datasets. Leave it out."
-        if not options.shard or not options.even_batches:
-            return (
-                "LoaderOptions(dispatch=True) gives all ranks equally many batches. Leave "
-                "shard=False and even_batches=False out."
-            )
-    if options.split_batches:
-        shape = shape_of(loader)
-        if not options.shard:
-            return "LoaderOptions(split_batches=True) has nothing to split with shard=False."
-        if shape.units:
-            return "LoaderOptions(split_batches=True): the loader has no batch_size. Leave it out."
-        if shape.batch % world:
-            return (
-                f"LoaderOptions(split_batches=True): batch_size={shape.batch} does not divide over "
-                f"{world} ranks. Use a multiple of {world}."
-            )
+    shape = shape_of(loader)
+    if options.dispatch and not isinstance(loader.dataset, IterableDataset):
+        return "LoaderOptions(dispatch=True) is for iterable datasets. Leave it out."
+    if options.dispatch and not (options.shard and options.even_batches):
+        return "LoaderOptions(dispatch=True) needs shard=True and even_batches=True."
+    if options.split_batches and (shape.units or not options.shard):
+        return "LoaderOptions(split_batches=True) needs shard=True and a loader with a batch_size."
+    if options.split_batches and shape.batch % world:
+        return f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple of it."
     return ""
 
 
@@ -177,23 +161,6 @@ def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> d
     if isinstance(dataset, torch_data.Subset):
         # random_split with a different seed on each rank mixes training and validation data.
         facts["checksum of the Subset's indices"] = digest(dataset.indices)
-    known = (torch_data.SequentialSampler, torch_data.RandomSampler)
     if isinstance(dataset, IterableDataset):
         facts["num_workers"] = loader.num_workers
-    elif type(shape.sampler) not in known and world_size() > 1:
-        facts["checksum of the sampler's order"] = _order_of(loader, shape.sampler)
     return facts
-
-
-def _order_of(loader: DataLoader[Any], sampler: Any) -> str:
-    """Return a checksum of the first items that a copy of a sampler draws from fixed seeds."""
-    if isinstance(sampler, Iterator):
-        # sampler=iter(indices) gives its items once.
-        return ""
-    generators = Generators(drawn_from(sampler, own_generators(loader)))
-    try:
-        order = SampleOrder(copy.copy(sampler), Private(generators, generators.seeded(0)))
-        return str(digest(order.read(_COMPARED)))
-    except Exception as error:
-        # Iterating raises it again, on every rank.
-        return type(error).__qualname__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -118,7 +118,7 @@ class LoaderHandle:
                 "before its end. Save after the optimizer step."
             )
         if current is None or current.reader.complete():
-            start, following = state.skipped_start(state.reader()), state.following
+            start, following = state.reader().skip(state.start, state.skip), state.following
             start = start._replace(at=start.at or (0,))
         else:
             start, following = current.reader.position(), state.start.epoch
@@ -179,12 +179,6 @@ class LoaderHandle:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._accel.raw, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        delattr(self._accel.raw, name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._accel.raw)})
-
     def __repr__(self) -> str:
         place = self._accel.place
         return f"LoaderHandle({self._accel.raw!r}, rank {place.rank} of {place.world})"
@@ -201,28 +195,18 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
     return loader._accel.raw if isinstance(loader, LoaderHandle) else loader
 
 
-#: Keys that a state may lack.
-_OPTIONAL: Final[Mapping[str, Any]] = {
-    "streams": [],
-    "part": [],
-    "checksum": None,
-    "length": None,
-    "generators": None,
-    "own": None,
-}
-
-
 def _read(state_dict: Any) -> dict[str, Any]:
-    """Return a state with all keys, and its generators' states."""
-    saved = {**_OPTIONAL, **state_dict} if isinstance(state_dict, Mapping) else {}
+    """Return a state with all keys, and the states of its generators."""
+    saved: dict[str, Any] = dict.fromkeys(("checksum", "length", "generators", "own"))
+    saved |= {"streams": [], "part": []}
     try:
+        saved |= state_dict
         numbers = [saved["epoch"], saved["next"], saved["consumed"], *saved["streams"]]
-        is_valid = all(type(number) is int and number >= 0 for number in numbers)
-        is_valid = is_valid and type(saved["seed"]) is int and len(saved["part"]) in (0, 2)
+        is_valid = type(saved["seed"]) is int and all(type(n) is int and n >= 0 for n in numbers)
         generators = saved["generators"]
         if generators is not None:
             saved["generators"] = {name: from_plain(generators[name]) for name in ("order", "own")}
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         is_valid = False
     if not is_valid:
         raise LoaderError(f"Expected a state of LoaderHandle.state_dict(), found {state_dict!r}.")
@@ -233,22 +217,17 @@ def _problem_of_state(state: LoaderState, saved: dict[str, Any], is_stateful: bo
     length = length_of(state.raw.dataset)
     if saved["length"] != length:
         return f"The state is of a dataset of length {saved['length']}, and this one has {length}."
+    is_stateful = saved["own"] is None or is_stateful
     is_inside = saved["consumed"] or saved["own"] is not None
-    if is_inside and saved["part"] != state.part:
+    if is_inside and (saved["part"] != state.part or not is_stateful):
+        owners = [
+            f"rank {p[0]} of {p[1]}" if p else "all ranks" for p in (saved["part"], state.part)
+        ]
         return (
-            f"The state was saved in mid-epoch {_owner(saved['part'])}, and this loader reads "
-            f"{_owner(state.part)}. Use as many ranks and the same options, or save between epochs."
-        )
-    if saved["own"] is not None and not is_stateful:
-        return (
-            "The state is of a loader or dataset that keeps its own position, which this "
-            f"{type(state.raw).__qualname__} doesn't. Use the same class."
+            f"The state was saved in mid-epoch by {owners[0]} and can't be loaded by {owners[1]}. "
+            "Use as many ranks, the same loader class and options, or save between epochs."
         )
     return ""
-
-
-def _owner(part: list[int]) -> str:
-    return f"as rank {part[0]} of {part[1]}" if part else "as all ranks together"
 
 
 def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:

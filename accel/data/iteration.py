@@ -63,9 +63,8 @@ class LoaderState:
 
     def current(self) -> Iteration | None:
         """Return the iteration that a loop is in."""
-        latest_iteration = self.latest()
-        is_over = latest_iteration is None or latest_iteration.finished
-        return None if is_over else latest_iteration
+        iteration = self.latest()
+        return None if iteration is None or iteration.finished else iteration
 
     def go_to(self, start: Start, following: int) -> None:
         """Begin the next iteration at a loaded position."""
@@ -76,7 +75,7 @@ class LoaderState:
 
     @property
     def mode(self) -> str:
-        return mode_of(self.raw.dataset, self.options, self.place.world)
+        return mode_of(self.raw.dataset, self.options, self.place)
 
     @property
     def part(self) -> list[int]:
@@ -92,10 +91,6 @@ class LoaderState:
                 f"This LoaderHandle is sharded for {self.place.world} ranks, and accel.teardown() "
                 "has ended them. Pass the raw DataLoader to accel.setup() again."
             )
-
-    def skipped_start(self, reader: Reader) -> Start:
-        """Return the start of the next iteration after ``skip``."""
-        return reader.skip(self.start, self.skip) if self.skip else self.start
 
     def reader(self) -> Reader:
         raw, options, shape = self.raw, self.options, shape_of(self.raw)
@@ -167,7 +162,7 @@ class Iteration:
     def _begin(self) -> None:
         state = self._state
         loader, self.reader = state.prepare()
-        start = state.skipped_start(self.reader)
+        start = self.reader.skip(state.start, state.skip)
         self.reader.begin(start, state.in_place)
         if not start.in_place:
             loader.generator = self._seeds(start)
@@ -204,24 +199,17 @@ class Iteration:
         return batch if self._transfer is None else self._transfer(batch)
 
     def _read(self) -> Any:
-        while True:
+        """Return the next item. If a resumed epoch has no batches left, begin the next one."""
+        while not self.finished:
             try:
                 return next(self._batches)
             except StopIteration:
-                if not self._begins_anew():
-                    raise
-
-    def _begins_anew(self) -> bool:
-        """Begin the next epoch if a resumed epoch had no batches left, and return True."""
-        if self.finished:
-            return False
-        reader = self.reader
-        reader.close()
-        if any(reader.start.at) and not reader.given and reader.complete():
-            self._begin()
-            return True
-        self.finished = True
-        return False
+                self.reader.close()
+            is_empty = any(self.reader.start.at) and not self.reader.given
+            self.finished = not is_empty or not self.reader.complete()
+            if not self.finished:
+                self._begin()
+        raise StopIteration
 
     def ready(self) -> bool:
         """Read the next batch, and return False at the end."""

@@ -71,9 +71,7 @@ def _real_rows(loader: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[i
         loader._accel.check_process()
         rows, replica = loader._accel.rows, loader._accel.place[:2]
     else:
-        division, length = _division_of_split(loader, data, objects)
-        share = division.share(length)
-        rows, replica = RealRows(True, share.size, share.real), (division.rank, division.world)
+        return _rows_of_split(loader, data, objects)
     if rows is None and world_size() == 1:
         rows = WHOLE
     if rows is None:
@@ -84,37 +82,34 @@ def _real_rows(loader: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[i
     return rows, replica
 
 
-def _division_of_split(items: Any, data: Any, objects: bool) -> tuple[Division, int]:
-    """Return how ``split`` has divided items into the rows of ``data``, and their number."""
-    parts: list[Any] = []
-    walk(lambda _, leaf: parts.append(leaf), items, "items", has_parts)
+def _leaves(data: Any, objects: bool) -> list[Any]:
     leaves: list[Any] = []
     walked(lambda _, leaf: leaves.append(leaf), data, objects)
-    if not parts or not has_parts(parts[0]):
-        raise LoaderError(
-            "gather_for_metrics: expected the loader that accel.setup returned, or the items that "
-            f"accel.split has cut, found {described(items)}."
-        )
-    length = len(parts[0])
+    return leaves
+
+
+def _rows_of_split(items: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[int, int]]:
+    """Return the real rows of ``data``, which belong to the items that ``split`` has cut."""
+    parts: list[Any] = []
+    walk(lambda _, leaf: parts.append(leaf), items, "items", has_parts)
+    length = len(parts[0]) if parts and has_parts(parts[0]) else -1
+    size = next((_shape(leaf)[:1] for leaf in _leaves(data, objects)), ())
     divisions = [latest.divisions.get((length, padded)) for padded in (False, True)]
-    known = [division for division in divisions if division is not None]
-    if not known and world_size() == 1:
-        known = [Division(rank=0, world=1, batch=0, even=False, drop_last=False)]
-    if not known:
-        raise LoaderError(
-            f"gather_for_metrics: accel.split has not cut {length} items. Pass the same items."
-        )
-    for division in known:
-        if leaves and _shape(leaves[0])[:1] == (division.share(length).size,):
-            return division, length
-    return known[0], length
+    if world_size() == 1:
+        divisions = [Division(rank=0, world=1, batch=0, even=False, drop_last=False)]
+    for division in divisions:
+        if length >= 0 and division is not None and size == (division.share(length).size,):
+            rows = RealRows(True, *division.share(length)[1:])
+            return rows, (division.rank, division.world)
+    raise LoaderError(
+        f"gather_for_metrics: {described(items)} is neither a loader of accel.setup nor items that "
+        "accel.split has cut into these rows. Pass the loader or the same items."
+    )
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> Any:
     """Return no rows on all but the first rank of each replica. Collective."""
-    leaves: list[Any] = []
-    walked(lambda _, leaf: leaves.append(leaf), data, objects)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in _leaves(data, objects) if isinstance(leaf, torch.Tensor)]
     answers = agree("gather_for_metrics", (replica, Prints(tensors).read(), problem))
     raise_together("gather_for_metrics", None, [text for *_, text in answers], LoaderError)
     prints: dict[int, dict[int, Read]] = {}

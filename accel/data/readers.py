@@ -131,7 +131,7 @@ class Reader:
 
     def skip(self, start: Start, count: int) -> Start:
         """Return the position ``count`` batches of each rank after ``start``."""
-        return start._replace(at=(sum(start.at) + count,), own=None)
+        return start._replace(at=(sum(start.at) + count,), own=None) if count else start
 
     def resume(self, start: Start) -> None:
         """Raise LoaderError if an epoch can't continue at a position."""
@@ -269,7 +269,7 @@ class SamplerReader(Reader):
 
     def skip(self, start: Start, count: int) -> Start:
         at = sum(start.at) + count * self._division.width
-        return start._replace(at=(at,), checksum=None)
+        return start._replace(at=(at,), checksum=None) if count else start
 
     def resume(self, start: Start) -> None:
         if any(start.at):

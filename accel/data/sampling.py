@@ -24,7 +24,7 @@ from ..trees import walk
 
 
 class Share(NamedTuple):
-    """One rank's ``size`` positions of a global step from ``offset``; those after ``real`` are padding."""
+    """A rank's ``size`` samples of a global step from ``offset``. Those after ``real`` are padding."""
 
     offset: int
     size: int

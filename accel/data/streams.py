@@ -19,7 +19,7 @@ from ..errors import LoaderError, text_of_error
 from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators, Private, global_generators
-from .checks import LoaderOptions, shape_of
+from .checks import LoaderOptions, LoaderPlace, shape_of
 from .readers import Reader, RealRows, Start, real_rows
 from .sampling import Division, divide, identity, mix, portion, set_epoch
 
@@ -29,14 +29,14 @@ FULL, SHARDS, DISPATCHED = "full", "shards", "dispatched"
 _LABEL: Final = "reading an iterable dataset"
 
 
-def mode_of(dataset: Any, options: LoaderOptions, world: int) -> str:
-    """Return how the ranks read an iterable dataset."""
-    if world == 1 or not options.shard:
+def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
+    """Return how the ranks read a dataset."""
+    if not options.shard or not isinstance(dataset, IterableDataset):
         return FULL
-    if options.dispatch:
+    if options.dispatch and place.process is not None and place.process.place.world_size > 1:
         return DISPATCHED
     count = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
-    divides = isinstance(count, int) and count % world == 0
+    divides = isinstance(count, int) and place.world > 1 and count % place.world == 0
     return SHARDS if divides and callable(getattr(dataset, "shard", None)) else FULL
 
 
@@ -189,7 +189,7 @@ class StreamReader(Reader):
         self._workers = loader.num_workers
         self._streams = max(1, self._workers)
         self._units = shape_of(loader).units
-        dataset = self._dataset
+        dataset: Any = self._dataset
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
             division = replace(division, rank=0, world=1)
@@ -225,13 +225,14 @@ class StreamReader(Reader):
         self._more: bool | None = None
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        if self._process is None or self._process.place.world_size == 1:
-            return iter(loader)
         if self._mode == DISPATCHED:
-            return self._dispatched(self._process, loader)
+            return self._dispatched(loader)
+        batches = iter(loader)
+        if self._process is None or self._division.world == 1:
+            return batches
         if self._mode == FULL:
-            return self._compared(iter(loader)) if self._division.world > 1 else iter(loader)
-        return self._in_step(iter(loader)) if self._division.even else iter(loader)
+            return self._compared(batches)
+        return self._in_step(batches) if self._division.even else batches
 
     def take(self, item: Any) -> Any:
         tag, batch = item
@@ -264,6 +265,8 @@ class StreamReader(Reader):
         return self.start._replace(at=at, checksum=None, states=states, own=own)
 
     def skip(self, start: Start, count: int) -> Start:
+        if not count:
+            return start
         self._check_position()
         at = list(start.at) or [0] * self._streams
         for batch in range(count):
@@ -333,8 +336,10 @@ class StreamReader(Reader):
             yield tag._replace(more=any(present)), batch
             item, padding = following, (tag._replace(samples=0), padding[1])
 
-    def _dispatched(self, process: Process, loader: DataLoader[Any]) -> Iterator[Any]:
+    def _dispatched(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield this rank's share of the batches that rank 0 reads."""
+        process = self._process
+        assert process is not None
         places = agree(_LABEL, self._division.rank)
         is_reader = process.place.rank == 0
         steps = map(_pickled, chain.from_iterable([loader])) if is_reader else iter(())

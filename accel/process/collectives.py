@@ -7,7 +7,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
@@ -22,13 +21,6 @@ from .control import Waiting, agree, locked
 from .packing import broadcast_, bytes_of, is_dense, packed, to_bytes, to_tensor, unpacked
 
 T = TypeVar("T")
-
-#: What the ranks' batches are parts of, and what to do where that differs.
-ORDER: Final = "the order of the loader's samples"
-ORDERS: Final = (
-    "each iteration of a loader is another epoch, also next(iter(loader)) on one rank: begin it on every rank, or use the raw "
-    "DataLoader there"
-)
 
 #: How tensors are combined, and how numbers are.
 _OPS: Final[Mapping[str, tuple[Any, Callable[[Sequence[Any]], Any]]]] = {
@@ -130,13 +122,9 @@ def gather(
     gradients: bool = False,
     pad: float | None = None,
     objects: bool = False,
-    alike: Mapping[str, str] = MappingProxyType({}),
     problem: str = "",
 ) -> Any:
-    """``all_gather`` of what ranks have together, if the texts ``alike``, by what they say, are the same on all of them.
-
-    AccelError on every rank where one has a ``problem``.
-    """
+    """``all_gather``. AccelError on every rank where one has a ``problem``."""
     carry = gradients and torch.is_grad_enabled()
     options = {"gradients": carry, "pad": None if pad is None else repr(pad), "objects": objects}
     given = ", ".join(
@@ -156,7 +144,6 @@ def gather(
         pad=pad is not None,
         gradients=carry,
         sends=sends,
-        alike=alike,
     )
     results: dict[str, Any] = {}
     for path, mine in sent[process.place.rank].items():
@@ -277,7 +264,6 @@ def _begin(
     pad: bool = False,
     gradients: bool = False,
     sends: Callable[[Any], str] = lambda _: "",
-    alike: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[
     Process, torch.device, dict[str, Tensor], list[dict[str, tuple[int, ...]]], list[dict[str, Any]]
 ]:
@@ -288,7 +274,7 @@ def _begin(
     """
     process = current()
     found: dict[str, Tensor] = {}
-    kinds = dict(alike)
+    kinds: dict[str, str] = {}
     sent: dict[str, Any] = {}
     problems = [problem] if problem else []
     more = (
@@ -348,13 +334,7 @@ def _compare(
                     and first.split()[0] == other.split()[0]
                     and len(set(map(len, sizes))) == 1 < len(sizes)
                 )
-                hint = (
-                    f"; {ORDERS}"
-                    if path == ORDER
-                    else "; pad=value fills what is shorter"
-                    if fills
-                    else ""
-                )
+                hint = "; pad=value fills what is shorter" if fills else ""
                 raise RankMismatchError(
                     f"{what}: {path} is {first} on rank 0 and {other} on rank {number}{hint}"
                 )

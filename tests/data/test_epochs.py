@@ -35,7 +35,7 @@ def test_an_abandoned_iteration_was_an_epoch_and_set_epoch_chooses_one() -> None
     assert handle.state_dict()["epoch"] == 3
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1}])
 @pytest.mark.parametrize("kind", [Numbers, Counting])
 def test_two_iterators_do_not_disturb_each_other(kind: Any, kwargs: Any) -> None:
     shuffle = {"shuffle": True} if kind is Numbers else {}

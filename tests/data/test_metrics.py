@@ -179,21 +179,6 @@ def _gather_never() -> None:
     gather_for_metrics(torch.ones(2), loader)
 
 
-def _gather_other_epochs(shuffle: bool) -> None:
-    import accel
-
-    loader = _here(_tensors(8, batch_size=2, shuffle=shuffle))
-    if accel.is_main():
-        next(iter(loader))
-    assert sorted(torch.cat([gather_for_metrics(batch) for batch in loader]).tolist()) == list(range(8))
-
-
-def test_parts_of_different_epochs_are_refused_unless_they_have_one_order() -> None:
-    run(2, _gather_other_epochs, False)
-    messages = refusals(2, _gather_other_epochs, True, error="RankMismatchError")
-    assert all("the order of the loader's samples" in message for message in messages)
-
-
 def test_metrics_whose_padding_is_unknown_are_refused_on_the_first_batch() -> None:
     for fn in (_gather_scalar, _gather_wrong_rows):
         assert all("dim 0" in message for message in refusals(2, fn, error="LoaderError"))
@@ -206,7 +191,7 @@ def test_gather_on_one_process_is_the_identity() -> None:
     assert gather_for_metrics(data, handle) is data
     list(handle)
     assert gather_for_metrics(data) is data
-    with pytest.raises(LoaderError, match="expected the loader that accel.setup returned"):
+    with pytest.raises(LoaderError, match="neither a loader of accel.setup"):
         gather_for_metrics(data, numbers(4))  # type: ignore[arg-type]
 
 
@@ -228,7 +213,7 @@ def _gather_texts(n: int) -> tuple[list[str], list[int]]:
     for batch in _here(_tensors(n, batch_size=3)):
         data: Any = {"text": [f"text {i}" for i in batch.tolist()], "x": torch.full((len(batch), 1 + accel.rank()), 1)}
         found.append(gather_for_metrics(data, pad=0, objects=True))
-        with pytest.raises(LoaderError, match=r"found a str of shape \(\): its padding is not known"):
+        with pytest.raises(LoaderError, match=r"found a str of shape \(\)"):
             gather_for_metrics({"text": "one for all"}, objects=True)
         with pytest.raises(LoaderError, match=r"expected dim 0 to be this rank's batch"):
             gather_for_metrics({"text": ["more"] * 7}, objects=True)

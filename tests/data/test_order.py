@@ -24,8 +24,6 @@ from torch.utils.data import (
 
 import accel
 from accel.data import LoaderHandle, LoaderOptions
-from accel.data.sampling import SampleOrder
-from accel.process.rng import Generators, InPlace
 from tests.data.loaders import (
     OWN,
     SAMPLERS,
@@ -158,19 +156,6 @@ def test_a_sampler_without_end_is_drawn_as_it_is_read(name: str) -> None:
     assert start(5, *resumed(build, 2, state))[0] == more
     if name != "replacement, generator":  # whose seed is the generator's
         assert flat(seen) == flat(start(40, make(build()))[0])
-
-
-def test_what_is_drawn_in_blocks_is_what_the_sampler_gives() -> None:
-    for sampler in (
-        RandomSampler(range(2**40), replacement=True, num_samples=200_000),
-        RandomSampler(range(70_000), num_samples=150_001),
-        RandomSampler(range(131_072)),
-    ):
-        torch.manual_seed(4)
-        expected = list(sampler)
-        torch.manual_seed(4)
-        source = SampleOrder(sampler, InPlace(Generators({})), ahead=True)
-        assert source.read(len(expected) + 1) == expected
 
 
 # -- the same program gives the same order ----------------------------------------------------------------------------

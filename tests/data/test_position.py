@@ -163,9 +163,9 @@ def test_refused_states_change_nothing() -> None:
         with pytest.raises(LoaderError):
             other.load_state_dict(state)  # type: ignore[arg-type]
         assert other.state_dict() == before
-    with pytest.raises(LoaderError, match="another order"):
+    with pytest.raises(LoaderError, match="different or shorter order"):
         make(numbers(20, 4)).load_state_dict(good)
-    with pytest.raises(LoaderError, match="shard=False"):
+    with pytest.raises(LoaderError, match="by all ranks and can't be loaded by rank 0 of 1"):
         make(numbers(20, 4), shard=False).load_state_dict(good)
     with pytest.raises(LoaderError, match="iterable"):
         make(DataLoader(Counting(20))).load_state_dict(good)

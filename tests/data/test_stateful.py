@@ -107,17 +107,13 @@ def test_one_that_accel_divides_resumes_at_any_world_size() -> None:
 def test_what_cannot_be_right_is_refused() -> None:
     with pytest.raises(LoaderError, match=r"LoaderOptions\(shard=False\)"):
         check(loader(), LoaderOptions(), 2)
-    begun = loader(dataset=Numbers(9))
-    begun.load_state_dict(loader(dataset=Numbers(9)).state_dict())
-    with pytest.raises(LoaderError, match="A state was loaded into this StatefulDataLoader before accel.setup"):
-        check(begun, LoaderOptions(), 1)
     handle = make(loader(), shard=False)
     iterator = iter(handle)
     next(iterator)
     state = handle.state_dict()
-    with pytest.raises(LoaderError, match="keeps its own position, which a DataLoader does not"):
+    with pytest.raises(LoaderError, match="the same loader class"):
         make(torch.utils.data.DataLoader(Stream(), 3), shard=False).load_state_dict(state)
-    with pytest.raises(LoaderError, match="as rank 0 of 1 .* and this loader reads as rank 0 of 2"):
+    with pytest.raises(LoaderError, match="by rank 0 of 1 and can't be loaded by rank 0 of 2"):
         make(loader(), 0, 2, shard=False).load_state_dict(state)
 
 
