@@ -71,7 +71,7 @@ BUILDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=list(BUILDS))
-def test_the_last_batch_and_the_groups_are_known(build: Any) -> None:
+def test_last_batch_and_groups(build: Any) -> None:
     """On each rank, also in a resumed epoch, with the batches and positions of a loop that does not ask."""
     places: list[Any] = [(0, 1, {}), (1, 2, {}), (1, 2, {"even_batches": False}), (1, 2, {"shard": False})]
     for rank, world, options in places[: 2 if build().num_workers else 4]:  # workers take their time to begin
@@ -120,7 +120,7 @@ def test_loops_in_loops() -> None:
     assert seen == [(False, False), (False, False), (False, True), (True, False), (True, False), (True, True)]
 
 
-def test_an_error_comes_in_its_turn_though_it_was_read_ahead() -> None:
+def test_error_read_ahead_is_in_turn() -> None:
     handle, got = make(DataLoader(Failing(), 4, collate_fn=list)), []
     with pytest.raises(KeyError, match="disk"):  # noqa: PT012
         for batch in handle:
@@ -129,7 +129,7 @@ def test_an_error_comes_in_its_turn_though_it_was_read_ahead() -> None:
 
 
 @pytest.mark.parametrize("build", [*BUILDS, "weighted", "mine numpy", "mine own torch", "noise"])
-def test_batches_are_left_out_as_if_they_had_been_read(build: str) -> None:
+def test_skip_equals_reading(build: str) -> None:
     """The rest of the epoch, the epoch after it, and in one process the program's random numbers too."""
 
     def loader() -> DataLoader[Any]:
@@ -169,7 +169,7 @@ def test_batches_are_left_out_as_if_they_had_been_read(build: str) -> None:
         assert wrap is not raw_like or list(handle) == second
 
 
-def test_what_is_left_out_is_not_read_and_goes_on_from_a_position() -> None:
+def test_skipped_samples_are_not_read() -> None:
     data = Reads(20)
     handle = make(DataLoader(data, 2, collate_fn=list), 1, 2)
     handle.skip(3)
@@ -187,7 +187,7 @@ def test_what_is_left_out_is_not_read_and_goes_on_from_a_position() -> None:
     assert list(handle) == list(again) == [[14, 15], [18, 19]]
 
 
-def test_what_cannot_be_left_out_is_refused() -> None:
+def test_bad_skip_is_refused() -> None:
     handle = make(numbers(17, 3))
     with pytest.raises(LoaderError, match="expected a number of batches"):
         handle.skip(-1)
@@ -204,7 +204,7 @@ def test_what_cannot_be_left_out_is_refused() -> None:
         accel.accumulate(numbers(4), 2)
 
 
-def test_a_group_gives_its_batches_once_and_a_break_leaves_the_rest_out() -> None:
+def test_group_is_iterated_once() -> None:
     handle = make(numbers(10, 1))
     seen = []
     for group in accel.accumulate(handle, 4):  # type: ignore[arg-type]
@@ -228,9 +228,6 @@ def test_a_group_gives_its_batches_once_and_a_break_leaves_the_rest_out() -> Non
     assert (state["epoch"], state["consumed"], len(group)) == (state["next"] - 1, 0, 3)
     positions = [handle.state_dict()["consumed"] for _ in accel.accumulate(handle, 4)]  # type: ignore[arg-type]
     assert positions == [0, 4, 8]
-
-
-# -- on real ranks ----------------------------------------------------------------------------------------------------
 
 
 def _steps(backend: str, workers: int = 0) -> tuple[list[Any], list[bool], int]:
@@ -260,7 +257,7 @@ def _all_steps(backends: list[str]) -> list[Any]:
     return [_steps(backend) for backend in backends]
 
 
-def test_groups_step_as_one_process_does_on_the_global_batches() -> None:
+def test_groups_step_as_one_process() -> None:
     [[(expected, _, steps)]] = run(1, _all_steps, ["single"])
     raw, batches = mlp(3, 4, 2), []
     torch.manual_seed(1)
@@ -310,7 +307,7 @@ def _refusals() -> list[str]:
     return found
 
 
-def test_ranks_that_would_not_step_together_raise_on_every_rank() -> None:
+def test_uneven_groups_are_refused() -> None:
     mine, other = run(2, _refusals)
     assert mine == other
     assert "in groups of 2, and rank 1 has 3 in groups of 3" in mine[0]

@@ -20,10 +20,7 @@ from tests.data.loaders import Counting, Noisy, Numbers, flat, make, numbers, rn
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-# -- epochs, iterators ------------------------------------------------------------------------------------------------
-
-
-def test_an_abandoned_iteration_was_an_epoch_and_set_epoch_chooses_one() -> None:
+def test_break_ends_an_epoch() -> None:
     handle = make(numbers(40, shuffle=True))
     epochs = [list(handle) for _ in range(4)]
     handle.set_epoch(0)
@@ -37,7 +34,7 @@ def test_an_abandoned_iteration_was_an_epoch_and_set_epoch_chooses_one() -> None
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1}])
 @pytest.mark.parametrize("kind", [Numbers, Counting])
-def test_two_iterators_do_not_disturb_each_other(kind: Any, kwargs: Any) -> None:
+def test_two_iterators(kind: Any, kwargs: Any) -> None:
     shuffle = {"shuffle": True} if kind is Numbers else {}
     handle = make(DataLoader(kind(12), batch_size=2, collate_fn=list, **shuffle, **kwargs), 1, 2)
     alone = [list(handle), list(handle)]
@@ -47,7 +44,7 @@ def test_two_iterators_do_not_disturb_each_other(kind: Any, kwargs: Any) -> None
 
 
 @pytest.mark.parametrize("kind", [Numbers, Counting])
-def test_persistent_workers_live_on_and_see_new_epochs(kind: Any) -> None:
+def test_persistent_workers(kind: Any) -> None:
     class Where(kind):  # type: ignore[misc]
         pass
 
@@ -65,9 +62,6 @@ def test_persistent_workers_live_on_and_see_new_epochs(kind: Any) -> None:
     assert handle._accel.raw._iterator is None
 
 
-# -- workers' seeds ---------------------------------------------------------------------------------------------------
-
-
 class Drawn(Dataset[Any]):
     def __len__(self) -> int:
         return 4
@@ -80,7 +74,7 @@ def reseed(worker: int) -> None:
     random.seed(worker)
 
 
-def test_workers_have_seeds_of_their_own_in_each_epoch_and_rank() -> None:
+def test_seeds_of_workers() -> None:
     def seeds(**kwargs: Any) -> list[Any]:
         found = []
         for rank in range(2):

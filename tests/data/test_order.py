@@ -47,11 +47,8 @@ from tests.distributed import run
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-# -- the order of an epoch --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*SAMPLERS, "mine own torch", "mine own numpy"])
-def test_the_order_is_the_samplers_the_same_everywhere_and_new_each_epoch(name: str) -> None:
+def test_order_is_the_samplers(name: str) -> None:
     build = (SAMPLERS | OWN)[name]
     orders = []
     for world in (1, 2, 3):
@@ -76,13 +73,13 @@ def test_the_order_is_the_samplers_the_same_everywhere_and_new_each_epoch(name: 
     assert flat(again) != orders[0][1]
 
 
-def test_weights_and_replacement_are_the_samplers() -> None:
+def test_weighted_sampler() -> None:
     order = flat(make(sampled(WeightedRandomSampler([0.0, 1.0, 0.0, 3.0], 400), batch_size=9)))
     assert set(order) == {1, 3}
     assert 250 < order.count(3) < 350
 
 
-def test_the_samplers_own_generators_are_put_back() -> None:
+def test_own_generators_are_restored() -> None:
     for build in (SAMPLERS | OWN).values():
         sampler = build()
         control = copy.deepcopy(sampler)
@@ -95,7 +92,7 @@ def test_the_samplers_own_generators_are_put_back() -> None:
         assert mine == list(control)
 
 
-def test_a_sampler_with_set_epoch_is_told_the_epoch() -> None:
+def test_sampler_gets_set_epoch() -> None:
     class Told(SequentialSampler):
         epochs: list[int] = []
 
@@ -108,9 +105,6 @@ def test_a_sampler_with_set_epoch_is_told_the_epoch() -> None:
     handle.set_epoch(7)
     list(handle)
     assert Told.epochs == [0, 1, 7]
-
-
-# -- samplers without end ---------------------------------------------------------------------------------------------
 
 
 class Shuffling(Sampler[int]):
@@ -132,7 +126,7 @@ ENDLESS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_sampler_without_end_is_drawn_as_it_is_read(name: str) -> None:
+def test_endless_sampler(name: str) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(Numbers(1000), 4, sampler=ENDLESS[name](), collate_fn=list)
 
@@ -156,9 +150,6 @@ def test_a_sampler_without_end_is_drawn_as_it_is_read(name: str) -> None:
     assert start(5, *resumed(build, 2, state))[0] == more
     if name != "replacement, generator":  # whose seed is the generator's
         assert flat(seen) == flat(start(40, make(build()))[0])
-
-
-# -- the same program gives the same order ----------------------------------------------------------------------------
 
 
 def _run(
@@ -200,5 +191,5 @@ def _same_orders() -> None:
     assert samples(pair[1]) != first[0]
 
 
-def test_the_order_depends_on_nothing_but_the_program() -> None:
+def test_order_depends_on_the_program() -> None:
     run(2, _same_orders)

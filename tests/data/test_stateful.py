@@ -63,7 +63,7 @@ def loader(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-def test_its_own_position_is_kept_and_resumed(options: dict[str, Any]) -> None:
+def test_own_position_is_resumed(options: dict[str, Any]) -> None:
     whole = list(make(loader(**options), shard=False))
     assert sorted(i for batch in whole for i in batch) == list(range(40))
     cases = ((4, False), (len(whole), True), (1, True), (len(whole) - 1, True))
@@ -91,7 +91,7 @@ def test_its_own_position_is_kept_and_resumed(options: dict[str, Any]) -> None:
     assert list(again) == whole
 
 
-def test_one_that_accel_divides_resumes_at_any_world_size() -> None:
+def test_sharded_one_resumes_anywhere() -> None:
     for world in (1, 2):
         handles = [make(loader(dataset=Numbers(20), shuffle=True), rank, world) for rank in range(world)]
         iterators = [iter(handle) for handle in handles]
@@ -104,7 +104,7 @@ def test_one_that_accel_divides_resumes_at_any_world_size() -> None:
         assert sorted(i for batch in [*seen, *again] for i in batch) == list(range(20))
 
 
-def test_what_cannot_be_right_is_refused() -> None:
+def test_wrong_states_are_refused() -> None:
     with pytest.raises(LoaderError, match=r"LoaderOptions\(shard=False\)"):
         check(loader(), LoaderOptions(), 2)
     handle = make(loader(), shard=False)
@@ -132,6 +132,6 @@ def _own_parts(directory: str) -> None:
     assert accel.world_size() < 2 or again.dataset.last.at % 2 == accel.rank()
 
 
-def test_each_rank_resumes_its_own_in_a_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_of_own_positions(tmp_path: Path) -> None:
     reset()
     run(2, _own_parts, str(tmp_path / "one"))

@@ -26,11 +26,8 @@ from tests.distributed import refusals, run
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-# -- iterable datasets ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_random_stream_is_the_same_on_all_ranks_and_leaves_the_loop_alone(workers: int) -> None:
+def test_random_stream_is_equal_on_ranks(workers: int) -> None:
     found = []
     for world in (1, 2):
         ranks = []
@@ -57,12 +54,12 @@ def test_a_random_stream_is_the_same_on_all_ranks_and_leaves_the_loop_alone(work
     assert len({sample[2:] for sample in found[0][0]}) == 20
 
 
-def test_each_worker_has_random_numbers_of_its_own() -> None:
+def test_workers_draw_different_numbers() -> None:
     found = flat(make(DataLoader(Noisy(), batch_size=5, num_workers=2, collate_fn=list)))
     assert len({sample[2:] for sample in found}) == 40
 
 
-def test_workers_read_their_own_part_and_every_sample_comes_once() -> None:
+def test_workers_read_each_sample_once() -> None:
     ranks = everyone(lambda: DataLoader(Counting(48), batch_size=3, collate_fn=list, num_workers=2), 2)
     assert sorted(by_step(ranks)) == list(range(48))
     assert ranks[0][:2] == [[0, 2, 4], [1, 3, 5]]
@@ -89,7 +86,7 @@ class Range(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_worker_init_fn_configures_the_workers_copy(context: str) -> None:
+def test_worker_init_fn(context: str) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(
             Range(0, 16),
@@ -104,9 +101,6 @@ def test_worker_init_fn_configures_the_workers_copy(context: str) -> None:
     found = [list(make(build(), rank, 2)) for rank in ranks]
     assert found[-1] == [[2, 3], [10, 11], [6, 7], [14, 15]]
     assert len(ranks) == 1 or found[0] == [[0, 1], [8, 9], [4, 5], [12, 13]]
-
-
-# -- iterable datasets that the ranks do not read alike ---------------------------------------------------------------
 
 
 class Augmented(IterableDataset[Any]):
@@ -139,7 +133,7 @@ def _train(dataset: Any, train: bool, options: LoaderOptions | None = None) -> l
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_a_dataset_that_divides_itself_is_refused_on_every_rank(train: bool) -> None:
+def test_self_sharding_stream_is_refused(train: bool) -> None:
     assert all("shard=False" in text for text in refusals(2, _train, Divided(), train, error="LoaderError"))
 
 
@@ -153,11 +147,8 @@ def _legitimate() -> None:
     assert len(_train(Divided(), True, LoaderOptions(shard=False))) == 32
 
 
-def test_streams_that_are_alike_pass() -> None:
+def test_equal_streams_pass() -> None:
     run(2, _legitimate)
-
-
-# -- datasets with shards, as Hugging Face's ---------------------------------------------------------------------------
 
 
 class Sharded(IterableDataset[int]):
@@ -243,7 +234,7 @@ def other_shards() -> list[str]:
     return texts
 
 
-def test_shards_that_cannot_be_read_together_are_refused() -> None:
+def test_bad_shards_are_refused() -> None:
     for position, empty, twice in run(2, other_shards):
         assert "Use as many ranks" in position
         assert "Rank 1 has no batch in its shards of Sharded" in empty
