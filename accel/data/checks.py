@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, final
 
 import torch
@@ -88,16 +88,17 @@ def has_own_iter(loader: DataLoader[Any]) -> bool:
 
 def check_options(options: Any) -> None:
     """Raise LoaderError unless ``options`` are LoaderOptions with valid values."""
+    problem = ""
     if not isinstance(options, LoaderOptions):
-        raise LoaderError(
-            f"loader_options: expected accel.LoaderOptions(...), found {described(options)}."
-        )
-    for field in fields(options):
-        value = getattr(options, field.name)
-        kinds = (int, type(None)) if field.name == "seed" else (bool,)
-        if type(value) not in kinds:
-            expected = "an int or None" if field.name == "seed" else "a bool"
-            raise LoaderError(f"LoaderOptions({field.name}={value!r}): expected {expected}.")
+        problem = f"expected accel.LoaderOptions(...) as loader_options, found {described(options)}"
+    else:
+        for name, value in asdict(options).items():
+            kinds = (int, type(None)) if name == "seed" else (bool,)
+            if type(value) not in kinds:
+                expected = "an int or None" if name == "seed" else "True or False"
+                problem = f"expected {expected} for LoaderOptions({name}=...), found {value!r}"
+    if problem:
+        raise LoaderError(f"accel.setup: {problem}.")
 
 
 def check(loader: DataLoader[Any], options: Any, world: int) -> None:

@@ -48,7 +48,7 @@ class LoaderHandle:
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in a full epoch."""
-        return self._accel.reader().length()
+        return len(self._accel.reader())
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at epoch ``epoch``. A resumed epoch continues at its position.
@@ -81,7 +81,8 @@ class LoaderHandle:
             n: batches of each rank, at least 0.
 
         Raises:
-            LoaderError: ``n`` isn't a number of batches, or an epoch has fewer.
+            LoaderError: ``n`` isn't a number of batches, or an epoch has fewer. Use
+                ``set_epoch(step // len(loader))`` and ``skip(step % len(loader))``.
         """
         number = whole_number(n)
         # The streams of several workers may have more batches than the dataset's length tells.
@@ -89,8 +90,8 @@ class LoaderHandle:
         length = None if is_stream else length_of(self)
         if number < 0 or (length is not None and number > length):
             raise LoaderError(
-                f"loader.skip({n!r}): expected a number of batches of an epoch, which has {length}. "
-                "Use loader.set_epoch(step // len(loader)) and loader.skip(step % len(loader))."
+                f"loader.skip({n!r}): expected a number of batches of an epoch, which has "
+                f"{length}. Use loader.set_epoch(step // len(loader)) before."
             )
         self._accel.skip = number
 

@@ -65,46 +65,45 @@ def gather_for_metrics(
 
 def _real_rows(loader: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[int, int] | None]:
     """Return the real rows of a batch or of a ``split``, and the replica that it was for."""
-    if loader is None:
-        rows, replica = latest.rows, latest.replica
-    elif isinstance(loader, LoaderHandle):
-        loader._accel.check_process()
-        rows, replica = loader._accel.rows, loader._accel.place[:2]
-    else:
-        return _rows_of_split(loader, data, objects)
-    if rows is None and world_size() == 1:
+    rows, replica = latest.rows, latest.replica
+    if isinstance(loader, LoaderHandle):
+        state = loader._accel
+        state.check_process()
+        rows, replica = state.rows, state.place[:2]
+    elif loader is not None:
+        division, length = _division_of_split(loader, data, objects)
+        share = None if division is None else division.share(length)
+        rows = None if share is None else RealRows(True, share.size, share.real)
+        replica = replica if division is None else (division.rank, division.world)
+    if rows is None and world_size() == 1 and (loader is None or isinstance(loader, LoaderHandle)):
         rows = WHOLE
     if rows is None:
         raise LoaderError(
-            "gather_for_metrics: no loader has given a batch since accel.setup or accel.split. Pass "
-            "the loader, the items that were split, or use accel.all_gather."
+            "gather_for_metrics: no loader has given these rows since the last accel.split. Pass "
+            "the loader of accel.setup or the items of accel.split, or use accel.all_gather."
         )
     return rows, replica
+
+
+def _division_of_split(items: Any, data: Any, objects: bool) -> tuple[Division | None, int]:
+    """Return how ``split`` has cut items into the rows of ``data``, and the number of items."""
+    parts: list[Any] = []
+    walk(lambda _, leaf: parts.append(leaf), items, "items", has_parts)
+    length = len(parts[0]) if parts and has_parts(parts[0]) else -1
+    divisions = [latest.divisions.get((length, padded)) for padded in (False, True)]
+    if world_size() == 1 and length >= 0:
+        divisions = [Division(rank=0, world=1, batch=0, even=False, drop_last=False)]
+    size = next((_shape(leaf)[:1] for leaf in _leaves(data, objects)), ())
+    for division in divisions:
+        if division is not None and size == (division.share(length).size,):
+            return division, length
+    return None, length
 
 
 def _leaves(data: Any, objects: bool) -> list[Any]:
     leaves: list[Any] = []
     walked(lambda _, leaf: leaves.append(leaf), data, objects)
     return leaves
-
-
-def _rows_of_split(items: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[int, int]]:
-    """Return the real rows of ``data``, which belong to the items that ``split`` has cut."""
-    parts: list[Any] = []
-    walk(lambda _, leaf: parts.append(leaf), items, "items", has_parts)
-    length = len(parts[0]) if parts and has_parts(parts[0]) else -1
-    size = next((_shape(leaf)[:1] for leaf in _leaves(data, objects)), ())
-    divisions = [latest.divisions.get((length, padded)) for padded in (False, True)]
-    if world_size() == 1:
-        divisions = [Division(rank=0, world=1, batch=0, even=False, drop_last=False)]
-    for division in divisions:
-        if length >= 0 and division is not None and size == (division.share(length).size,):
-            rows = RealRows(True, *division.share(length)[1:])
-            return rows, (division.rank, division.world)
-    raise LoaderError(
-        f"gather_for_metrics: {described(items)} is neither a loader of accel.setup nor items that "
-        "accel.split has cut into these rows. Pass the loader or the same items."
-    )
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> Any:

@@ -75,7 +75,7 @@ class Reader:
     keeps its position, which travels with each batch.
     """
 
-    start: Start
+    start = Start(0)
     #: The real rows of the last batch, and the number of batches that the loop got.
     rows: RealRows = WHOLE
     given: int = 0
@@ -141,8 +141,8 @@ class Reader:
                 "mid-epoch because it reads in its own way. Save between epochs."
             )
 
-    def length(self) -> int:
-        """Return the number of this rank's batches in a full epoch."""
+    def __len__(self) -> int:
+        """Return the number of this rank's batches, those of a full epoch before ``begin``."""
         return len(self._loader)
 
 
@@ -202,8 +202,8 @@ class SamplerReader(Reader):
             is_same = count - self._division.width < skipped
         if count and (len(start.at) != 1 or not is_same):
             raise LoaderError(
-                f"The {type(self._sampler).__name__} draws a different or shorter order than in the "
-                "saved epoch. Use the same dataset and sampler, or leave the loader out."
+                f"The {type(self._sampler).__name__} draws a different or shorter order than in "
+                "the saved epoch. Use the same dataset and sampler, or leave the loader out."
             )
         self._at = skipped
         return order
@@ -274,6 +274,3 @@ class SamplerReader(Reader):
     def resume(self, start: Start) -> None:
         if any(start.at):
             self._draw(start)
-
-    def length(self) -> int:
-        return self._division.local_steps(len(self._sampler))

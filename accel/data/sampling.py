@@ -24,7 +24,7 @@ from ..trees import walk
 
 
 class Share(NamedTuple):
-    """A rank's ``size`` samples of a global step from ``offset``. Those after ``real`` are padding."""
+    """A rank's ``size`` samples of a global step from ``offset``, ``real`` before padding."""
 
     offset: int
     size: int

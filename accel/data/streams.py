@@ -282,8 +282,8 @@ class StreamReader(Reader):
         is_seeded = start.states is None or has_seeds == bool(self._workers)
         if len(start.at) != self._streams or start.checksum is not None or not is_seeded:
             raise LoaderError(
-                f"The state was saved in mid-epoch with num_workers={len(start.at)} or another kind "
-                f"of dataset. This iterable dataset has {self._streams} streams."
+                f"The state was saved in mid-epoch with num_workers={len(start.at)} or a different "
+                "dataset. Use the same num_workers, or save between epochs."
             )
 
     def _check_position(self) -> None:
@@ -294,8 +294,8 @@ class StreamReader(Reader):
                 "mid-epoch. Use even_batches=True, or save between epochs."
             )
 
-    def length(self) -> int:
-        return self._division.local_steps(len(self._stream.dataset))
+    def __len__(self) -> int:
+        return self._stream.division.local_steps(len(self._stream.dataset))
 
     # -- Streams that the ranks read together. Every step of these iterators is collective. --
 

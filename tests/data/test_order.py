@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import random
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,29 +12,23 @@ import torch
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
-    RandomSampler,
-    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
 )
 
 import accel
-from accel.data import LoaderHandle, LoaderOptions
+from accel.data import LoaderOptions
 from tests.data.loaders import (
     OWN,
     SAMPLERS,
     Mine,
-    Numbers,
     by_step,
     flat,
     loader_of,
     make,
     numbers,
     own,
-    raw_like,
     reset,
-    resumed,
     rng_states,
     sampled,
     samples,
@@ -105,51 +96,6 @@ def test_sampler_gets_set_epoch() -> None:
     handle.set_epoch(7)
     list(handle)
     assert Told.epochs == [0, 1, 7]
-
-
-class Shuffling(Sampler[int]):
-    """Says that it is as long as can be, and has no end."""
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield from torch.randperm(100).tolist()
-
-
-ENDLESS: dict[str, Any] = {
-    "replacement": lambda: RandomSampler(range(1000), replacement=True, num_samples=int(1e10)),
-    "replacement, generator": lambda: RandomSampler(range(1000), True, int(1e10), own()),
-    "shuffling": Shuffling,
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_endless_sampler(name: str) -> None:
-    def build() -> DataLoader[Any]:
-        return DataLoader(Numbers(1000), 4, sampler=ENDLESS[name](), collate_fn=list)
-
-    def start(steps: int, *handles: LoaderHandle) -> tuple[list[Any], list[Any]]:
-        iterators = [iter(handle) for handle in handles]
-        return [next(iterator) for _ in range(steps) for iterator in iterators], iterators
-
-    reset()
-    raw = iter(build())
-    expected = [next(raw) for _ in range(60)]
-    reset()
-    one = raw_like(build())
-    seen, _ = start(40, one)
-    again = raw_like(build())
-    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert seen + start(20, again)[0] == expected
-    handles = [make(build(), rank, 2) for rank in range(2)]
-    seen, iterators = start(20, *handles)
-    state = handles[0].state_dict()
-    more = [next(iterator) for _ in range(5) for iterator in iterators]
-    assert start(5, *resumed(build, 2, state))[0] == more
-    if name != "replacement, generator":  # whose seed is the generator's
-        assert flat(seen) == flat(start(40, make(build()))[0])
 
 
 def _run(
