@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -21,7 +21,7 @@ from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators, Private, global_generators
 from .checks import LoaderOptions, LoaderPlace, shape_of
 from .readers import Reader, RealRows, Start, real_rows
-from .sampling import Division, divide, identity, mix, portion, set_epoch
+from .sampling import Division, divide, identity, mix, on_cpu, portion, set_epoch
 
 #: Every rank reads the full stream and keeps its share, each rank reads its shards of a Hugging
 #: Face dataset, or rank 0 reads for all ranks.
@@ -324,12 +324,14 @@ class StreamReader(Reader):
             # If the dataset was sharded before, sharding it once more would lose most of it.
             list(self._compared(self._first_item()))
         item, present = _read_together(batches, lambda item: True)
-        if any(present) and not all(present):
-            raise LoaderError(
-                f"Rank {present.index(None)} has no batch in its shards of "
-                f"{type(self._dataset).__name__}. Use larger shards or fewer ranks."
-            )
         padding = copy.deepcopy(item)
+        if any(present) and not all(present):
+            # A resumed rank may have read its shards already, and repeats another rank's batch.
+            sender = present.index(True)
+            is_sender = self._process is not None and self._process.place.rank == sender
+            batch = agree(_LABEL, item[1] if is_sender else None)[sender]
+            empty = Tag(0, self._positions[0], 0, state=self._states[0])
+            padding = padding or (empty, batch)
         while any(present):
             following, present = _read_together(batches, lambda item: True)
             tag, batch = padding if item is None else item
@@ -342,7 +344,7 @@ class StreamReader(Reader):
         assert process is not None
         places = agree(_LABEL, self._division.rank)
         is_reader = process.place.rank == 0
-        steps = map(_pickled, chain.from_iterable([loader])) if is_reader else iter(())
+        steps = _pickled_steps(loader) if is_reader else iter(())
         messages, present = _read_together(steps, lambda item: True)
         while present[0]:
             following, present = _read_together(steps, lambda item: True)
@@ -355,9 +357,12 @@ class StreamReader(Reader):
             messages = following
 
 
-def _pickled(step: tuple[Tag, list[Any]]) -> list[bytes]:
-    tag, batches = step
-    return [pickle.dumps((tag, batch)) for batch in batches]
+def _pickled_steps(loader: DataLoader[Any]) -> Iterator[list[bytes]]:
+    # The loader starts at the first step, where an error reaches all ranks.
+    with on_cpu():
+        steps = iter(loader)
+    for tag, batches in steps:
+        yield [pickle.dumps((tag, batch)) for batch in batches]
 
 
 def _read_together(batches: Iterator[Any], fact: Callable[[Any], Any]) -> tuple[Any, list[Any]]:

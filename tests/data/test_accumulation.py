@@ -162,7 +162,7 @@ def test_skip_equals_reading(build: str) -> None:
             assert (list(handle), rng_states()) == (second, end)
             again = wrap(loader())
             again.load_state_dict(state)
-            assert ids(again) == ids(first[n + 1 :]) or n + 1 == len(first)
+            assert ids([*begun, *again]) == ids(first[n:]) or n + 1 == len(first)
         reset()
         handle = wrap(loader())
         handle.skip(len(first))

@@ -79,11 +79,15 @@ def test_split_batches() -> None:
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: numbers(9, 4), {"split_batches": True}, "batch_size=4 does not divide over 3 ranks"),
-    (lambda: numbers(9, 3), {"split_batches": True, "shard": False}, "nothing to split"),
-    (ragged, {"split_batches": True}, "no batch_size"),
+    (lambda: numbers(9, 3), {"split_batches": True, "shard": False}, "needs shard=True"),
+    (ragged, {"split_batches": True}, "a loader with a batch_size"),
     (lambda: numbers(9, 3), {"dispatch": True}, "iterable datasets"),
-    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "shard=False"),
-    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "even_batches": False}, "equally many"),
+    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "needs shard=True"),
+    (
+        lambda: DataLoader(Counting(9), 3),
+        {"dispatch": True, "even_batches": False},
+        "needs shard=True and even_batches=True",
+    ),
 ]
 
 

@@ -221,10 +221,10 @@ def other_shards() -> list[str]:
     assert sorted(samples(accel.gather_for_metrics(items) for items in full)) == sorted(sum(LISTS[:3], []))
     sharded: Any = accel.setup(None, dataloaders=DataLoader(Sharded(LISTS), 2)).dataloaders
     empty: Any = accel.setup(None, dataloaders=DataLoader(Sharded([[1, 2], []]), 2)).dataloaders
+    assert [accel.gather_for_metrics(items).tolist() for items in empty] == [[1, 2]]
     twice: Any = accel.setup(None, dataloaders=DataLoader(Sharded(LISTS).shard(2, rank), 2)).dataloaders
     calls: list[Any] = [
         lambda: sharded.load_state_dict(state[1 - rank]),
-        lambda: list(empty),
         lambda: list(twice),
     ]
     for call in calls:
@@ -235,7 +235,6 @@ def other_shards() -> list[str]:
 
 
 def test_bad_shards_are_refused() -> None:
-    for position, empty, twice in run(2, other_shards):
+    for position, twice in run(2, other_shards):
         assert "Use as many ranks" in position
-        assert "Rank 1 has no batch in its shards of Sharded" in empty
         assert "shards itself" in twice
