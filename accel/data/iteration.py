@@ -168,6 +168,7 @@ class Iteration:
             loader.generator = self._seeds(start)
         with on_cpu():
             self._batches = self.reader.open(loader)
+        self._length = length_of(self._batches)
         state.start = state.fresh(state.following)
         state.following += 1
         state.skip = 0
@@ -217,9 +218,10 @@ class Iteration:
 
     def upcoming(self, count: int) -> int:
         """Return how many of the next ``count`` batches there are. Read them if necessary."""
-        known = self.reader.upcoming(count)
-        if known is not None:
-            return known
+        if self._length is not None:
+            return min(count, self._length - self.reader.given)
+        if count == 1 and self.reader.more is not None:
+            return int(self.reader.more)
         while len(self._ahead) < count and not (self._ahead and self._ahead[-1][1]):
             if not self._read_ahead(lambda: next(self._batches)):
                 break

@@ -79,6 +79,8 @@ class Reader:
     #: The real rows of the last batch, and the number of batches that the loop got.
     rows: RealRows = WHOLE
     given: int = 0
+    #: True if another batch follows, None if unknown.
+    more: bool | None = None
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader: Any = loader
@@ -114,10 +116,6 @@ class Reader:
     def close(self) -> None:
         """Note that the loader's iterator has ended."""
         self._closed = True
-
-    def upcoming(self, count: int) -> int | None:
-        """Return how many of the next ``count`` batches there are, or None if unknown."""
-        return None
 
     def complete(self) -> bool:
         """True if the epoch has no more batches for any rank."""
@@ -246,22 +244,15 @@ class SamplerReader(Reader):
                 "position are unknown. Use a plain DataLoader, or LoaderOptions(shard=False)."
             )
 
-    def upcoming(self, count: int) -> int | None:
-        if self._order is None:
-            return None
-        waiting = len(self._pending)
-        items = self._order.peek(max(0, count - waiting) * self._division.width)
-        return min(count, waiting + self._division.local_steps(items))
-
     def complete(self) -> bool:
         # The same on every rank at the same step, also on a rank without a share of the last step.
         if self._pending or self._order is None:
             return False
-        width, length = self._division.width, length_of(self._sampler)
+        length = length_of(self._sampler)
         if length is None:
             return self._order.ended and not self._had_no_share
-        least = width if self._division.drop_last else 1
-        return self._at + least > length and self._order.peek(width) < least
+        least = self._division.width if self._division.drop_last else 1
+        return self._at + least > length
 
     def position(self) -> Start:
         checksum = self._checksum if self._at else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -180,35 +179,23 @@ class SampleOrder:
         self.context = context
         #: The first items that ``skip`` dropped, for padding.
         self.head: list[Any] = []
-        self._waiting: deque[Any] = deque()
-        self._exhausted = False
+        self.ended = False
         with context, on_cpu():
             self._items = iter(sampler)
 
-    @property
-    def ended(self) -> bool:
-        return self._exhausted and not self._waiting
-
-    def peek(self, count: int) -> int:
-        """Draw the next ``count`` items and return how many there are."""
-        missing = count - len(self._waiting)
-        if missing > 0 and not self._exhausted:
-            with self.context, on_cpu():
-                drawn = list(islice(self._items, missing))
-            self._exhausted = len(drawn) < missing
-            self._waiting += drawn
-        return min(count, len(self._waiting))
-
     def read(self, count: int) -> list[Any]:
         """Return the next ``count`` items, or fewer at the end."""
-        return [self._waiting.popleft() for _ in range(self.peek(count))]
+        with self.context, on_cpu():
+            items = list(islice(self._items, count))
+        self.ended = len(items) < count
+        return items
 
-    def skip(self, count: int, head: int, crc: int = 0) -> tuple[int, int]:
+    def skip(self, count: int, head: int) -> tuple[int, int]:
         """Drop ``count`` items, and return how many there were and their checksum.
 
         ``self.head`` keeps the first ``head`` items.
         """
-        skipped = 0
+        skipped = crc = 0
         while block := self.read(min(_BLOCK, count - skipped)):
             self.head += block[: head - len(self.head)]
             skipped += len(block)

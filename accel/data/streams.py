@@ -222,7 +222,7 @@ class StreamReader(Reader):
         self._stream.continues_in_place = in_place
         self._stream.own = list(start.own or [])
         self._seeds = self._seeding.states()
-        self._more: bool | None = None
+        self.more = None
 
     def open(self, loader: DataLoader[Any]) -> Iterator[Any]:
         if self._mode == DISPATCHED:
@@ -237,7 +237,7 @@ class StreamReader(Reader):
     def take(self, item: Any) -> Any:
         tag, batch = item
         self.given += 1
-        self._more = tag.more
+        self.more = tag.more
         self._positions[tag.stream] = tag.position
         self._states[tag.stream] = tag.state
         self.rows = real_rows(self._division, self._units, tag.samples)
@@ -245,9 +245,6 @@ class StreamReader(Reader):
             # The batches of a step are of different shards. All of their rows are real, or none.
             self.rows = RealRows(self._division.even, None, min(1, tag.samples))
         return batch
-
-    def upcoming(self, count: int) -> int | None:
-        return int(self._more) if count == 1 and self._more is not None else None
 
     def complete(self) -> bool:
         # A rank without a share of the last step has read it all the same.
