@@ -75,7 +75,7 @@ class LoaderHandle:
         """Start the next iteration after ``n`` batches, for the step number of another library.
 
         The samples of a map-style dataset are not read. Call it on every rank, before or after
-        ``set_epoch`` or ``load_state_dict``. A second call replaces the first.
+        ``set_epoch``, and after ``load_state_dict``. A second call replaces the first.
 
         Args:
             n: batches of each rank, at least 0.

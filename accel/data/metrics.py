@@ -94,10 +94,11 @@ def _division_of_split(items: Any, data: Any, objects: bool) -> tuple[Division |
     if world_size() == 1 and length >= 0:
         divisions = [Division(rank=0, world=1, batch=0, even=False, drop_last=False)]
     size = next((_shape(leaf)[:1] for leaf in _leaves(data, objects)), ())
-    for division in divisions:
-        if division is not None and size == (division.share(length).size,):
+    known = [division for division in divisions if division is not None]
+    for division in known:
+        if size == (division.share(length).size,):
             return division, length
-    return None, length
+    return (known[0] if known else None), length
 
 
 def _leaves(data: Any, objects: bool) -> list[Any]:
@@ -142,9 +143,9 @@ def _trim(leaf: Any, real: RealRows, objects: bool) -> Any:
     shape = _shape(leaf)
     if not shape or real.rows not in (None, shape[0]):
         size = f" of {real.rows}" if real.rows else ""
+        kind = "" if isinstance(leaf, torch.Tensor) else f"{described(leaf)} of "
         raise LoaderError(
-            f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found "
-            f"{described(leaf)} of shape {shape}. Pass a row for each sample, or use "
-            "accel.all_gather."
+            f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found {kind}shape "
+            f"{shape}. Pass a row for each sample, or use accel.all_gather."
         )
     return leaf[: real.real] if real.rows is not None else leaf[: shape[0] * real.real]
