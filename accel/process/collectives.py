@@ -7,6 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
@@ -21,6 +22,13 @@ from .control import Waiting, agree, locked
 from .packing import broadcast_, bytes_of, is_dense, packed, to_bytes, to_tensor, unpacked
 
 T = TypeVar("T")
+
+#: What the ranks' batches are parts of, and what to do where that differs.
+ORDER: Final = "the order of the loader's samples"
+ORDERS: Final = (
+    "each iteration of a loader is another epoch, also next(iter(loader)) on one rank: begin it on every rank, or use the raw "
+    "DataLoader there"
+)
 
 #: How tensors are combined, and how numbers are.
 _OPS: Final[Mapping[str, tuple[Any, Callable[[Sequence[Any]], Any]]]] = {
@@ -122,9 +130,13 @@ def gather(
     gradients: bool = False,
     pad: float | None = None,
     objects: bool = False,
+    alike: Mapping[str, str] = MappingProxyType({}),
     problem: str = "",
 ) -> Any:
-    """``all_gather``. AccelError on every rank where one has a ``problem``."""
+    """``all_gather`` of what ranks have together, if the texts ``alike``, by what they say, are the same on all of them.
+
+    AccelError on every rank where one has a ``problem``.
+    """
     carry = gradients and torch.is_grad_enabled()
     options = {"gradients": carry, "pad": None if pad is None else repr(pad), "objects": objects}
     given = ", ".join(
@@ -144,6 +156,7 @@ def gather(
         pad=pad is not None,
         gradients=carry,
         sends=sends,
+        alike=alike,
     )
     results: dict[str, Any] = {}
     for path, mine in sent[process.place.rank].items():
@@ -264,6 +277,7 @@ def _begin(
     pad: bool = False,
     gradients: bool = False,
     sends: Callable[[Any], str] = lambda _: "",
+    alike: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[
     Process, torch.device, dict[str, Tensor], list[dict[str, tuple[int, ...]]], list[dict[str, Any]]
 ]:
@@ -274,7 +288,7 @@ def _begin(
     """
     process = current()
     found: dict[str, Tensor] = {}
-    kinds: dict[str, str] = {}
+    kinds = dict(alike)
     sent: dict[str, Any] = {}
     problems = [problem] if problem else []
     more = (
@@ -334,7 +348,13 @@ def _compare(
                     and first.split()[0] == other.split()[0]
                     and len(set(map(len, sizes))) == 1 < len(sizes)
                 )
-                hint = "; pad=value fills what is shorter" if fills else ""
+                hint = (
+                    f"; {ORDERS}"
+                    if path == ORDER
+                    else "; pad=value fills what is shorter"
+                    if fills
+                    else ""
+                )
                 raise RankMismatchError(
                     f"{what}: {path} is {first} on rank 0 and {other} on rank {number}{hint}"
                 )
