@@ -76,7 +76,7 @@ def split(items: T, pad: bool = False) -> T:
     first, size, _ = division.share(length)
     latest.divisions[length, pad] = division
     # Rows that are gathered without a loader may be of these items now.
-    latest.kept, latest.replica = None, (rank, world)
+    latest.rows, latest.replica = None, (rank, world)
     return walk(lambda path, leaf: _rows(leaf, first, first + size, pad), items, "items", has_parts)
 
 

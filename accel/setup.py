@@ -449,7 +449,6 @@ def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
             plan.place,
             seed=seeds[number],
             in_place=plan.process.place.world_size == 1 and options.seed is None,
-            name=f"{plan.process.rounds} {number}",
         )
         handles = HiddenAttribute.get(loader) or {}
         living = {place: other for place, other in handles.items() if place.process is plan.process}

@@ -1,37 +1,25 @@
-"""What a loop iterates: a handle's state, its iterations, and the groups of batches of one optimizer step."""
+"""Iteration over a handle, and groups of batches for one optimizer step."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import torch
-import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import LoaderError, RankMismatchError
 from ..process import ended, running
 from ..process.control import agree
 from ..process.transfer import Transfer
-from .readers import (
-    EpochReader,
-    Kept,
-    LoaderOptions,
-    LoaderPlace,
-    SamplerReader,
-    Start,
-    UndividedReader,
-    length_of,
-    shape_of,
-    too_short,
-)
-from .sampling import Division, mix
-from .streams import StreamComparisons, StreamReader
+from .checks import LoaderOptions, LoaderPlace, has_own_iter, length_of, shape_of
+from .readers import Reader, RealRows, SamplerReader, Start
+from .sampling import Division, mix, on_cpu
+from .streams import SHARDS, StreamReader, mode_of
 
 if TYPE_CHECKING:
     from . import LoaderHandle
@@ -42,121 +30,106 @@ T = TypeVar("T")
 @final
 @dataclass(eq=False, kw_only=True)
 class LoaderState:
-    """What a handle knows: the raw loader, this rank's place, the epoch that comes next, and who iterates."""
+    """The state of a handle: the raw loader, this rank's place, and the next epoch."""
 
     raw: DataLoader[Any]
     options: LoaderOptions
     place: LoaderPlace
-    #: That of no other loader of the process, the same on all ranks.
-    name: str = ""
-    #: Decides the orders of all epochs, unless they are drawn in place.
-    seed: int = 0
-    #: Orders are drawn from the program's generators, as in raw PyTorch.
-    in_place: bool = False
-    #: Where the next iteration starts, and the epoch after that.
+    #: The seed of all epochs, unless they are drawn in place.
+    seed: int
+    #: True if orders are drawn from the program's generators, as in raw PyTorch.
+    in_place: bool
+    #: The start of the next iteration, the batches to skip after it, and the epoch that follows.
     start: Start = field(init=False)
+    skip: int = 0
     following: int = 1
-    batches: int = 0
-    kept: Kept | None = None
-    live: weakref.WeakSet[Iteration] = field(default_factory=weakref.WeakSet)
-    #: The copy whose workers outlive an epoch, and the iteration that has it.
-    persistent: tuple[DataLoader[Any], EpochReader] | None = None
-    holder: weakref.ref[Iteration] | None = None
-    #: The serials of the engines that it was set up with.
+    #: The real rows of the last batch.
+    rows: RealRows | None = None
+    #: The iteration that began or gave a batch last, if it is alive.
+    latest: Callable[[], Iteration | None] = lambda: None
+    #: A copy of the loader whose workers live longer than an epoch.
+    persistent: tuple[DataLoader[Any], Reader] | None = None
+    #: The serials of the engines with which the loader was set up.
     engines: set[int] = field(default_factory=set)
-    #: What the ranks tell each other of what they read.
-    comparisons: StreamComparisons | None = None
-    #: What a loader that keeps its own position said at the end of its last epoch.
-    own: Any = None
-    #: Ends what a group of ``accumulate`` began and may not have ended.
+    #: Ends the accumulation of a group that the loop left.
     release: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.in_place = self.in_place or not self.options.shard
+        self.start = self.fresh(0)
 
     def fresh(self, epoch: int) -> Start:
         return Start(epoch, None if self.in_place else self.seed)
 
+    def current(self) -> Iteration | None:
+        """Return the iteration that a loop is in."""
+        iteration = self.latest()
+        return None if iteration is None or iteration.finished else iteration
+
+    def go_to(self, start: Start, following: int) -> None:
+        """Begin the next iteration at a loaded position."""
+        self.start, self.following, self.skip = start, following, 0
+        self.latest = lambda: None
+        # Workers that are alive can't load the states of their datasets.
+        self.persistent = None
+
+    @property
+    def mode(self) -> str:
+        return mode_of(self.raw.dataset, self.options, self.place)
+
     @property
     def part(self) -> list[int]:
-        """Whose position a state is: this rank's of so many where each reads by itself, else that of all, which is empty."""
-        return [] if self.options.shard else list(self.place[:2])
+        """This rank and the number of ranks if each has its own position, otherwise empty."""
+        is_alone = not self.options.shard or self.mode == SHARDS
+        return list(self.place[:2]) if is_alone else []
 
-    def refuse_ended(self) -> None:
-        """Refuse (LoaderError) a part of what other ranks had, before ``accel.teardown()``."""
-        place = self.place
-        if place.process is not None and running() is not place.process and not ended():
+    def check_process(self) -> None:
+        """Raise LoaderError after ``accel.teardown()``."""
+        process = self.place.process
+        if process is not None and running() is not process and not ended():
             raise LoaderError(
-                f"this LoaderHandle gives the part of rank {place.rank} of {place.world} of what accel.teardown() has ended: "
-                "use the raw DataLoader, or give it to accel.setup again"
+                f"This LoaderHandle is sharded for {self.place.world} ranks, and accel.teardown() "
+                "has ended them. Pass the raw DataLoader to accel.setup() again."
             )
 
-    def begin_anew(self, seed: int, in_place: bool) -> None:
-        self.seed, self.in_place = seed, in_place or not self.options.shard
-        self.start, self.following = self.fresh(0), 1
-        self.live.clear()
-
-    def reader(self) -> EpochReader:
-        shard, shape = self.options.shard, shape_of(self.raw)
-        if not shard and not _followed(self.raw):
-            return UndividedReader(self.raw)
+    def reader(self) -> Reader:
+        raw, options, shape = self.raw, self.options, shape_of(self.raw)
+        mixes_batches = raw.num_workers > 0 and not raw.in_order
+        if not options.shard and (has_own_iter(raw) or mixes_batches):
+            return Reader(raw)
         division = Division(
-            rank=self.place.rank if shard else 0,
-            world=self.place.world if shard else 1,
-            batch=shape.batch // (self.place.world if self.options.split_batches else 1),
-            even=self.options.even_batches,
+            rank=self.place.rank if options.shard else 0,
+            world=self.place.world if options.shard else 1,
+            batch=shape.batch // (self.place.world if options.split_batches else 1),
+            even=options.even_batches,
             drop_last=shape.drop_last,
         )
-        if isinstance(self.raw.dataset, IterableDataset):
-            process = self.place.process
-            several = self.options.dispatch and process is not None and process.place.world_size > 1
-            return StreamReader(self.raw, shape, division, process if several else None)
-        return SamplerReader(self.raw, division)
+        if isinstance(raw.dataset, IterableDataset):
+            return StreamReader(raw, division, self.mode, self.place.process)
+        return SamplerReader(raw, division)
 
-    def prepare(self, iteration: Iteration) -> tuple[DataLoader[Any], EpochReader]:
-        """A copy of the loader and the reader in it; the persistent copy, unless another iteration still reads from it."""
-        persists = self.raw.persistent_workers and self.raw.num_workers > 0
-        holder = None if self.holder is None else self.holder()
-        free = persists and (holder is None or holder is iteration or holder.finished)
-        if free:
-            self.holder = weakref.ref(iteration)
-            if self.persistent is not None:
-                return self.persistent
+    def prepare(self) -> tuple[DataLoader[Any], Reader]:
+        """Return a copy of the loader and the reader in it."""
+        if self.persistent is not None:
+            return self.persistent
         reader = self.reader()
-        if reader.keeps:  # a copy would keep it to itself
-            self.holder = weakref.ref(iteration)
-            return self.raw, reader
         loader = copy.copy(self.raw)
-        vars(loader).update(_iterator=None, persistent_workers=free)
+        vars(loader)["_iterator"] = None
         reader.install(loader)
-        if free:
+        if loader.persistent_workers:
             self.persistent = loader, reader
         return loader, reader
-
-    def current(self) -> Iteration | None:
-        running = [iteration for iteration in self.live if not iteration.finished]
-        return max(running, key=lambda iteration: iteration.last, default=None)
-
-
-#: Of all handles that live.
-states: weakref.WeakSet[LoaderState] = weakref.WeakSet()
-
-
-def _followed(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads one batch after the other, from its sampler or its dataset."""
-    plain = type(loader).__iter__ is DataLoader.__iter__ and (
-        loader.in_order or not loader.num_workers
-    )
-    return plain and not isinstance(
-        loader.dataset, torch_data.IterDataPipe | torch_data.MapDataPipe
-    )
 
 
 @final
 @dataclass(eq=False)
 class Latest:
-    """What is kept of the last batch that any handle gave since a ``split``, and for which replica of the model either was."""
+    """The last batch of all handles, and the last ``split``, which gather_for_metrics assumes."""
 
-    kept: Kept | None = None
+    rows: RealRows | None = None
+    #: The replica of the model for which it was, and the number of replicas.
     replica: tuple[int, int] | None = None
-    #: How ``split`` has cut, by number of items and whether it padded.
+    #: The divisions of ``split``, by number of items and padding.
     divisions: dict[tuple[int, bool], Division] = field(default_factory=dict)
 
 
@@ -164,74 +137,50 @@ latest = Latest()
 
 
 def forget() -> None:
-    """Hear that the ranks are others from now on: what comes next is not of the last batch, nor of what was cut for them."""
+    """Forget the last batch and the last ``split``, because the process group changes."""
     vars(latest).update(vars(Latest()))
-
-
-class Ahead(NamedTuple):
-    """An item of the loader that was read before the loop asked, or the error in its place."""
-
-    item: Any
-    error: Exception | None = None
-    #: The position before it that the loader keeps, if it does.
-    own: Any = None
 
 
 @final
 class Iteration:
-    """One iterator of a handle. It begins its epoch when it is made, as in raw PyTorch."""
+    """An iterator of a handle. It begins its epoch when it is created, as in raw PyTorch."""
 
     def __init__(self, state: LoaderState) -> None:
-        state.refuse_ended()
-        place = state.place
+        state.check_process()
+        state.release()
+        device = state.place.device
+        moves = state.options.move and device.type != "cpu"
         self._state = state
-        self._transfer = (
-            Transfer(place.device) if state.options.move and place.device.type != "cpu" else None
-        )
-        self.last = 0
-        #: The batches that the group of ``accumulate`` has and the loop was not given, once it was given one.
+        self._transfer = Transfer(device) if moves else None
+        #: Batches and errors that were read before the loop asked for them.
+        self._ahead: deque[tuple[Any, Exception | None]] = deque()
+        #: Batches of the current group of ``accumulate`` that the loop hasn't got.
         self.group_left = 0
         self.finished = False
-        self._ahead: deque[Ahead] = deque()
-        state.release()
         self._begin()
-        state.live.add(self)
 
     def _begin(self) -> None:
-        state, start = self._state, self._state.start
-        loader, self.reader = state.prepare(self)
+        state = self._state
+        loader, self.reader = state.prepare()
+        start = self.reader.skip(state.start, state.skip)
         self.reader.begin(start, state.in_place)
-        self._comparison = (
-            None if state.comparisons is None else state.comparisons.begin(start.epoch, start.at)
-        )
-        loader.generator = self._seeds(start)
-        # Torch draws a seed from the generator, which is the CPU's, on the default device. Workers begin inside this context
-        # and stay in it, where each call of torch's takes longer.
-        elsewhere = torch.get_default_device().type != "cpu"
-        with torch.device("cpu") if elsewhere else contextlib.nullcontext():
+        if not start.in_place:
+            loader.generator = self._seeds(start)
+        with on_cpu():
             self._batches = self.reader.open(loader)
-        for number in range(0 if self.reader.skips else start.skip):
-            try:
-                self.reader.take(next(self._batches))
-            except StopIteration:
-                raise too_short(start.skip, number) from None
-        state.start, state.following, state.own = (
-            state.fresh(state.following),
-            state.following + 1,
-            None,
-        )
+        self._length = length_of(self._batches)
+        state.start = state.fresh(state.following)
+        state.following += 1
+        state.skip = 0
+        state.latest = weakref.ref(self)
 
-    def _seeds(self, start: Start) -> torch.Generator | None:
-        """What the loader seeds its workers from: as in raw PyTorch, or nothing that the program draws from."""
-        state, states = self._state, start.states or {}
-        if start.in_place or isinstance(self.reader, UndividedReader):
-            return state.raw.generator  # type: ignore[no-any-return]
+    def _seeds(self, start: Start) -> torch.Generator:
+        """Return a generator for the seeds of workers, which leaves the program's alone."""
         generator = torch.Generator()
-        if "seeds" in states:
-            generator.set_state(states["seeds"])
-        else:
-            generator.manual_seed(mix(state.seed, start.epoch, sum(start.at), state.place.rank))
-        return generator
+        if start.states and "seeds" in start.states:
+            return generator.set_state(start.states["seeds"])
+        place = self._state.place.rank
+        return generator.manual_seed(mix(self._state.seed, start.epoch, sum(start.at), place))
 
     def __iter__(self) -> Iteration:
         return self
@@ -240,86 +189,67 @@ class Iteration:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
-        item, error, _ = self._ahead.popleft() if self._ahead else (self._read(), None, None)
+        item, error = self._ahead.popleft() if self._ahead else (self._read(), None)
         if error is not None:
             raise error
-        reader, state = self.reader, self._state
-        batch = reader.take(item)
-        if self._comparison is not None and isinstance(reader, StreamReader):
-            self._comparison.gave(reader.given - reader.start.skip, reader.tag.first)
-        state.batches = self.last = state.batches + 1
-        order = (
-            None if reader.first is None or not state.options.shard else (state.name, reader.first)
-        )
-        state.kept = latest.kept = reader.kept._replace(order=order)
+        state = self._state
+        batch = self.reader.take(item)
+        state.rows = latest.rows = self.reader.rows
         latest.replica = state.place[:2]
+        state.latest = weakref.ref(self)
         return batch if self._transfer is None else self._transfer(batch)
 
     def _read(self) -> Any:
-        while True:
+        """Return the next item. If a resumed epoch has no batches left, begin the next one."""
+        while not self.finished:
             try:
                 return next(self._batches)
             except StopIteration:
-                if not self._begins_anew():
-                    raise
+                self.reader.close()
+            is_empty = any(self.reader.start.at) and not self.reader.given
+            self.finished = not is_empty or not self.reader.complete()
+            if not self.finished:
+                self._begin()
+        raise StopIteration
 
     def ready(self) -> bool:
-        """Whether there is another batch, which is read now."""
+        """Read the next batch, and return False at the end."""
         return bool(self._ahead) or self._read_ahead(self._read)
 
     def upcoming(self, count: int) -> int:
-        """How many of the next ``count`` batches there are for this rank; where only reading tells, they are read now."""
-        known = self.reader.upcoming(count)
-        if known is not None:
-            return known
-        while len(self._ahead) < count and not (self._ahead and self._ahead[-1].error):
+        """Return how many of the next ``count`` batches there are. Read them if necessary."""
+        if self._length is not None:
+            return min(count, self._length - self.reader.given)
+        if count == 1 and self.reader.more is not None:
+            return int(self.reader.more)
+        while len(self._ahead) < count and not (self._ahead and self._ahead[-1][1]):
             if not self._read_ahead(lambda: next(self._batches)):
                 break
         return min(count, len(self._ahead))
 
     def _read_ahead(self, read: Callable[[], Any]) -> bool:
-        """One item more; an error too waits for its turn."""
-        own = self.reader.own()
+        """Read an item, or the error that is raised in its turn. Return False at the end."""
         try:
-            self._ahead.append(Ahead(read(), None, own))
+            self._ahead.append((read(), None))
         except StopIteration:
             return False
         except Exception as error:
-            self._ahead.append(Ahead(None, error, own))
+            self._ahead.append((None, error))
         return True
 
-    def position(self) -> Start:
-        holder = self._state.holder
-        if self.reader.keeps and holder is not None and holder() is not self:
-            raise LoaderError(
-                "this loader keeps the position of one iterator, and another has begun since: save before that"
-            )
-        position = self.reader.position()
-        return position._replace(own=self._ahead[0].own) if self._ahead else position
 
-    def _begins_anew(self) -> bool:
-        """At the end of the loader's iterator: whether nothing was left of a resumed epoch, so that the next one began."""
-        if self.finished:
-            return False
-        self.reader.close()
-        nothing = self.reader.given == self.reader.start.skip
-        if self.reader.start.inside and nothing and self.reader.complete():
-            self._begin()
-            return True
-        self.finished, self._state.own = True, self.reader.own()
-        return False
-
-
-# -- Batches in groups of one optimizer step ---------------------------------------------------------------------------
+# -- Groups ----------------------------------------------------------------------------------------
 
 
 @final
 class Group(Generic[T]):
-    """The batches of one optimizer step, which come as they are asked for, once; ``len`` is their number."""
+    """The batches of one optimizer step, which can be iterated once. ``len`` is their number."""
 
     def __init__(self, iteration: Iteration, size: int, accumulate: Callable[[bool], None]) -> None:
-        self._iteration, self._size, self._accumulate = iteration, size, accumulate
-        #: How many were not given yet; None before the first.
+        self._iteration = iteration
+        self._size = size
+        self._accumulate = accumulate
+        #: The number of batches that weren't given, or None before the first.
         self._left: int | None = None
 
     def __len__(self) -> int:
@@ -328,8 +258,8 @@ class Group(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if self._left is not None:
             raise LoaderError(
-                "a group of accel.accumulate gives its batches once, and before the next group: to use them twice keep them, "
-                "batches = list(group)"
+                "A group of accel.accumulate gives its batches once, before the next group. Keep "
+                "them with list(group) to use them twice."
             )
         self._left = self._size
         return self._batches()
@@ -344,9 +274,9 @@ class Group(Generic[T]):
             self._accumulate(False)
 
     def close(self) -> None:
-        """Leave out what the loop did not take, so that the ranks stay at one step."""
-        left, self._left = self._size if self._left is None else self._left, 0
-        self._iteration.group_left = 0
+        """Drop the batches that the loop didn't take, so that the ranks stay at one step."""
+        left = self._size if self._left is None else self._left
+        self._left = self._iteration.group_left = 0
         for _ in range(left):
             next(self._iteration)
         self._accumulate(False)
@@ -354,10 +284,12 @@ class Group(Generic[T]):
 
 @final
 class Accumulation(Generic[T]):
-    """The batches of a loader in groups of ``n``, of which the last may be smaller; ``len`` is the number of groups."""
+    """The batches of a loader in groups of ``n``. The last group may be smaller."""
 
     def __init__(self, loader: LoaderHandle, n: int, accumulate: Callable[[bool], None]) -> None:
-        self._loader, self._n, self._accumulate = loader, n, accumulate
+        self._loader = loader
+        self._n = n
+        self._accumulate = accumulate
 
     def __len__(self) -> int:
         return -(-len(self._loader) // self._n)
@@ -366,34 +298,32 @@ class Accumulation(Generic[T]):
         state, accumulate = self._loader._accel, self._accumulate
         iteration = iter(self._loader)
         state.release = lambda: accumulate(False)
+        # Different numbers of batches would pair the gradients of different steps.
         known = length_of(iteration)
-        apart = state.place.process is not None and state.place.process.place.world_size > 1
-        if apart:
-            self._compare(agree("accel.accumulate", (self._n, known)))
-            apart = known is None and not (
-                state.options.shard and (state.options.even_batches or state.raw.drop_last)
-            )
+        is_even = state.options.shard and (state.options.even_batches or state.raw.drop_last)
+        self._compare("accel.accumulate", known)
         while True:
             size = iteration.upcoming(self._n) if iteration.ready() else 0
-            if apart:
-                self._compare(agree("a group of accel.accumulate", (self._n, size)))
+            if known is None and not is_even:
+                self._compare("a group of accel.accumulate", size)
             if not size:
                 return
-            group: Group[T] = Group(iteration, size, self._accumulate)
+            group: Group[T] = Group(iteration, size, accumulate)
             try:
                 yield group
-            except (
-                GeneratorExit
-            ):  # as where a plain loop is left, also while a traceback holds the group
-                state.live.discard(iteration)
+            except GeneratorExit:
+                # A break leaves the epoch, also while a traceback holds the group.
+                state.latest = lambda: None
                 raise
             group.close()
 
-    def _compare(self, told: list[tuple[int, Any]]) -> None:
-        for number, (n, left) in enumerate(told):
-            if (n, left) != told[0]:
+    def _compare(self, label: str, size: int | None) -> None:
+        process = self._loader._accel.place.process
+        answers = [] if process is None else agree(label, (self._n, size))
+        for rank, answer in enumerate(answers):
+            if answer != answers[0]:
                 raise RankMismatchError(
-                    f"accel.accumulate: rank 0 has {told[0][1]} batches in groups of {told[0][0]}, and rank {number} has {left} "
-                    f"in groups of {n}, so that they would not step together: give all ranks equally many, with "
-                    "LoaderOptions(even_batches=True) or drop_last=True"
+                    f"accel.accumulate: rank 0 has {answers[0][1]} batches in groups of "
+                    f"{answers[0][0]}, and rank {rank} has {answer[1]} in groups of {answer[0]}. "
+                    "Use LoaderOptions(even_batches=True) or drop_last=True."
                 )

@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -178,9 +178,7 @@ def global_generators() -> dict[str, Any]:
 
 
 class Private:
-    """Generators at states of their own inside ``with``, which go on there; put away outside."""
-
-    again: bool = True  # what they give can be drawn again
+    """A context in which generators continue from ``states``. Outside they are as before."""
 
     def __init__(self, generators: Generators, states: Mapping[str, Any]) -> None:
         self._generators = generators
@@ -195,69 +193,6 @@ class Private:
         inner = self._generators.states()
         self.states = {name: inner[name] for name in self._outer}
         self._generators.put(self._outer)
-
-    def settled(self, began: Mapping[str, Any], own: Iterable[str]) -> Private | InPlace:
-        """How a program that resumes goes on reading what began at some states: in place, where its generators are here.
-
-        They are where the program brought them back too (``rng_state``). ``own`` ones are the loader's, and brought here.
-        """
-        mine = set(own)
-        self._generators.put({name: state for name, state in self.states.items() if name in mine})
-        now = self._generators.states()
-        if all(_same(state, now[name]) for name, state in self.states.items()):
-            return InPlace(self._generators, began)
-        self.states = {name: state for name, state in self.states.items() if name not in mine}
-        return self
-
-
-class InPlace:
-    """Reading inside ``with`` from generators that others may use too, as raw PyTorch does.
-
-    What was read can be drawn again from ``states``, where reading began, as long as nobody else drew in between from a
-    generator that reading draws from later; with ``once`` nothing is drawn later. ``began`` is where it began, if before.
-    """
-
-    def __init__(
-        self, generators: Generators, began: Mapping[str, Any] | None = None, *, once: bool = False
-    ) -> None:
-        self._generators, self._once = generators, once
-        self._last = generators.states()
-        self.states = dict(began or self._last)
-        self.drew = set(began or ())
-        self._moved: set[str] = set()
-        self.again = True
-
-    def __enter__(self) -> None:
-        if self._once and self.drew:
-            return
-        self._before = self._generators.states()
-        self._moved |= _changed(self._last, self._before) & self.drew
-        # What did not draw yet begins here.
-        self.states.update(
-            (name, state) for name, state in self._before.items() if name not in self.drew
-        )
-
-    def __exit__(self, *_: object) -> None:
-        if self._once and self.drew:
-            return
-        self._last = self._generators.states()
-        drawn = _changed(self._before, self._last)
-        self.drew |= drawn
-        self.again = self.again and not drawn & self._moved
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    return {name for name, state in before.items() if not _same(state, after[name])}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple) and any(hasattr(value, "tobytes") for value in one):
-        return all(map(_same, one, other))
-    return bool((one == other).all()) if hasattr(one, "tobytes") else bool(one == other)
 
 
 def to_plain(state: Any) -> Any:

@@ -162,17 +162,6 @@ def resumed(build: Any, world: int, state: Any, **options: Any) -> list[LoaderHa
     return handles
 
 
-class Endless(Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield 0
-
-
-class EndlessSized(Endless):
-    def __len__(self) -> int:
-        return 5
-
-
 def samples(loader: Any) -> list[int]:
     return [int(i) for batch in loader for i in batch]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,8 @@ from tests.data.loaders import Counting, make, numbers, ragged
 from tests.distributed import outcomes, run
 
 
-def _text(call: Any) -> str:
-    with pytest.raises(accel.AccelError) as caught:
-        call()
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-# -- without a model --------------------------------------------------------------------------------------------------
-
-
 def _alone(directory: str) -> None:
-    rank, world = accel.rank(), accel.world_size()
+    world = accel.world_size()
     raw: Any = DataLoader(torch.arange(10), batch_size=3)  # type: ignore[arg-type]
     handles = accel.setup(None, dataloaders=raw)
     loader: Any = handles.dataloaders
@@ -53,24 +43,6 @@ def _alone(directory: str) -> None:
     lists = accel.setup(None, dataloaders=[raw, {"b": DataLoader(range(4))}]).dataloaders  # type: ignore[type-var,arg-type]
     assert lists[0] is loader
     assert len(lists[1]["b"]) == 4 // world  # type: ignore[call-overload,index]
-    refused: list[tuple[Any, str]] = [
-        (lambda: accel.setup(None), "AccelError: .*Pass the model first"),
-        (
-            lambda: accel.setup(None, torch.optim.SGD(net.parameters(), lr=0.1), raw),
-            "AccelError: .*Pass the model first",
-        ),
-        (lambda: accel.setup(None, dataloaders=[1]), "LoaderError: .*is an int"),  # type: ignore[type-var]
-        (
-            lambda: accel.setup(None, dataloaders=raw, loader_options=LoaderOptions(move=False)),
-            "AlreadySetUpError: .*already set up with",
-        ),
-        (
-            lambda: accel.setup(None if rank else nn.Linear(2, 2), dataloaders=DataLoader(range(4))),  # type: ignore[arg-type]
-            "RankMismatchError: .*different arguments",
-        ),
-    ]
-    for call, text in refused[: 4 if world == 1 else 5]:
-        assert re.match(text, _text(call), re.DOTALL)
     if world > 1:
         whole: Any = accel.setup(nn.Linear(4, 4), None, raw, backend=accel.DDP(sequence_parallel=2)).dataloaders
         assert [len(batch) for batch in whole] == [3, 3, 3, 1]
@@ -85,10 +57,7 @@ def test_a_loader_needs_no_model(world: int, tmp_path: Path) -> None:
     run(world, _alone, str(tmp_path / f"{world}"))
 
 
-# -- batches that are split -------------------------------------------------------------------------------------------
-
-
-def test_the_batches_of_all_ranks_are_split_and_resume_anywhere() -> None:
+def test_split_batches() -> None:
     for build in (
         lambda b: numbers(22, b, shuffle=True),
         lambda b: DataLoader(Counting(22), b, collate_fn=list),
@@ -110,21 +79,22 @@ def test_the_batches_of_all_ranks_are_split_and_resume_anywhere() -> None:
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: numbers(9, 4), {"split_batches": True}, "batch_size=4 does not divide over 3 ranks"),
-    (lambda: numbers(9, 3), {"split_batches": True, "shard": False}, "nothing to split"),
-    (ragged, {"split_batches": True}, "no batch_size"),
+    (lambda: numbers(9, 3), {"split_batches": True, "shard": False}, "needs shard=True"),
+    (ragged, {"split_batches": True}, "a loader with a batch_size"),
     (lambda: numbers(9, 3), {"dispatch": True}, "iterable datasets"),
-    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "shard=False"),
-    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "even_batches": False}, "equally many"),
+    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "needs shard=True"),
+    (
+        lambda: DataLoader(Counting(9), 3),
+        {"dispatch": True, "even_batches": False},
+        "needs shard=True and even_batches=True",
+    ),
 ]
 
 
-def test_what_cannot_be_split_or_dispatched_is_refused() -> None:
+def test_bad_options_are_refused() -> None:
     for build, options, message in REFUSED:
         with pytest.raises(LoaderError, match=message):
             check(build(), LoaderOptions(**options), 3)
-
-
-# -- rank 0 reads -----------------------------------------------------------------------------------------------------
 
 
 class Rank0(IterableDataset[Any]):
@@ -210,7 +180,7 @@ def _fails(directory: str) -> str:
         for batch in loader:
             given.append(batch["i"].tolist())
     except Exception as error:
-        assert len(given) == 1
+        assert not given
         failed = repr(error)
     for _ in _dispatched(6, 1):
         break
@@ -223,16 +193,16 @@ def _fails(directory: str) -> str:
     return f"{failed} / {caught.value}"
 
 
-def test_an_error_of_rank_0_and_a_loop_left_by_one_rank_are_errors_of_all(tmp_path: Path) -> None:
+def test_dispatch_errors_reach_all_ranks(tmp_path: Path) -> None:
     mine, other = (one.value for one in outcomes(2, _fails, str(tmp_path), breaks=True))
     assert mine.startswith("KeyError('the disk')")
     assert other.startswith(
-        "LoaderError(\"a batch that rank 0 reads failed on rank 0, so on every rank: KeyError: 'the disk'"
+        "LoaderError(\"reading an iterable dataset failed on rank 0, so on every rank: KeyError: 'the disk'"
     )
     assert "rank 0 is in 'accel.setup'; rank 1 is in 'barrier'" in mine, mine
 
 
-def test_the_log_tells_the_batch_of_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_of_effective_batch_size(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "accel"):
         accel.setup(None, dataloaders=numbers(8, 4), loader_options=LoaderOptions(split_batches=True))
     assert "effective batch size: 4 x 1 ranks = 4" in caplog.text

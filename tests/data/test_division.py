@@ -23,9 +23,6 @@ from tests.data.loaders import Counting, Numbers, by_step, everyone, flat, make,
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-# -- the arithmetic ---------------------------------------------------------------------------------------------------
-
-
 sizes = st.integers(0, 40)
 
 
@@ -47,7 +44,7 @@ def _dealt(total: int, start: int, plan: Division) -> list[list[int]]:
 
 @settings(max_examples=300, deadline=None)
 @given(total=sizes, skipped=sizes, plan=plans)
-def test_the_ranks_take_consecutive_slices_of_each_global_step(total: int, skipped: int, plan: dict[str, Any]) -> None:
+def test_ranks_take_consecutive_slices(total: int, skipped: int, plan: dict[str, Any]) -> None:
     start = min(total, skipped)
     ranks, given_ = divided(total, start, plan)
     width = plan["world"] * plan["batch"]
@@ -71,7 +68,7 @@ def test_the_ranks_take_consecutive_slices_of_each_global_step(total: int, skipp
 
 @settings(max_examples=300, deadline=None)
 @given(total=sizes, parts=st.lists(st.tuples(plans, st.integers(1, 4)), max_size=6))
-def test_any_chain_of_resumes_sees_each_sample_once(total: int, parts: list[tuple[dict[str, Any], int]]) -> None:
+def test_chains_of_resumes(total: int, parts: list[tuple[dict[str, Any], int]]) -> None:
     seen: list[int] = []
     for plan, stop in [*parts, ({"world": 2, "batch": 2, "even": False, "drop_last": False}, 100)]:
         plan = {**plan, "even": False, "drop_last": False}
@@ -103,7 +100,7 @@ def test_the_table_of_the_docs(n: int, world: int, options: Any, expected: Any, 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [3, None])
-def test_iterable_datasets_are_divided_as_map_style_ones(batch_size: int | None, drop_last: bool) -> None:
+def test_streams_are_sharded_as_maps(batch_size: int | None, drop_last: bool) -> None:
     def build(dataset: Any) -> DataLoader[Any]:
         kwargs = {"drop_last": drop_last, "collate_fn": list} if batch_size else {}
         return DataLoader(dataset, batch_size=batch_size, **kwargs)
@@ -127,7 +124,7 @@ def test_len_is_right_on_each_rank(kind: Any, options: Any, kwargs: Any) -> None
         assert len(make(raw)) == len(raw)
 
 
-def test_len_of_an_unsized_stream_fails_as_in_torch_and_it_can_still_be_listed() -> None:
+def test_unsized_stream_has_no_length() -> None:
     class Unsized(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(5))
@@ -138,9 +135,6 @@ def test_len_of_an_unsized_stream_fails_as_in_torch_and_it_can_still_be_listed()
     assert list(handle) == [[0, 1], [2, 3], [4]]
 
 
-# -- batch samplers and batch_size=None -------------------------------------------------------------------------------
-
-
 def test_custom_batches_stay_whole() -> None:
     assert everyone(ragged, 2) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]
     assert everyone(ragged, 2, even_batches=False) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6]]]
@@ -148,7 +142,7 @@ def test_custom_batches_stay_whole() -> None:
     assert [len(make(ragged(), rank, 2, even_batches=False)) for rank in (0, 1)] == [3, 2]
 
 
-def test_a_plain_batch_sampler_is_divided_by_samples() -> None:
+def test_plain_batch_sampler() -> None:
     def build() -> DataLoader[Any]:
         sampler = BatchSampler(SequentialSampler(range(9)), 2, True)
         return DataLoader(Numbers(9), batch_sampler=sampler, collate_fn=list)
@@ -156,7 +150,7 @@ def test_a_plain_batch_sampler_is_divided_by_samples() -> None:
     assert everyone(build, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_without_batching_samples_are_dealt_one_by_one() -> None:
+def test_without_batching() -> None:
     assert everyone(lambda: numbers(5, None), 2) == [[0, 2, 4], [1, 3, 0]]
     lists = lambda: DataLoader(  # noqa: E731
         torch.arange(6), sampler=BatchSampler(SequentialSampler(range(6)), 2, False), batch_size=None

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
     DataLoader,
-    RandomSampler,
     Sampler,
     Subset,
-    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 import accel
 from accel import LoaderError
 from accel.data import LoaderOptions, check, describe
-from tests.data.loaders import EndlessSized, Numbers, flat, make, numbers, sampled
+from tests.data.loaders import Numbers, flat, make, numbers, sampled
 from tests.distributed import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-def test_the_raw_loader_stays_as_it_is() -> None:
+def test_raw_loader_is_unchanged() -> None:
     raw = numbers(10, 2, shuffle=True)
     before = dict(vars(raw))
     handle = make(raw, 1, 2)
@@ -41,8 +37,6 @@ def test_the_raw_loader_stays_as_it_is() -> None:
     handle.note = "mine"
     assert (raw.collate_fn, raw.note) == (tuple, "mine")
     assert isinstance(next(iter(handle)), tuple)
-    del handle.note
-    assert not hasattr(raw, "note")
     for name in ("batch_size", "sampler", "dataset"):
         with pytest.raises(ValueError, match=name):
             setattr(handle, name, 1)
@@ -53,16 +47,10 @@ def test_the_raw_loader_stays_as_it_is() -> None:
     assert "rank 1 of 2" in repr(handle)
 
 
-def test_pickle_is_refused_and_deepcopy_gives_a_raw_copy() -> None:
-    raw = numbers(4, 2)
-    handle = make(raw)
-    for refused in (pickle.dumps, copy.copy):
+def test_pickle_and_copy_are_refused() -> None:
+    for refused in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(LoaderError, match="pickled"):
-            refused(handle)
-    clone = copy.deepcopy({"loader": handle})["loader"]
-    assert type(clone) is DataLoader
-    assert clone is not raw
-    assert list(clone) == [[0, 1], [2, 3]]
+            refused(make(numbers(4, 2)))
 
 
 def test_off_is_raw_pytorch() -> None:
@@ -80,7 +68,7 @@ def test_off_is_raw_pytorch() -> None:
     assert flat(handle) == list(own)
 
 
-def test_subclasses_keep_their_class_and_must_obey_their_sampler() -> None:
+def test_subclasses_of_dataloader() -> None:
     class Shouting(DataLoader[Any]):
         def __init__(self, *args: Any, word: str, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -100,7 +88,7 @@ def test_subclasses_keep_their_class_and_must_obey_their_sampler() -> None:
         def __iter__(self) -> Any:
             return self.ready
 
-    with pytest.raises(LoaderError, match="without asking its sampler"):
+    with pytest.raises(LoaderError, match="one batch for each batch of its sampler"):
         next(iter(make(Ready(Numbers(5)))))
 
 
@@ -126,7 +114,7 @@ def test_check_refuses() -> None:
             check(build(), LoaderOptions(**options), 2)
 
 
-def test_describe_tells_apart_what_must_be_equal() -> None:
+def test_describe() -> None:
     split = [DataLoader(Subset(Numbers(9), indices)) for indices in ([1, 2], [1, 3], [1, 2])]
     texts = [describe(loader) for loader in split]
     assert texts[0] == texts[2] != texts[1]
@@ -136,26 +124,7 @@ def test_describe_tells_apart_what_must_be_equal() -> None:
     assert describe(numbers(4), off) == describe(numbers(5), off)
 
 
-class Unpredictable(Sampler[int]):
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.default_rng().permutation(20).tolist())
-
-
-def _descriptions() -> list[str]:
-    torch.manual_seed(torch.distributed.get_rank())
-    samplers = [Unpredictable(), WeightedRandomSampler([1.0] * 20, 20), RandomSampler(range(20)), EndlessSized()]
-    return [describe(sampled(sampler)) for sampler in samplers]
-
-
-def test_a_sampler_that_draws_differently_on_each_rank_is_described_so() -> None:
-    mine, other = run(2, _descriptions)
-    assert [a == b for a, b in zip(mine, other, strict=True)] == [False, True, True, True]
-
-
-def test_pin_memory_without_an_accelerator_only_warns() -> None:
+def test_pin_memory_only_warns() -> None:
     if torch.accelerator.is_available():
         pytest.skip("needs a machine without accelerator")
     handle = make(numbers(4, 2, pin_memory=True))
@@ -179,7 +148,7 @@ def other_options() -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_handle_with_other_options_is_refused(world: int) -> None:
+def test_different_options_are_refused(world: int) -> None:
     """As its loader is: a cell that is run again gives the handle."""
     for messages in run(world, other_options):
         assert all("is already set up with" in message for message in messages)

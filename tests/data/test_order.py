@@ -1,12 +1,9 @@
-"""The order of an epoch: the sampler's, the same on all ranks, and of nothing but the program."""
+"""The order of an epoch, iterators, and workers."""
 
 from __future__ import annotations
 
 import copy
-import json
 import random
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,20 +13,20 @@ from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    RandomSampler,
-    Sampler,
+    Dataset,
     SequentialSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 import accel
 from accel.data import LoaderHandle, LoaderOptions
-from accel.data.sampling import SampleOrder
-from accel.process.rng import Generators, InPlace
 from tests.data.loaders import (
     OWN,
     SAMPLERS,
+    Counting,
     Mine,
+    Noisy,
     Numbers,
     by_step,
     flat,
@@ -37,9 +34,7 @@ from tests.data.loaders import (
     make,
     numbers,
     own,
-    raw_like,
     reset,
-    resumed,
     rng_states,
     sampled,
     samples,
@@ -49,11 +44,8 @@ from tests.distributed import run
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-# -- the order of an epoch --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*SAMPLERS, "mine own torch", "mine own numpy"])
-def test_the_order_is_the_samplers_the_same_everywhere_and_new_each_epoch(name: str) -> None:
+def test_order_is_the_samplers(name: str) -> None:
     build = (SAMPLERS | OWN)[name]
     orders = []
     for world in (1, 2, 3):
@@ -78,13 +70,13 @@ def test_the_order_is_the_samplers_the_same_everywhere_and_new_each_epoch(name: 
     assert flat(again) != orders[0][1]
 
 
-def test_weights_and_replacement_are_the_samplers() -> None:
+def test_weighted_sampler() -> None:
     order = flat(make(sampled(WeightedRandomSampler([0.0, 1.0, 0.0, 3.0], 400), batch_size=9)))
     assert set(order) == {1, 3}
     assert 250 < order.count(3) < 350
 
 
-def test_the_samplers_own_generators_are_put_back() -> None:
+def test_own_generators_are_restored() -> None:
     for build in (SAMPLERS | OWN).values():
         sampler = build()
         control = copy.deepcopy(sampler)
@@ -97,7 +89,7 @@ def test_the_samplers_own_generators_are_put_back() -> None:
         assert mine == list(control)
 
 
-def test_a_sampler_with_set_epoch_is_told_the_epoch() -> None:
+def test_sampler_gets_set_epoch() -> None:
     class Told(SequentialSampler):
         epochs: list[int] = []
 
@@ -110,70 +102,6 @@ def test_a_sampler_with_set_epoch_is_told_the_epoch() -> None:
     handle.set_epoch(7)
     list(handle)
     assert Told.epochs == [0, 1, 7]
-
-
-# -- samplers without end ---------------------------------------------------------------------------------------------
-
-
-class Shuffling(Sampler[int]):
-    """Says that it is as long as can be, and has no end."""
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield from torch.randperm(100).tolist()
-
-
-ENDLESS: dict[str, Any] = {
-    "replacement": lambda: RandomSampler(range(1000), replacement=True, num_samples=int(1e10)),
-    "replacement, generator": lambda: RandomSampler(range(1000), True, int(1e10), own()),
-    "shuffling": Shuffling,
-}
-
-
-@pytest.mark.parametrize("name", ENDLESS)
-def test_a_sampler_without_end_is_drawn_as_it_is_read(name: str) -> None:
-    def build() -> DataLoader[Any]:
-        return DataLoader(Numbers(1000), 4, sampler=ENDLESS[name](), collate_fn=list)
-
-    def start(steps: int, *handles: LoaderHandle) -> tuple[list[Any], list[Any]]:
-        iterators = [iter(handle) for handle in handles]
-        return [next(iterator) for _ in range(steps) for iterator in iterators], iterators
-
-    reset()
-    raw = iter(build())
-    expected = [next(raw) for _ in range(60)]
-    reset()
-    one = raw_like(build())
-    seen, _ = start(40, one)
-    again = raw_like(build())
-    again.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert seen + start(20, again)[0] == expected
-    handles = [make(build(), rank, 2) for rank in range(2)]
-    seen, iterators = start(20, *handles)
-    state = handles[0].state_dict()
-    more = [next(iterator) for _ in range(5) for iterator in iterators]
-    assert start(5, *resumed(build, 2, state))[0] == more
-    if name != "replacement, generator":  # whose seed is the generator's
-        assert flat(seen) == flat(start(40, make(build()))[0])
-
-
-def test_what_is_drawn_in_blocks_is_what_the_sampler_gives() -> None:
-    for sampler in (
-        RandomSampler(range(2**40), replacement=True, num_samples=200_000),
-        RandomSampler(range(70_000), num_samples=150_001),
-        RandomSampler(range(131_072)),
-    ):
-        torch.manual_seed(4)
-        expected = list(sampler)
-        torch.manual_seed(4)
-        source = SampleOrder(sampler, InPlace(Generators({})), ahead=True)
-        assert source.read(len(expected) + 1) == expected
-
-
-# -- the same program gives the same order ----------------------------------------------------------------------------
 
 
 def _run(
@@ -215,5 +143,80 @@ def _same_orders() -> None:
     assert samples(pair[1]) != first[0]
 
 
-def test_the_order_depends_on_nothing_but_the_program() -> None:
+def test_order_depends_on_the_program() -> None:
     run(2, _same_orders)
+
+
+def test_break_ends_an_epoch() -> None:
+    handle = make(numbers(40, shuffle=True))
+    epochs = [list(handle) for _ in range(4)]
+    handle.set_epoch(0)
+    for batch in handle:
+        assert batch == epochs[0][0]
+        break
+    next(iter(handle))
+    assert list(handle) == epochs[2]
+    assert handle.state_dict()["epoch"] == 3
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1}])
+@pytest.mark.parametrize("kind", [Numbers, Counting])
+def test_two_iterators(kind: Any, kwargs: Any) -> None:
+    shuffle = {"shuffle": True} if kind is Numbers else {}
+    handle = make(DataLoader(kind(12), batch_size=2, collate_fn=list, **shuffle, **kwargs), 1, 2)
+    alone = [list(handle), list(handle)]
+    handle.set_epoch(0)
+    pairs = list(zip(handle, handle, strict=True))
+    assert [[a for a, _ in pairs], [b for _, b in pairs]] == alone
+
+
+@pytest.mark.parametrize("kind", [Numbers, Counting])
+def test_persistent_workers(kind: Any) -> None:
+    class Where(kind):  # type: ignore[misc]
+        pass
+
+    def build(**kwargs: Any) -> LoaderHandle:
+        loader = DataLoader(Noisy() if kind is Counting else Numbers(20), batch_size=5, collate_fn=list, **kwargs)
+        return make(loader, 0, 2)
+
+    handle = build(num_workers=1, persistent_workers=True)
+    plain = build(num_workers=1)
+    assert list(handle) == list(plain)
+    workers = handle._accel.persistent[0]._iterator._workers  # type: ignore[index, union-attr]
+    next(iter(handle)), next(iter(plain))
+    assert list(handle) == list(plain)
+    assert handle._accel.persistent[0]._iterator._workers is workers  # type: ignore[index, union-attr]
+    assert handle._accel.raw._iterator is None
+
+
+class Drawn(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.initial_seed(), random.random(), float(np.random.rand()), get_worker_info().id  # type: ignore[union-attr]
+
+
+def reseed(worker: int) -> None:
+    random.seed(worker)
+
+
+def test_seeds_of_workers() -> None:
+    def seeds(**kwargs: Any) -> list[Any]:
+        found = []
+        for rank in range(2):
+            handle = make(DataLoader(Drawn(), batch_size=1, num_workers=2, collate_fn=list, **kwargs), rank, 2)
+            found += [flat(handle), flat(handle)]
+        return found
+
+    torch.manual_seed(0)
+    before = rng_states()
+    found = seeds()
+    assert rng_states() == before
+    for column in range(3):
+        assert len({sample[column] for epoch in found for sample in epoch}) == 8
+    torch.manual_seed(1)
+    assert seeds() == found
+    after = seeds(worker_init_fn=reseed)
+    assert {sample[1] for epoch in after for sample in epoch} == {random.Random(i).random() for i in (0, 1)}
+    assert [[s[::2] for s in epoch] for epoch in after] == [[s[::2] for s in epoch] for epoch in found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import (
 )
 
 import accel
+from accel import LoaderError
 from accel.data import LoaderOptions
 from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, flat, make, samples
 from tests.distributed import refusals, run
@@ -24,11 +26,8 @@ from tests.distributed import refusals, run
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-# -- iterable datasets ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_random_stream_is_the_same_on_all_ranks_and_leaves_the_loop_alone(workers: int) -> None:
+def test_random_stream_is_equal_on_ranks(workers: int) -> None:
     found = []
     for world in (1, 2):
         ranks = []
@@ -55,12 +54,12 @@ def test_a_random_stream_is_the_same_on_all_ranks_and_leaves_the_loop_alone(work
     assert len({sample[2:] for sample in found[0][0]}) == 20
 
 
-def test_each_worker_has_random_numbers_of_its_own() -> None:
+def test_workers_draw_different_numbers() -> None:
     found = flat(make(DataLoader(Noisy(), batch_size=5, num_workers=2, collate_fn=list)))
     assert len({sample[2:] for sample in found}) == 40
 
 
-def test_workers_read_their_own_part_and_every_sample_comes_once() -> None:
+def test_workers_read_each_sample_once() -> None:
     ranks = everyone(lambda: DataLoader(Counting(48), batch_size=3, collate_fn=list, num_workers=2), 2)
     assert sorted(by_step(ranks)) == list(range(48))
     assert ranks[0][:2] == [[0, 2, 4], [1, 3, 5]]
@@ -71,7 +70,6 @@ def take_half(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
     dataset: Any = info.dataset
-    assert isinstance(dataset, Range)
     half = len(dataset) // info.num_workers
     dataset.first, dataset.last = worker * half, (worker + 1) * half
 
@@ -88,7 +86,7 @@ class Range(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_worker_init_fn_configures_the_workers_copy(context: str) -> None:
+def test_worker_init_fn(context: str) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(
             Range(0, 16),
@@ -103,9 +101,6 @@ def test_worker_init_fn_configures_the_workers_copy(context: str) -> None:
     found = [list(make(build(), rank, 2)) for rank in ranks]
     assert found[-1] == [[2, 3], [10, 11], [6, 7], [14, 15]]
     assert len(ranks) == 1 or found[0] == [[0, 1], [8, 9], [4, 5], [12, 13]]
-
-
-# -- iterable datasets that the ranks do not read alike ---------------------------------------------------------------
 
 
 class Augmented(IterableDataset[Any]):
@@ -138,14 +133,12 @@ def _train(dataset: Any, train: bool, options: LoaderOptions | None = None) -> l
 
 
 @pytest.mark.parametrize("train", [False, True])
-def test_a_dataset_that_divides_itself_is_refused_on_every_rank(train: bool) -> None:
+def test_self_sharding_stream_is_refused(train: bool) -> None:
     assert all("shard=False" in text for text in refusals(2, _train, Divided(), train, error="LoaderError"))
 
 
 def _legitimate() -> None:
     _, _, loader = accel.setup(nn.Linear(1, 1), None, DataLoader(Counting(16), 4))
-    if accel.is_main():
-        assert next(iter(loader)).tolist() == [0, 1, 2, 3]  # a look by one rank
     assert samples(loader) == ([0, 1, 2, 3, 8, 9, 10, 11] if accel.is_main() else [4, 5, 6, 7, 12, 13, 14, 15])
     for dataset in (Augmented(), Constant(), Noisy()):
         _, _, other = accel.setup(nn.Linear(1, 1), None, DataLoader(dataset, 4))
@@ -154,5 +147,94 @@ def _legitimate() -> None:
     assert len(_train(Divided(), True, LoaderOptions(shard=False))) == 32
 
 
-def test_streams_that_are_alike_pass() -> None:
+def test_equal_streams_pass() -> None:
     run(2, _legitimate)
+
+
+class Sharded(IterableDataset[int]):
+    """A stream of lists with the methods of ``datasets.IterableDataset``. It notes the items that were read."""
+
+    def __init__(self, lists: list[list[int]]) -> None:
+        self.lists = lists
+        self.num_shards = len(lists)
+        self.state = self.loaded = 0
+        self.read: list[int] = []
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        part = Sharded(self.lists[index::num_shards])
+        part.read = self.read
+        return part
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        lists = self.lists[info.id :: info.num_workers] if info else self.lists
+        items = [item for part in lists for item in part]
+        first, self.loaded = self.loaded, 0
+        for self.state, item in enumerate(items[first:], first + 1):
+            self.read.append(item)
+            yield item
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.state}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["at"]
+
+
+LISTS = [list(range(10 * number, 10 * number + 3 + number)) for number in range(4)]
+EVERY = [item for part in LISTS for item in part]
+
+
+def read_shards(workers: int, batch: int, stop: int, states: list[Any]) -> tuple[list[int], list[Any], list[int]]:
+    """The gathered samples of an epoch until a step, every rank's state there, and the items that this rank read."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # a daemon has no workers
+    dataset, seen = Sharded(LISTS), []
+    loader: Any = accel.setup(None, dataloaders=DataLoader(dataset, batch, num_workers=workers)).dataloaders
+    if states:
+        loader.load_state_dict(states[accel.rank()])
+    for step, items in enumerate(loader, 1):
+        last = loader.is_last
+        seen += accel.gather_for_metrics(items).tolist()
+        if step == stop:
+            return seen, accel.all_gather([loader.state_dict()], objects=True), dataset.read
+    assert last
+    assert sorted(samples(accel.gather_for_metrics(items) for items in loader)) == EVERY
+    return seen, [], dataset.read
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_rank_reads_its_shards(workers: int) -> None:
+    for world in (2, 4):
+        stopped = run(world, read_shards, workers, 2, 2, [])
+        rest = run(world, read_shards, workers, 2, 0, stopped[0][1])
+        for (first, _, _), (second, _, _) in zip(stopped, rest, strict=True):
+            assert sorted(first + second) == EVERY
+        if not workers:
+            for rank, (_, _, read) in enumerate(stopped):
+                assert set(read) <= {0, *(item for part in LISTS[rank::world] for item in part)}
+
+
+def other_shards() -> list[str]:
+    rank, texts = accel.rank(), []
+    _, state, _ = read_shards(0, 2, 1, [])
+    full: Any = accel.setup(None, dataloaders=DataLoader(Sharded(LISTS[:3]), 2)).dataloaders
+    assert sorted(samples(accel.gather_for_metrics(items) for items in full)) == sorted(sum(LISTS[:3], []))
+    sharded: Any = accel.setup(None, dataloaders=DataLoader(Sharded(LISTS), 2)).dataloaders
+    empty: Any = accel.setup(None, dataloaders=DataLoader(Sharded([[1, 2], []]), 2)).dataloaders
+    assert [accel.gather_for_metrics(items).tolist() for items in empty] == [[1, 2]]
+    twice: Any = accel.setup(None, dataloaders=DataLoader(Sharded(LISTS).shard(2, rank), 2)).dataloaders
+    calls: list[Any] = [
+        lambda: sharded.load_state_dict(state[1 - rank]),
+        lambda: list(twice),
+    ]
+    for call in calls:
+        with pytest.raises(LoaderError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_bad_shards_are_refused() -> None:
+    for position, twice in run(2, other_shards):
+        assert "Use as many ranks" in position
+        assert "shards itself" in twice

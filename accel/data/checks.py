@@ -1,0 +1,167 @@
+"""Options of loaders, and checks that a loader can be sharded and is the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.utils.data as torch_data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from ..errors import LoaderError, described, refuse_unknown
+from ..process import Process
+from .sampling import digest, parts_of
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """Options for how ``setup`` shards dataloaders.
+
+    Args:
+        shard: give each rank its share of every epoch. False leaves samplers and datasets as they
+            are, so each rank reads the loader as in raw PyTorch.
+        even_batches: pad the last batch from the start of the epoch, so that all ranks get equally
+            many samples. False splits it as it is: ranks may differ by one sample or one batch.
+        dispatch: let rank 0 read an iterable dataset and send each rank its batches.
+        split_batches: treat a loader's ``batch_size`` as that of all ranks together.
+        move: move batches to the rank's device.
+        seed: the seed of every epoch's order. None takes rank 0's ``torch.initial_seed()``, and in
+            one process draws as raw PyTorch does.
+    """
+
+    shard: bool = True
+    even_batches: bool = True
+    dispatch: bool = False
+    split_batches: bool = False
+    move: bool = True
+    seed: int | None = None
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        refuse_unknown(cls, args, options, LoaderError)
+        return object.__new__(cls)
+
+
+class LoaderPlace(NamedTuple):
+    """A rank's place among the replicas of a model, and the device of its batches."""
+
+    rank: int
+    world: int
+    device: torch.device
+    #: The process for which the loader was sharded. None is always valid.
+    process: Process | None = None
+
+
+class Shape(NamedTuple):
+    """The sampler and batch size of a loader; with ``units`` an item of the sampler stays whole."""
+
+    sampler: Any
+    batch: int
+    drop_last: bool
+    units: bool
+
+
+def shape_of(loader: DataLoader[Any]) -> Shape:
+    """Return the shape of a loader. Its batch sampler may be changed by the program."""
+    batcher: Any = loader.batch_sampler
+    if batcher is None:
+        return Shape(loader.sampler, 1, False, True)
+    is_plain = type(batcher) is BatchSampler
+    if is_plain or (isinstance(batcher, BatchSampler) and loader.batch_size is not None):
+        return Shape(batcher.sampler, batcher.batch_size, batcher.drop_last, False)
+    return Shape(batcher, 1, False, True)
+
+
+def length_of(sized: Any) -> int | None:
+    """Return the length of a dataset, sampler or loader, or None."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def has_own_iter(loader: DataLoader[Any]) -> bool:
+    """True if the loader's class has its own ``__iter__``."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def check_options(options: Any) -> None:
+    """Raise LoaderError unless ``options`` are LoaderOptions with valid values."""
+    problem = ""
+    if not isinstance(options, LoaderOptions):
+        problem = f"expected accel.LoaderOptions(...) as loader_options, found {described(options)}"
+    else:
+        for name, value in asdict(options).items():
+            kinds = (int, type(None)) if name == "seed" else (bool,)
+            if type(value) not in kinds:
+                expected = "an int or None" if name == "seed" else "True or False"
+                problem = f"expected {expected} for LoaderOptions({name}=...), found {value!r}"
+    if problem:
+        raise LoaderError(f"accel.setup: {problem}.")
+
+
+def check(loader: DataLoader[Any], options: Any, world: int) -> None:
+    """Raise LoaderError if a loader can't be sharded in this way over ``world`` ranks."""
+    check_options(options)
+    problem = _problem_of_options(loader, options, world)
+    if not problem and options.shard:
+        problem = _problem_of_loader(loader)
+    if problem:
+        raise LoaderError(problem)
+
+
+def _problem_of_options(loader: DataLoader[Any], options: LoaderOptions, world: int) -> str:
+    shape = shape_of(loader)
+    if options.dispatch and not isinstance(loader.dataset, IterableDataset):
+        return "LoaderOptions(dispatch=True) is for iterable datasets. Leave it out."
+    if options.dispatch and not (options.shard and options.even_batches):
+        return "LoaderOptions(dispatch=True) needs shard=True and even_batches=True."
+    if options.split_batches and (shape.units or not options.shard):
+        return "LoaderOptions(split_batches=True) needs shard=True and a loader with a batch_size."
+    if options.split_batches and shape.batch % world:
+        return f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple of it."
+    return ""
+
+
+def _problem_of_loader(loader: DataLoader[Any]) -> str:
+    off = "or LoaderOptions(shard=False)"
+    for part in (*parts_of(loader.batch_sampler), *parts_of(loader.sampler)):
+        if isinstance(part, Sampler):
+            ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
+            if isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}:
+                return (
+                    f"The loader is distributed already, by a {type(part).__qualname__}. Use the "
+                    f"loader of one process, {off}."
+                )
+    if loader.num_workers and not loader.in_order:
+        return f"A loader with in_order=False mixes the batches. Use in_order=True, {off}."
+    if isinstance(loader.dataset, IterableDataset) and has_own_iter(loader):
+        return (
+            f"{type(loader).__qualname__} has its own __iter__, which accel can't shard over an "
+            f"iterable dataset. Use a plain DataLoader, {off}."
+        )
+    return ""
+
+
+def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> dict[str, Any]:
+    """Return everything that must be equal on all ranks, by name. Local."""
+    options = options or LoaderOptions()
+    facts = asdict(options)
+    if not options.shard:
+        return facts
+    dataset, shape = loader.dataset, shape_of(loader)
+    facts |= {
+        "dataset": type(dataset).__qualname__,
+        "length": length_of(dataset),
+        "sampler": type(shape.sampler).__qualname__,
+        "batch size": shape.batch,
+        "drop_last": shape.drop_last,
+        "custom batches": shape.units,
+    }
+    if isinstance(dataset, torch_data.Subset):
+        # random_split with a different seed on each rank mixes training and validation data.
+        facts["checksum of the Subset's indices"] = digest(dataset.indices)
+    if isinstance(dataset, IterableDataset):
+        facts["num_workers"] = loader.num_workers
+    return facts
