@@ -25,7 +25,6 @@ from ..process.control import locked
 from ..shard import Manifest, Shard
 from . import folder, record
 from .background import background
-from .layout import digest
 from .match import Differences, Match, check_engines, check_objects, report, unfit
 from .objects import (
     ModuleObject,
@@ -38,9 +37,9 @@ from .objects import (
 )
 from .reader import Reader
 from .record import Stored
-from .safetensors import BY_NAME
+from .shards import BY_NAME
 from .state import OF_VALUES, State
-from .steps import check_arguments, exchange, explain, log_end, on_every_rank
+from .steps import check_arguments, digest, exchange, explain, log_end, on_every_rank
 from .values import Decoder, Json, stored_tensors
 from .weights import Checkpoint, choose, is_weights_alone, open_checkpoint
 
@@ -121,7 +120,7 @@ def _open(dir: str | os.PathLike[str], state: Any, strict: bool, convert: bool) 
         reads = state is not None or any(
             name.startswith(OF_VALUES) for name in checkpoint.record.tensors
         )
-        if reads and checkpoint.headers is None and rank() == 0:
+        if reads and checkpoint.record.version and rank() == 0:
             folder.check_sizes(checkpoint.directory, checkpoint.record)
         return checkpoint, ({"strict": strict, "convert": convert}, checkpoint.digits)
 
@@ -171,7 +170,7 @@ class Loading:
     ) -> None:
         self.found = checkpoint.record
         self.path = checkpoint.path
-        self.reader = Reader(checkpoint.directory, self.found, headers=checkpoint.headers)
+        self.reader = Reader(checkpoint.directory, self.found)
         self._options = {"convert": convert, "planned": planned}
         self._value_tensors: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.path, lambda name: self._value_tensors[name].clone())
@@ -263,7 +262,7 @@ class Loading:
             tensor = one.tensor
             address = id(tensor) if tensor.is_meta or not tensor.numel() else tensor.data_ptr()
             found.setdefault(
-                (address, tensor.dtype, tensor.shape, tensor.stride(), one.start, one.box), one
+                (address, tensor.dtype, tensor.shape, tensor.stride(), one.region), one
             )
         return list(found.values())
 
@@ -273,9 +272,7 @@ class Loading:
         return sum(one.tensor.nbytes for one in self._wanted)
 
     def decode(self) -> None:
-        """Check all headers and decode all values, before anything is changed."""
-        for slot in self._wanted:
-            self.reader.check_headers(slot)
+        """Decode all values, before anything is changed."""
         nodes = [*self._match.plain, *(node for _, node in self._match.objects)]
         names = {
             name for node in nodes for name in stored_tensors(node) if name.startswith(OF_VALUES)

@@ -11,10 +11,10 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import CheckpointError
-from ..shard import Shard, overlaps_itself
+from ..shard import Shard
 from .objects import StateObject
 from .record import Stored
-from .safetensors import BY_NAME
+from .shards import BY_NAME
 from .state import OF_VALUES, PLAIN, Leaf, State, Tree, items_of
 from .values import TAG, Decoder, Json, place
 
@@ -256,7 +256,9 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
         return f"{dtype} in the checkpoint, {here.dtype} here{problem}"
     if here.is_meta and not planned:
         return "it is on the meta device. Call module.to_empty(device=...) first"
-    if overlaps_itself(here):
+    # An expanded view.
+    sides = zip(here.shape, here.stride(), strict=True)
+    if any(size > 1 and not stride for size, stride in sides):
         return "its elements share memory (an expanded view), so they can't be filled. Use tensor.clone()"
     return ""
 

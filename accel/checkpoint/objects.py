@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias, TypeVar, final
 
 import torch
@@ -20,21 +20,12 @@ from ..engines.base.step import take_added_groups
 from ..errors import CheckpointError, text_of_error
 from ..process.rng import RngState
 from ..shard import Manifest, Shard
+from .shards import LocalShard
 from .values import TAG, Decoder, Encoder, Json, place
 
 T = TypeVar("T")
 #: The JSON of an object in the record.
 Node: TypeAlias = Mapping[str, Json]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRange:
-    """A shard on this rank, under its name in the checkpoint."""
-
-    shard: Shard
-    #: True if an engine keeps the values equal on all ranks that have the shard.
-    #: Otherwise the values are compared.
-    equal: bool
 
 
 class StateObject:
@@ -53,7 +44,7 @@ class StateObject:
         #: The JSON in the record. ``value`` is added once the ranks have exchanged theirs.
         self.node: dict[str, Json] = {TAG: self.kind}
 
-    def ranges(self) -> Iterator[LocalRange]:
+    def shards(self) -> Iterator[LocalShard]:
         """Yield the shards on this rank. Local."""
         return iter(())
 
@@ -67,6 +58,10 @@ class StateObject:
         for value in reversed(values):
             entries |= value[self.divided]
         return {**values[0], self.divided: entries}
+
+    def part_of(self, value: dict[str, Json]) -> dict[str, Json]:
+        """Return what the other ranks need of a ``value``."""
+        return {self.divided: value[self.divided]}
 
     def problem(self, node: Node) -> str:
         """Return why this object can't take a saved node, or an empty string. Local."""
@@ -87,9 +82,9 @@ class StateObject:
     def fill(self, values: Any) -> None:
         """Load everything that is not a shard. The shards are filled already."""
 
-    def local_range(self, own: Shard, equal: bool) -> LocalRange:
+    def local_shard(self, own: Shard, equal: bool) -> LocalShard:
         """Return a shard of this object under its name in the checkpoint."""
-        return LocalRange(replace(own, name=f"{self.name}/{own.name}"), equal)
+        return LocalShard(replace(own, name=f"{self.name}/{own.name}"), equal)
 
 
 def call(path: str, method: Callable[..., T], *args: Any) -> T:
@@ -143,8 +138,8 @@ class TensorObject(StateObject):
         super().__init__(name, path)
         self._tensor = tensor
 
-    def ranges(self) -> Iterator[LocalRange]:
-        yield LocalRange(shard.whole(self.name, self._tensor), equal=False)
+    def shards(self) -> Iterator[LocalShard]:
+        yield LocalShard(shard.whole(self.name, self._tensor), equal=False)
 
     def problem(self, node: Node) -> str:
         return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
@@ -215,7 +210,7 @@ class ModuleObject(StateObject):
             return shards
         return [replace(one, name=names[one.name]) for one in shards if one.name in names]
 
-    def ranges(self) -> Iterator[LocalRange]:
+    def shards(self) -> Iterator[LocalShard]:
         shards = self._shards()
         equal = set()
         if self.engine is not None and self.engine.synchronizes:
@@ -223,7 +218,7 @@ class ModuleObject(StateObject):
             equal = {name if names is None else names.get(name) for name in self.engine.named}
         for one in shards:
             # If the module is spread over the ranks, each buffer is on one of them.
-            yield self.local_range(one, self._is_spread or one.name in equal)
+            yield self.local_shard(one, self._is_spread or one.name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values = self._holdings.values(None)
@@ -295,10 +290,10 @@ class OptimizerObject(StateObject):
         #: The tensors of the state in the checkpoint, under the names here.
         self._saved_tensors: set[str] = set()
 
-    def ranges(self) -> Iterator[LocalRange]:
+    def shards(self) -> Iterator[LocalShard]:
         equal = self.engine is not None and self.engine.synchronizes
         for one in self._holdings.shards(self.optimizer):
-            yield self.local_range(one, equal)
+            yield self.local_shard(one, equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine

@@ -70,7 +70,7 @@ def inspect(args: argparse.Namespace) -> int:
         print(f"  {file.name}  {file.size:,} bytes")
     width = max(map(len, record.tensors), default=0)
     for name, tensor in record.tensors.items():
-        count = sum(part[3] for part in tensor.parts)
+        count = sum(run.count for run in tensor.runs)
         shards = f" in {count} parts" if count > 1 else ""
         print(f"  {name:{width}}  {tensor.dtype:5} {list(tensor.shape)}{shards}")
     for key, node in _items(record.values):

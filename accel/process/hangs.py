@@ -403,7 +403,8 @@ def counts(
     found: dict[str, int] = {}
     for group in list(distributed_c10d._world.pg_map):
         known = isinstance(group, dist.ProcessGroup) and (group.size() == world or group in parts)
-        if group is not own and known:
+        # The group of background saves is used by a thread of its own.
+        if group is not own and known and group.group_desc != "accel background":
             carriers: set[Any] = {group._get_backend(device) for device in group._device_types}
             with contextlib.suppress(RuntimeError):  # not every backend counts
                 found[str(group.group_name)] = sum(

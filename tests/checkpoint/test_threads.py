@@ -12,7 +12,7 @@ import torch
 
 import accel
 from accel.checkpoint import background, reader
-from accel.checkpoint.safetensors import CHUNK
+from accel.checkpoint.storage import CHUNK
 
 pytestmark = pytest.mark.usefixtures("four_threads")
 

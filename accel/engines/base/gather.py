@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final
 
 import torch
 
@@ -12,20 +14,23 @@ from ...errors import AccelError
 from ...process import Process
 from ...process.control import agree
 from ...process.packing import broadcast_
-from ...shard import Box, Grid, Shard
+from ...shard import Box, Shard, divided, relative, shape_of, slices
 from ...trees import TensorPlace, map_tensors, put_back, to_device
 
 #: The bytes that travel at a time.
 _BATCH_BYTES: Final = 64 << 20
 
-#: A value of the state: the name of a parameter, buffer or extra state, the key of an optimizer's state of it or "", the value.
+#: A value: the name of a parameter, buffer or extra state, the key of an optimizer's state or "",
+#: and the value itself.
 Item = tuple[str, Any, Any]
+#: Returns the shard that a tensor of this rank is, by its name and key.
+Part = Callable[[str, torch.Tensor, Any], Shard | None]
 
 
 def gather(
     title: str,
     held: Iterable[Item],
-    part: Callable[[str, torch.Tensor, Any], Shard | None],
+    part: Part,
     process: Process,
     *,
     device: torch.device | None,
@@ -33,215 +38,179 @@ def gather(
 ) -> dict[tuple[str, Any], Any]:
     """Return the full values of all ranks by name and key. Collective.
 
-    A value may hold tensors in nested containers. If several ranks have the same elements, those of the lowest rank count.
-    Values that are not tensors are this rank's own if it has them.
+    A value may hold tensors in nested containers. If several ranks have the same elements, those of
+    the lowest rank count. Values that are not tensors are this rank's own if it has them.
 
     Args:
         title: names the gathering in messages.
         held: the values on this rank.
         part: returns the shard that a tensor of this rank is.
-        device: where full tensors go. None: where their shards are. Single numbers may stay in host memory.
+        device: the device of full tensors. None: that of their shards. Single numbers may stay in
+            host memory.
         keep: False if this rank only sends, and gets nothing.
 
     Raises:
         AccelError: if no rank has some of the elements, or as ``agree`` does.
     """
-    local = _LocalValues(part)
-    for item in held:
-        local.add(*item)
+    forms, shards = _take_apart(held, part)
     rank = process.place.rank
-    by_rank = agree(
-        title,
-        (local.rows(process.device, device), {key: local.is_tensor(key) for key in local.forms}),
-    )
+    rows = {}
+    for key, shard in shards.items():
+        tensor = shard.tensor
+        stays = device is None or (device.type != "cpu" and not tensor.dim())
+        target = tensor.device if stays or device is None else device
+        on_device = target.type == process.device.type
+        rows[key] = _Row(shard.shape, tensor.dtype, on_device, shard.region)
+    # Only values that are not tensors have to be sent to ranks that don't have them.
+    is_tensor = {}
+    for key, form in forms.items():
+        is_tensor[key] = type(form) is TensorPlace and form.number == key
+    by_rank = agree(title, (rows, is_tensor))
     holders: dict[tuple[str, Any], list[int]] = {}
     for holder, (_, keys) in enumerate(by_rank):
         for key in keys:
             holders.setdefault(key, []).append(holder)
-    # Few values are neither a tensor nor on all ranks.
-    lacking = [
-        k
-        for k, ranks in holders.items()
-        if len(ranks) < len(by_rank) and not by_rank[ranks[0]][1][k]
-    ]
-    forms: dict[tuple[str, Any], Any] = {}
+    lacking = {}
+    for key, ranks in holders.items():
+        if len(ranks) < len(by_rank) and not by_rank[ranks[0]][1][key]:
+            lacking[key] = ranks[0]
+    received: dict[tuple[str, Any], Any] = {}
     if lacking:
         # In host memory, because the device of a pickled tensor would be the sender's.
-        first = {
-            key: to_device(local.forms[key], "cpu") for key in lacking if holders[key][0] == rank
-        }
+        first = {k: to_device(forms[k], "cpu") for k, owner in lacking.items() if owner == rank}
         for sent in agree(f"{title}: values", first):
-            forms |= {key: to_device(form, device or process.device) for key, form in sent.items()}
-    tensors = _assemble([rows for rows, _ in by_rank], local.shards, process, keep)
+            for key, form in sent.items():
+                received[key] = to_device(form, device or process.device)
+    described: dict[Any, list[tuple[int, _Row]]] = {}
+    for holder, (rows, _) in enumerate(by_rank):
+        for key, row in rows.items():
+            described.setdefault(key, []).append((holder, row))
+    fulls = [_FullTensor(key, own, process, keep) for key, own in described.items()]
+    _send(fulls, shards, process)
     if not keep:
         return {}
-    forms |= local.forms
-    return {key: put_back(forms.get(key, TensorPlace(key)), tensors) for key in holders}
+    received |= forms
+    tensors = {full.key: full.tensor for full in fulls}
+    return {key: put_back(received.get(key, TensorPlace(key)), tensors) for key in holders}
 
 
-class _Row(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Row:
     """Describes the shard of a tensor to the other ranks."""
 
-    key: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
-    on_device: bool  # the full tensor goes to the process's device
-    start: int
-    numel: int
-    box: Box
+    #: True if the full tensor goes to the process's device.
+    on_device: bool
+    region: Box
 
 
-@final
-class _LocalValues:
-    """The values on this rank: ``forms`` without their tensors, and the ``shards`` of the tensors."""
-
-    def __init__(self, part: Callable[[str, torch.Tensor, Any], Shard | None]) -> None:
-        self._part = part
-        self.forms: dict[tuple[str, Any], Any] = {}
-        self.shards: dict[Any, Shard] = {}
-        self._places: dict[int, tuple[torch.Tensor, TensorPlace]] = {}
-
-    def add(self, name: str, key: Any, value: Any) -> None:
-        """Add a value. A tensor that is in several values stays one. Sparse tensors stay in the form."""
+def _take_apart(
+    held: Iterable[Item], part: Part
+) -> tuple[dict[tuple[str, Any], Any], dict[Any, Shard]]:
+    """Return the values without their tensors, and the shards of the tensors."""
+    forms: dict[tuple[str, Any], Any] = {}
+    shards: dict[Any, Shard] = {}
+    # Values keep their tensors alive. A tensor that is in several values stays one.
+    places: dict[int, tuple[torch.Tensor, TensorPlace]] = {}
+    for name, key, value in held:
         numbers = count()
 
-        def visit(tensor: torch.Tensor) -> Any:
+        def visit(
+            tensor: torch.Tensor,
+            name: str = name,
+            key: Any = key,
+            value: Any = value,
+            numbers: Iterator[int] = numbers,
+        ) -> Any:
             if tensor.layout is not torch.strided:
                 return tensor
-            if id(tensor) not in self._places:
-                place = TensorPlace((name, key) if tensor is value else (name, key, next(numbers)))
-                self._places[id(tensor)] = tensor, place
-                if (shard := self._part(name, tensor, key)) is not None:
-                    self.shards[place.number] = shard
-            return self._places[id(tensor)][1]
+            if id(tensor) not in places:
+                number = (name, key) if tensor is value else (name, key, next(numbers))
+                places[id(tensor)] = tensor, TensorPlace(number)
+                shard = part(name, tensor, key)
+                if shard is not None:
+                    shards[number] = shard
+            return places[id(tensor)][1]
 
-        self.forms[name, key] = map_tensors(visit, value, others=True)
-
-    def is_tensor(self, key: Any) -> bool:
-        """Return True if a value is a tensor that no earlier value had."""
-        form = self.forms[key]
-        return type(form) is TensorPlace and form.number == key
-
-    def rows(self, process_device: torch.device, device: torch.device | None) -> list[_Row]:
-        """Return a row for each shard."""
-        rows = []
-        for key, shard in self.shards.items():
-            tensor = shard.tensor
-            stays = device is None or (device.type != "cpu" and not tensor.dim())
-            target = tensor.device if stays or device is None else device
-            on_device = target.type == process_device.type
-            rows.append(
-                _Row(
-                    key,
-                    shard.shape,
-                    tensor.dtype,
-                    on_device,
-                    shard.start,
-                    tensor.numel(),
-                    shard.box,
-                )
-            )
-        return rows
+        forms[name, key] = map_tensors(visit, value, others=True)
+    return forms, shards
 
 
-@final
 class _FullTensor:
-    """A tensor that is put together from ranges of its elements, in the order of its grid."""
+    """A tensor that is put together, and the boxes that ranks send of it."""
 
-    def __init__(self, rows: Sequence[tuple[int, _Row]], process: Process, keep: bool) -> None:
+    def __init__(
+        self, key: Any, rows: Sequence[tuple[int, _Row]], process: Process, keep: bool
+    ) -> None:
         first = rows[0][1]
-        self.key, self.shape, self.dtype = first.key, first.shape, first.dtype
-        self.numel = torch.Size(self.shape).numel()
-        self.grid = Grid.of(self.key, self.shape, {row.box for _, row in rows if row.numel})
-        #: Which rank sends which range: (rank, first element, the one after the last).
-        self.sources = list(self._cover(rows))
-        self._carrier = process.carrier
-        device = process.device if first.on_device else torch.device("cpu")
-        self.tensor = torch.empty(self.shape, dtype=self.dtype, device=device) if keep else None
-        in_place = self.tensor is not None and device == self._carrier and not self.grid.cuts
-        self._line = self.tensor.view(-1) if self.tensor is not None and in_place else None
-
-    def _cover(self, rows: Sequence[tuple[int, _Row]]) -> Iterator[tuple[int, int, int]]:
-        ranges = [
-            (self.grid.first(row.box) + row.start, rank, row.numel)
-            for rank, row in rows
-            if row.numel
-        ]
-        end = 0
-        for start, rank, numel in sorted(ranges):
-            if start > end:
+        self.key, self.dtype = key, first.dtype
+        numel = math.prod(first.shape)
+        self.boxes: dict[Box, int] = {}
+        for rank, row in rows:
+            size = math.prod(shape_of(row.region))
+            if size == numel:
+                self.boxes = {row.region: rank}
                 break
-            if start + numel > end:
-                yield rank, end, start + numel
-                end = start + numel
-        if end < self.numel:
+            if size:
+                self.boxes.setdefault(row.region, rank)
+        found = sum(math.prod(shape_of(box)) for box in self.boxes)
+        if found != numel:
             raise AccelError(
-                f"{self.key} can't be put together, because no rank has its element {end} of {self.numel}."
+                f"{key} can't be put together, because the ranks have {found} of its {numel} "
+                "elements."
             )
+        device = process.device if first.on_device else torch.device("cpu")
+        shape = first.shape
+        self.tensor = torch.empty(shape, dtype=self.dtype, device=device) if keep else None
 
-    def buffer(self, first: int, last: int) -> torch.Tensor:
-        """Return memory for a range: the tensor's own, if it can be received there."""
-        if self._line is not None:
-            return self._line[first:last]
-        return torch.empty(last - first, dtype=self.dtype, device=self._carrier)
+    def view(self, box: Box) -> torch.Tensor | None:
+        """Return the elements of a box."""
+        if self.tensor is None:
+            return None
+        flat = len(box) == 1 and self.tensor.dim() != 1
+        return (self.tensor.view(-1) if flat else self.tensor)[slices(box)]
 
-    def put(self, first: int, values: torch.Tensor) -> None:
-        """Copy a range of values to their places."""
-        if self.tensor is None or self._line is not None:
-            return
-        if self.grid.cuts:
-            self.grid.put(values, first, self.tensor)
-        else:
-            self.tensor.view(-1)[first : first + len(values)].copy_(values)
+
+def _batches(fulls: Iterable[_FullTensor]) -> Iterator[list[tuple[_FullTensor, Box, Box]]]:
+    """Give boxes, each with the box around it that a rank has, as many as fit into a batch."""
+    batch: list[tuple[_FullTensor, Box, Box]] = []
+    room = _BATCH_BYTES
+    for full in fulls:
+        size, step = full.dtype.itemsize, max(1, _BATCH_BYTES // full.dtype.itemsize)
+        for held in full.boxes:
+            total = math.prod(shape_of(held))
+            for start in range(0, total, step):
+                for box in divided(held, start, min(start + step, total)):
+                    nbytes = math.prod(shape_of(box)) * size
+                    if batch and nbytes > room:
+                        yield batch
+                        batch, room = [], _BATCH_BYTES
+                    batch.append((full, held, box))
+                    room -= nbytes
+    if batch:
+        yield batch
 
 
 @torch.no_grad()
-def _assemble(
-    rows_by_rank: Sequence[Sequence[_Row]],
-    shards: Mapping[Any, Shard],
-    process: Process,
-    keep: bool,
-) -> dict[Any, torch.Tensor]:
-    """Return full tensors from the shards that the ranks described. Collective."""
-    rows: dict[Any, list[tuple[int, _Row]]] = {}
-    for rank, described in enumerate(rows_by_rank):
-        for row in described:
-            rows.setdefault(row.key, []).append((rank, row))
-    tensors = [_FullTensor(described, process, keep) for described in rows.values()]
-    for batch in _batches(tensors):
+def _send(fulls: Iterable[_FullTensor], shards: Mapping[Any, Shard], process: Process) -> None:
+    """Broadcast all boxes from the ranks that have them. Collective."""
+    rank, carrier = process.place.rank, process.carrier
+    for batch in _batches(fulls):
         by_rank: dict[int, list[torch.Tensor]] = {}
         received = []
-        for full, first, last in batch:
-            values = full.buffer(first, last)
-            received.append((full, first, values))
-            for source, start, end in full.sources:
-                start, end = max(start, first), min(end, last)
-                if start >= end:
-                    continue
-                by_rank.setdefault(source, []).append(values[start - first : end - first])
-                if source == process.place.rank:
-                    shard = shards[full.key]
-                    begin = full.grid.first(shard.box) + shard.start
-                    by_rank[source][-1].copy_(shard.tensor.reshape(-1)[start - begin : end - begin])
+        for full, held, box in batch:
+            source, target = full.boxes[held], full.view(box)
+            values = target
+            if target is None or target.device != carrier or not target.is_contiguous():
+                values = torch.empty(shape_of(box), dtype=full.dtype, device=carrier)
+                received.append((target, values))
+            by_rank.setdefault(source, []).append(values)
+            if source == rank:
+                local = shards[full.key].tensor.reshape(shape_of(held))
+                values.copy_(local[slices(relative(box, held))])
         for source in sorted(by_rank):
             broadcast_(by_rank[source], process.group, source)
-        for full, first, values in received:
-            full.put(first, values)
-    return {full.key: full.tensor for full in tensors if full.tensor is not None}
-
-
-def _batches(tensors: Iterable[_FullTensor]) -> Iterator[list[tuple[_FullTensor, int, int]]]:
-    """Return ranges of all tensors, as many at a time as fit into a batch."""
-    batch: list[tuple[_FullTensor, int, int]] = []
-    room = _BATCH_BYTES
-    for full in tensors:
-        first = 0
-        while first < full.numel:
-            last = min(full.numel, first + room // full.dtype.itemsize)
-            batch.append((full, first, last))
-            room -= (last - first) * full.dtype.itemsize
-            first = last
-            if first < full.numel:
-                yield batch
-                batch, room = [], _BATCH_BYTES
-    yield batch
+        for target, values in received:
+            if target is not None:
+                target.copy_(values)
