@@ -8,7 +8,14 @@ import torch
 from safetensors import safe_open
 from xxhash import xxh3_64_hexdigest as digest
 
-DTYPES = dict(BOOL="bool", BF16="bfloat16", F8_E4M3="float8_e4m3fn", F8_E5M2="float8_e5m2", C64="complex64", C128="complex128")
+DTYPES = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+    "C128": "complex128",
+}
 DTYPES |= {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..shard import Box, intersection, shape_of
@@ -72,12 +72,3 @@ def runs_of(cells: Sequence[tuple[int, Box]]) -> list[Run]:
         if not cells or len(cells[0][1]) == 1:
             break
     return min(found, key=len)
-
-
-def renumbered(run: Run, files: Mapping[int, int]) -> list[Run]:
-    """Return a run of ranks as runs of their files. Ranks without data have no file."""
-    last, _ = run.at(run.count - 1)
-    if files[last] - files[run.file] == last - run.file:
-        return [replace(run, file=files[run.file])]
-    boxes = [run.at(number) for number in range(run.count)]
-    return runs_of([(files[rank], box) for rank, box in boxes])

@@ -51,22 +51,13 @@ def _is_object(node: Json) -> bool:
     return node.get(TAG) in _OBJECTS
 
 
-def _holders(root: Json) -> set[int]:
-    """Return the ids of the nodes that are, or contain, objects."""
-    holders: set[int] = set()
-
-    def visit(node: Json) -> bool:
-        holds = _is_object(node)
-        for child in node.values() if isinstance(node, dict) else node:
-            # Most nodes are numbers and strings.
-            if isinstance(child, dict | list) and visit(child):
-                holds = True
-        if holds:
-            holders.add(id(node))
-        return holds
-
-    visit(root)
-    return holders
+def _holds(node: Json) -> bool:
+    """True if the node is, or contains, an object."""
+    if _is_object(node):
+        return True
+    if isinstance(node, dict):
+        node = list(node.values())
+    return isinstance(node, list) and any(map(_holds, node))
 
 
 def _is_sequence(node: Json) -> bool:
@@ -101,7 +92,6 @@ class Match:
     def __init__(self, state: State, values: Json, decoder: Decoder) -> None:
         self._state = state
         self._decoder = decoder
-        self._holders = _holders(values)
         self.objects: list[tuple[StateObject, Mapping[str, Json]]] = []
         #: The saved plain values that are used, and the same once decoded.
         self.plain: list[Json] = []
@@ -116,7 +106,7 @@ class Match:
             self._visit_object(self._state.object_of(tree), node)
             return lambda: value
         walked = tree is not None or isinstance(value, dict)
-        if not walked and id(node) not in self._holders:
+        if not walked and not _holds(node):
             return self.take(node)
         children = children_of(node, self._decoder) if walked else None
         fits = children is not None and _is_sequence(node) != isinstance(value, dict)
@@ -126,7 +116,7 @@ class Match:
             or (not isinstance(value, dict) and len(children) != len(value))
         ):
             here = f"a {type(value).__name__}{f' of {len(value)}' if walked else ''}"
-            filled = tree is not None or id(node) in self._holders
+            filled = tree is not None or _holds(node)
             reason = (
                 "objects are filled in place, so give as many as were saved"
                 if filled
@@ -149,7 +139,7 @@ class Match:
 
     def _decode(self, node: Json, path: str = "state") -> Any:
         """Return a value without its objects. Dicts leave them out, lists have None instead."""
-        if id(node) not in self._holders:
+        if not _holds(node):
             return self._decoder.decode(node)
         values: dict[Any, Any] = {}
         for key, child in (children_of(node, self._decoder) or {}).items():
@@ -183,14 +173,14 @@ class Match:
         for key, item in items_of(value):
             if key not in children:
                 self.differences.missing.append(place(path, key))
-            elif type(item) in PLAIN and id(children[key]) not in self._holders:
+            elif type(item) in PLAIN and not _holds(children[key]):
                 applies[key] = self.take(children[key])
             else:
                 applies[key] = self.visit(trees.get(key), item, children[key], place(path, key))
         if isinstance(value, dict) and tree is None and path != "state":
             # A dict of plain values is replaced as a whole: a history may have grown.
             for key in [key for key in children if key not in value]:
-                if id(children[key]) not in self._holders:
+                if not _holds(children[key]):
                     applies[key] = self.take(children[key])
                 elif not value:
                     self.differences.unfit.append(
@@ -296,13 +286,3 @@ def check_progress(told: Sequence[Mapping[str, str]]) -> None:
                     f"accel.save: {path} is after {told[0][path]} on rank 0 and after {steps} on rank {rank}. "
                     "Stop all ranks after the same step with accel.any_rank(flag). To go on, load an earlier checkpoint."
                 )
-
-
-def check_objects(digests: Sequence[str]) -> None:
-    """Raise if ranks fill different objects."""
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise CheckpointError(
-                f"accel.load: the state of rank {rank} has other objects than that of rank 0, and nothing was changed. "
-                "Pass the same keys on every rank."
-            )

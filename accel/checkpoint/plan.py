@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import CheckpointError
 from ..shard import Box, expanded, shape_of
-from .layout import Run, renumbered, runs_of
+from .layout import Run, runs_of
 from .record import Stored
 from .shards import ITEM_BYTES, NAMES, Entry, LocalShard
 
@@ -134,7 +134,7 @@ class Plan:
         """Return the tensors of the record. ``files`` gives the numbers of the ranks' files."""
         found: dict[str, list[Run]] = {name: [] for name in self.names}
         for group in self.groups:
-            alone = [one for run in runs_of(group.alone) for one in renumbered(run, files)]
+            alone = runs_of([(files[writer], box) for writer, box in group.alone])
             for name in group.names:
                 found[name] += alone
         for sharing in self.sharings:
@@ -142,11 +142,10 @@ class Plan:
             for piece in sharing.pieces:
                 key = piece.group, piece.place
                 if key not in known:
-                    writers = [ranks[piece.place] for ranks in sharing.sets]
+                    writers = [files[ranks[piece.place]] for ranks in sharing.sets]
                     pairs = zip(writers, sharing.boxes[piece.group], strict=True)
                     known[key] = runs_of(list(pairs))
-                for run in known[key]:
-                    found[piece.name] += renumbered(replace(run, box=piece.of(run.box)), files)
+                found[piece.name] += [replace(r, box=piece.of(r.box)) for r in known[key]]
         forms = {name: group for group in self.groups for name in group.names}
         return {
             name: Stored(forms[name].dtype, forms[name].shape, tuple(runs))
@@ -169,8 +168,8 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
         for name, kind in table.rows:
             sources.setdefault(name, []).append((number, kind))
     alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
-    for name, places in sources.items():
-        alike.setdefault(tuple(places), []).append(name)
+    for name, own in sources.items():
+        alike.setdefault(tuple(own), []).append(name)
     ranks = list(tables.values())
     groups: list[Group] = []
     shared: dict[tuple[int, ...], dict[int, list[Box]]] = {}
@@ -185,7 +184,9 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
             if len(writers) == 1 or first.lead:
                 alone.append((min(writers), box))
             else:
-                shared.setdefault(tuple(writers), {}).setdefault(len(groups), []).append(box)
+                shared.setdefault(tuple(sorted(writers)), {}).setdefault(len(groups), []).append(
+                    box
+                )
         groups.append(Group(names, first.dtype, first.shape, alone))
     return Plan(list(sources), groups, _share(groups, shared))
 
@@ -202,15 +203,15 @@ def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]
             )
         if all(begin < end for begin, end in kind.box):
             holders.setdefault(kind.box, []).append(rank)
-    sides = ((0, math.prod(shape)),)
+    whole: Box = ((0, math.prod(shape)),)
     if any(len(box) != 1 for box in holders):
-        sides = tuple((0, size) for size in shape)
+        whole = tuple((0, size) for size in shape)
         cut: dict[Box, list[int]] = {}
         for box, ranks in holders.items():
             for part in expanded(box, shape):
                 cut.setdefault(part, []).extend(ranks)
         holders = cut
-    if not _covers(sorted(holders), sides):
+    if not _covers(sorted(holders), whole):
         raise CheckpointError(
             f"the shards of {name} {list(shape)} overlap or leave a hole. "
             f"They are {sorted(holders)[:4]}."

@@ -6,12 +6,13 @@ or is a box of columns goes through one staging buffer.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
 import torch
@@ -22,8 +23,8 @@ from ..process import running
 from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Box, Shard, divided, expanded, intersection, relative, shape_of, slices
 from . import old_format
-from .record import OTHER, Record, Stored
-from .shards import BY_NAME, ITEM_BYTES, batched, is_lazy, key_of, memory, parse_header
+from .record import OTHER, VERSION, Record, Stored
+from .shards import BY_NAME, Written, batched, is_lazy, key_of, memory, parse_header
 from .steps import parsing
 from .storage import CHUNK, File, storage_of
 
@@ -88,7 +89,7 @@ class WorkerThreads:
 _STAGE: Final = 16 << 20
 _ALIGN: Final = 64
 #: Headers that are not read again. Each may have very many entries.
-_LAYOUTS: Final = 16
+_HEADERS: Final = 16
 
 
 @dataclass(slots=True)
@@ -116,6 +117,11 @@ class _Piece:
     @property
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
+
+    @property
+    def staged(self) -> int:
+        """The bytes in the staging buffer."""
+        return 0 if self.view is not None else -(-self.nbytes // _ALIGN) * _ALIGN
 
     @property
     def is_plain(self) -> bool:
@@ -204,26 +210,159 @@ def _ranges(tensor: torch.Tensor, begin: int, end: int) -> Iterator[torch.Tensor
 # -- files -----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Layout:
-    """The header of a file, and its checksums."""
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The header of a file."""
 
     size: int
     entries: Mapping[str, dict[str, Any]]
     #: The offset of the first chunk.
     base: int
-    #: Of each chunk. None: the file has none.
+    #: The checksum of each chunk. None: the file has none.
     checksums: Sequence[str] | None
-    #: Chunks that were read already.
-    kept: dict[int, memoryview]
 
-    def locate(self, piece: _Piece, path: str) -> int:
+
+@final
+class _ShardFile:
+    """A shard file that is open."""
+
+    def __init__(self, file: File, threads: WorkerThreads) -> None:
+        self.file = file
+        self.threads = threads
+        self.header = _Header(0, {}, 0, None)
+        #: Chunks in memory, which need not be read again.
+        self._kept: dict[int, memoryview] = {}
+
+    def read_header(self, written: Written, version: int) -> _Header:
+        """Read the header, as the version of the record has it."""
+        file = self.file
+        checksums: Sequence[str] | None = None
+        if version == VERSION:
+            self.header = _Header(0, {}, 0, written.checksums)
+            size = 8 + int.from_bytes(self._keep(0)[:8], "little")
+            for number in range(1, -(-size // CHUNK)):
+                self._keep(number)
+            content, base = b"".join(self._kept.values())[:size], 0
+            checksums = written.checksums
+        else:
+            size = base = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
+            content = bytes(file.read(0, min(size, file.size)))
+            if version:
+                checksums = old_format.data_checksums(content, written, file.path)
+        with parsing(f"{file.path} has a damaged header"):
+            self.header = _Header(size, parse_header(content), base, checksums)
+        return self.header
+
+    def locate(self, piece: _Piece) -> int:
         """Return the offset of a piece in the file."""
-        begin, end = self.entries.get(piece.key, {}).get("data_offsets", (0, 0))
+        begin, end = self.header.entries.get(piece.key, {}).get("data_offsets", (0, 0))
         offset = int(begin) + piece.start * piece.dtype.itemsize
         if offset + piece.nbytes > end:
-            raise CheckpointError(f"{path} does not hold {piece.key!r} as the record says. {OTHER}")
-        return self.size + offset
+            raise CheckpointError(
+                f"{self.file.path} does not hold {piece.key!r} as the record says. {OTHER}"
+            )
+        return self.header.size + offset
+
+    def chunk_of(self, offset: int) -> int:
+        """Return the number of the chunk that has a byte."""
+        return (offset - self.header.base) // CHUNK
+
+    def read(self, pieces: Sequence[_Piece], following: int | None = None) -> None:
+        """Read pieces into their memory. ``following`` is the offset of the next one to read."""
+        segments: dict[int, list[tuple[int, memoryview]]] = {}
+        for piece in pieces:
+            view, at = piece.view, piece.offset
+            while view:
+                number = self.chunk_of(at)
+                part = view[: self.header.base + (number + 1) * CHUNK - at]
+                segments.setdefault(number, []).append((at, part))
+                view, at = view[len(part) :], at + len(part)
+        last = max(segments)
+        # Then it begins in the last chunk of this one.
+        if following is not None and self.chunk_of(following) <= last and self.header.checksums:
+            self._keep(last)
+        self.read_chunks(segments)
+        self._kept = {number: view for number, view in self._kept.items() if number >= last}
+
+    def read_chunks(self, segments: Mapping[int, list[tuple[int, memoryview]]]) -> None:
+        """Read chunks into the wanted views, by their offsets, and compare their checksums."""
+        self.threads.each(
+            lambda number: self._read_chunk(number, segments[number]),
+            sorted(segments),
+            self.file.in_flight,
+        )
+
+    def _read_chunk(self, number: int, wanted: list[tuple[int, memoryview]]) -> None:
+        if self.header.checksums is None:
+            for offset, view in wanted:
+                self.file.fill(offset, [view])
+            return
+        begin, scratch = self.header.base + number * CHUNK, self.threads.buffer
+        scratch = scratch[: min(CHUNK, self.file.size - begin)]
+        views, at = [], 0
+        for offset, view in sorted(wanted, key=lambda one: one[0]):
+            # Scratch memory takes what lies between the wanted bytes.
+            views += [scratch[at : offset - begin], view]
+            at = offset - begin + len(view)
+        views.append(scratch[at:])
+        content = self._kept.get(number)
+        if content is None and sum(map(len, views)) == len(scratch):
+            self._compare(number, views)
+            return
+        # It is here already, or boxes of columns overlap in it.
+        if content is None:
+            self._compare(number, [scratch])
+            content = scratch
+        for offset, view in wanted:
+            view[:] = content[offset - begin : offset - begin + len(view)]
+
+    def _keep(self, number: int) -> memoryview:
+        """Return a chunk in memory of its own."""
+        if number not in self._kept:
+            size = min(CHUNK, self.file.size - self.header.base - number * CHUNK)
+            content = memoryview(bytearray(size))
+            self._compare(number, [content])
+            self._kept[number] = content
+        return self._kept[number]
+
+    def _compare(self, number: int, views: Sequence[memoryview]) -> None:
+        """Read a chunk into views that cover it. A wrong one may be read again."""
+        header, file = self.header, self.file
+        assert header.checksums is not None
+        begin = header.base + number * CHUNK
+        # Hashed in steps, while the bytes are in the caches of the core that has read them.
+        parts = (
+            view[at : at + file.step] for view in views for at in range(0, len(view), file.step)
+        )
+        steps = list(batched(parts, len, file.step))
+        for _ in range(file.tries):
+            offset, digest = begin, xxhash.xxh3_64()
+            for step in steps:
+                file.fill(offset, step)
+                for view in step:
+                    digest.update(view)
+                    offset += len(view)
+            if digest.hexdigest() == header.checksums[number]:
+                return
+        inside = []
+        for key, entry in header.entries.items():
+            first, last = (header.size + at for at in entry["data_offsets"])
+            if first < begin + CHUNK and last > begin:
+                inside.append(key)
+        raise _DamagedChunkError(file.path, begin, min(begin + CHUNK, file.size), inside)
+
+
+class _DamagedChunkError(CheckpointError):
+    """A chunk has a wrong checksum."""
+
+    def __init__(self, path: str, begin: int, end: int, tensors: Sequence[str]) -> None:
+        self.place, self.tensors = (path, begin, end), tensors
+        more = ", ..." if len(tensors) > 3 else ""
+        names = f", in {', '.join(tensors[:3])}{more}" if tensors else ""
+        super().__init__(f"{path} is damaged between bytes {begin} and {end}{names}. {OTHER}")
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @final
@@ -236,8 +375,7 @@ class Reader:
         self._threads = WorkerThreads()
         self._stage = host_memory(0, pinned=False)
         self._copies: list[Any] = []
-        #: The headers of the last files, without chunks.
-        self._layouts: dict[int, _Layout] = {}
+        self._headers: dict[int, _Header] = {}
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Read shards, each named as its tensor in the record, into memory of any device."""
@@ -246,8 +384,16 @@ class Reader:
             if shard.tensor.numel():
                 for file, piece in _pieces_of(shard, self._record.tensors[shard.name]):
                     files.setdefault(file, []).append(piece)
-        for file in sorted(files):
-            self._fill_from(file, files[file])
+        for number, pieces in sorted(files.items()):
+            try:
+                with self._open(number) as opened:
+                    self._fill_from(opened, pieces)
+            except _DamagedChunkError as error:
+                if error.tensors:
+                    raise
+                # The header, which names the tensors in a chunk, is in the chunk itself.
+                names = list(dict.fromkeys(piece.key for piece in pieces))
+                raise _DamagedChunkError(*error.place, names) from None
         finish(self._copies)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -260,205 +406,60 @@ class Reader:
         self.fill(Shard(name, tuple(t.shape), 0, t) for name, t in found.items())
         return found
 
-    def chunks(self, file: int) -> int:
-        """Return the number of chunks of a file."""
-        written = self._record.files[file]
-        if self._record.version == 3:
-            return len(written.checksums)
-        with storage_of(self._path(file)).open(self._path(file), written.size) as opened:
-            return len(self._layout(opened, file).checksums or ())
+    def verify(self, number: int, start: int, step: int) -> None:
+        """Compare every ``step``-th chunk of a file with its checksum."""
+        with self._open(number, header=self._record.version != VERSION) as file:
+            chunks = range(start, len(file.header.checksums or ()), step)
+            file.read_chunks({chunk: [] for chunk in chunks})
 
-    def verify(self, file: int, numbers: Sequence[int]) -> None:
-        """Compare chunks of a file with their checksums."""
-        path, written = self._path(file), self._record.files[file]
-        with storage_of(path).open(path, written.size) as opened:
-            layout = _Layout(0, {}, 0, written.checksums, {})
-            if self._record.version != 3:
-                layout = self._layout(opened, file)
-            self._threads.each(
-                lambda number: self._read_chunk(opened, layout, number, []),
-                numbers,
-                opened.in_flight,
-            )
-
-    def _path(self, file: int) -> str:
+    @contextlib.contextmanager
+    def _open(self, number: int, *, header: bool = True) -> Iterator[_ShardFile]:
+        written = self._record.files[number]
         # The files of other libraries have full paths.
-        name = self._record.files[file].name
-        return name if is_url(name) else os.path.join(self._directory, name)
+        path = written.name
+        if not is_url(path):
+            path = os.path.join(self._directory, path)
+        with storage_of(path).open(path, written.size) as opened:
+            file = _ShardFile(opened, self._threads)
+            file.header = self._headers.get(number, _Header(0, {}, 0, written.checksums))
+            if header and number not in self._headers:
+                if len(self._headers) == _HEADERS:
+                    self._headers.clear()
+                self._headers[number] = file.read_header(written, self._record.version)
+            yield file
 
-    def _layout(self, opened: File, file: int) -> _Layout:
-        """Return the header of a file."""
-        if file in self._layouts:
-            return replace(self._layouts[file], kept={})
-        written, version = self._record.files[file], self._record.version
-        if version == 3:
-            layout = _Layout(0, {}, 0, written.checksums, {})
-            first = layout.kept[0] = self._load(opened, layout, 0)
-            layout.size = 8 + int.from_bytes(first[:8], "little")
-            for number in range(1, -(-layout.size // CHUNK)):
-                layout.kept[number] = self._load(opened, layout, number)
-            header = b"".join(layout.kept.values())[: layout.size]
-        else:
-            length = 8 + int.from_bytes(opened.read(0, min(8, opened.size)), "little")
-            header = bytes(opened.read(0, min(length, opened.size)))
-            layout = _Layout(length, {}, length, None, {})
-            if version:
-                layout.checksums = old_format.data_checksums(header, written, opened.path)
-        with parsing(f"{opened.path} has a damaged header"):
-            layout.entries = parse_header(header)
-        if len(self._layouts) == _LAYOUTS:
-            self._layouts.clear()
-        self._layouts[file] = replace(layout, kept={})
-        return layout
-
-    def _fill_from(self, file: int, pieces: list[_Piece]) -> None:
-        path = self._path(file)
-        with storage_of(path).open(path, self._record.files[file].size) as opened:
-            try:
-                layout = self._layout(opened, file)
-            except _DamagedChunkError as error:
-                raise error.naming([piece.key for piece in pieces]) from None
-            plain = [piece for piece in pieces if piece.is_plain]
-            staged = [part for p in pieces if not p.is_plain for part in p.halves()]
-            for piece in [*plain, *staged]:
-                piece.offset = layout.locate(piece, path)
-            for piece in plain:
-                piece.view = memory(piece.target)
-            ordered = sorted([*plain, *staged], key=lambda piece: piece.offset)
-            sizes = {id(piece): -(-piece.nbytes // _ALIGN) * _ALIGN for piece in staged}
-            batches = list(batched(ordered, lambda piece: sizes.get(id(piece), 0), _STAGE))
-            for number, batch in enumerate(batches):
-                following = batches[number + 1][0].offset if number + 1 < len(batches) else -1
-                self._fill_batch(opened, layout, batch, following)
-
-    def _fill_batch(
-        self, opened: File, layout: _Layout, pieces: Sequence[_Piece], following: int
-    ) -> None:
-        """Read pieces that fit into the staging buffer together."""
-        staged = [piece for piece in pieces if piece.view is None]
-        values = self._take_stage(staged)
-        for piece, value in zip(staged, values, strict=True):
-            piece.view = memory(value)
-        segments: dict[int, list[tuple[int, memoryview]]] = {}
+    def _fill_from(self, file: _ShardFile, pieces: Iterable[_Piece]) -> None:
+        ordered = []
         for piece in pieces:
-            view, at = piece.view, piece.offset
-            while view:
-                number = (at - layout.base) // CHUNK
-                part = view[: layout.base + (number + 1) * CHUNK - at]
-                segments.setdefault(number, []).append((at, part))
-                view, at = view[len(part) :], at + len(part)
-        # The next batch may begin in the last chunk of this one.
-        last = max(segments)
-        shared = following >= 0 and (following - layout.base) // CHUNK <= last
-        if shared and layout.checksums is not None and last not in layout.kept:
-            layout.kept[last] = self._load(opened, layout, last)
-        self._threads.each(
-            lambda number: self._read_chunk(opened, layout, number, segments[number]),
-            sorted(segments),
-            opened.in_flight,
-        )
-        for number in [number for number in layout.kept if number < last]:
-            del layout.kept[number]
-        for piece, value in zip(staged, values, strict=True):
-            source = value.as_strided(piece.target.shape, piece.strides)
-            piece.target.copy_(source, non_blocking=is_remote(piece.target))
-        self._copies = begun({p.target.device for p in staged if is_remote(p.target)})
+            if piece.is_plain:
+                piece.view = memory(piece.target)
+                ordered.append(piece)
+            else:
+                ordered += piece.halves()
+        for piece in ordered:
+            piece.offset = file.locate(piece)
+        ordered.sort(key=lambda piece: piece.offset)
+        batches = list(batched(ordered, lambda piece: piece.staged, _STAGE))
+        for number, batch in enumerate(batches):
+            following = batches[number + 1][0].offset if number + 1 < len(batches) else None
+            staged = [piece for piece in batch if piece.view is None]
+            values = self._take_stage(staged)
+            for piece, value in zip(staged, values, strict=True):
+                piece.view = memory(value)
+            file.read(batch, following)
+            for piece, value in zip(staged, values, strict=True):
+                source = value.as_strided(piece.target.shape, piece.strides)
+                piece.target.copy_(source, non_blocking=is_remote(piece.target))
+            self._copies = begun({p.target.device for p in staged if is_remote(p.target)})
 
     def _take_stage(self, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
         """Return memory for pieces in the staging buffer."""
         finish(self._copies)
         self._copies = []
-        sizes = [-(-piece.nbytes // _ALIGN) * _ALIGN for piece in pieces]
+        sizes = [piece.staged for piece in pieces]
         pinned = any(is_remote(piece.target) for piece in pieces)
         if self._stage.numel() < sum(sizes) or (pinned and not self._stage.is_pinned()):
             self._stage = host_memory(max(sum(sizes), _STAGE), pinned=pinned)
         rooms = self._stage[: sum(sizes)].split(sizes)
         pairs = zip(rooms, pieces, strict=True)
         return [room[: piece.nbytes].view(piece.dtype) for room, piece in pairs]
-
-    def _read_chunk(
-        self, opened: File, layout: _Layout, number: int, wanted: list[tuple[int, memoryview]]
-    ) -> None:
-        """Read a chunk into the wanted views, by their offsets, and compare its checksum."""
-        begin = layout.base + number * CHUNK
-        end = min(begin + CHUNK, opened.size)
-        if layout.checksums is None:
-            for offset, view in wanted:
-                opened.fill(offset, [view])
-            return
-        kept = layout.kept.get(number)
-        views = _tiles(begin, end, wanted, self._threads.buffer)
-        if kept is None and views is not None:
-            self._compare(opened, layout, number, views)
-            return
-        if kept is None:
-            kept = self._threads.buffer[: end - begin]
-            self._compare(opened, layout, number, [kept])
-        for offset, view in wanted:
-            view[:] = kept[offset - begin : offset - begin + len(view)]
-
-    def _load(self, opened: File, layout: _Layout, number: int) -> memoryview:
-        """Return a chunk in new memory."""
-        content = bytearray(min(CHUNK, opened.size - layout.base - number * CHUNK))
-        self._compare(opened, layout, number, [memoryview(content)])
-        return memoryview(content)
-
-    def _compare(
-        self, opened: File, layout: _Layout, number: int, views: Sequence[memoryview]
-    ) -> None:
-        """Read a whole chunk into views. A wrong one may be read again."""
-        assert layout.checksums is not None
-        begin = layout.base + number * CHUNK
-        steps = list(batched(_cut(views, opened.step), len, opened.step))
-        for _ in range(opened.tries):
-            offset, digest = begin, xxhash.xxh3_64()
-            for step in steps:
-                opened.fill(offset, step)
-                for view in step:
-                    digest.update(view)
-                    offset += len(view)
-            if digest.hexdigest() == layout.checksums[number]:
-                return
-        inside = []
-        for key, entry in layout.entries.items():
-            first, last = (layout.size + offset for offset in entry["data_offsets"])
-            if first < begin + CHUNK and last > begin:
-                inside.append(key)
-        raise _DamagedChunkError(opened.path, begin, min(begin + CHUNK, opened.size), inside)
-
-
-def _cut(views: Iterable[memoryview], most: int) -> Iterator[memoryview]:
-    for view in views:
-        for at in range(0, len(view), most):
-            yield view[at : at + most]
-
-
-def _tiles(
-    begin: int, end: int, wanted: Sequence[tuple[int, memoryview]], scratch: memoryview
-) -> list[memoryview] | None:
-    """Return views that cover a chunk, scratch memory between the wanted ones. None: they overlap."""
-    views, at = [], begin
-    for offset, view in sorted(wanted, key=lambda one: one[0]):
-        if offset < at:
-            return None
-        if offset > at:
-            views.append(scratch[at - begin : offset - begin])
-        views.append(view)
-        at = offset + len(view)
-    if at < end:
-        views.append(scratch[at - begin : end - begin])
-    return views
-
-
-class _DamagedChunkError(CheckpointError):
-    """A chunk has a wrong checksum."""
-
-    def __init__(self, path: str, begin: int, end: int, tensors: Sequence[str]) -> None:
-        self.place = path, begin, end
-        more = ", ..." if len(tensors) > 3 else ""
-        names = f", in {', '.join(tensors[:3])}{more}" if tensors else ""
-        super().__init__(f"{path} is damaged between bytes {begin} and {end}{names}. {OTHER}")
-
-    def naming(self, tensors: Sequence[str]) -> _DamagedChunkError:
-        """Return the error with the names of tensors."""
-        return _DamagedChunkError(*self.place, list(dict.fromkeys(tensors)))

@@ -30,7 +30,9 @@ _LARGEST: Final = 5 << 30
 #: Bytes of a part of an upload. An upload has at most 10,000 parts.
 _BLOCK: Final = 16 << 20
 #: The protocols of stores without directories.
-_FLAT: Final = frozenset("s3 s3a gs gcs az abfs abfss adl oss oci cos obs memory".split())
+_FLAT: Final = frozenset(
+    ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "cos", "obs", "memory"]
+)
 #: Statuses of HTTP, numbers of system errors and names of classes that may be gone the next time.
 _PASSING_STATUS: Final = frozenset({408, 429, 500, 502, 503, 504})
 _PASSING_ERRNO: Final = frozenset({errno.EBUSY, errno.EAGAIN, errno.ETIMEDOUT, errno.EPIPE, 121})

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
@@ -120,7 +120,7 @@ def save(
     _check_equal(messages)
     contents.complete(messages, rank)
     plan = make_plan(contents.listings)
-    items: Sequence[Item] = shards.items_of(plan.entries(rank), contents.shards)
+    items = shards.items_of(plan.entries(rank), contents.shards)
     writing = Writing(folder.absolute(dir), messages[0].save, rank, begin, keep)
 
     def record(files: Sequence[Written | None]) -> Record:
@@ -140,22 +140,13 @@ def save(
         writing.finish(lambda: items, record, commit, agree)
         return None
     gather = background_gather(process)
-    copied = _try(lambda: background.copy(items))
-    return background.start(process, lambda: writing.finish(copied, record, commit, gather))
-
-
-def _try(act: Callable[[], Sequence[Item]]) -> Callable[[], Sequence[Item]]:
-    """Call a function, and return one that returns its result or raises its error."""
+    copies: Future[Sequence[Item]] = Future()
     try:
-        result = act()
+        copies.set_result(background.copy(items))
     except Exception as error:
-        failure = error
-
-        def fail() -> Sequence[Item]:
-            raise failure
-
-        return fail
-    return lambda: result
+        # It is raised in the thread, where all ranks hear of it.
+        copies.set_exception(error)
+    return background.start(process, lambda: writing.finish(copies.result, record, commit, gather))
 
 
 # -- the content on one rank -----------------------------------------------------------------------

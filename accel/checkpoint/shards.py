@@ -253,7 +253,7 @@ def build_header(entries: Iterable[Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def parse_header(content: bytes | memoryview) -> Mapping[str, dict[str, Any]]:
+def parse_header(content: bytes | bytearray) -> Mapping[str, dict[str, Any]]:
     """Return the entries by key. Raises ValueError and the like for other data."""
     table: dict[str, Any] = json.loads(bytes(content[8:]))
     table.pop(METADATA, None)

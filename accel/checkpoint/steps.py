@@ -110,8 +110,7 @@ def background_gather(process: Process) -> Gather:
         return lambda step, value: [value]
     group = next((g for g in process.subgroups if g.group_desc == _GROUP), None)
     if group is None:
-        options = {"timeout": process.timeout, "backend": "gloo", "group_desc": _GROUP}
-        group = dist.new_group(**options)
+        group = dist.new_group(timeout=process.timeout, backend="gloo", group_desc=_GROUP)
         process.subgroups.append(group)
 
     def send(message: bytes) -> list[bytearray]:

@@ -108,7 +108,10 @@ class Local:
     exists = staticmethod(os.path.lexists)
     is_directory = staticmethod(os.path.isdir)
     rename = staticmethod(os.replace)
-    real = staticmethod(os.path.realpath)
+
+    def real(self, path: str) -> str:
+        """Return the path without links."""
+        return os.path.realpath(path)
 
     def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]:
         """Give the sizes of files."""

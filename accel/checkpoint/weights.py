@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..precision import dtype_of
 from ..process.control import locked
-from ..shard import Shard
+from ..shard import Box, Shard
 from . import folder, record
 from .background import background
 from .layout import Run
@@ -88,7 +88,7 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
         for key, entry in entries.items():
             if keys is None or key in keys:
                 shape = tuple(entry["shape"])
-                box = ((0, math.prod(shape)),)
+                box: Box = ((0, math.prod(shape)),)
                 runs = (Run(number, box),) if math.prod(shape) else ()
                 aliases = {(number, box): (key, 0)}
                 tensors[f"{name}/{key}"] = Stored(entry["dtype"], shape, runs, aliases)

@@ -216,7 +216,7 @@ def in_the_background(directory: Path, begun: Path) -> str:
 def test_a_rank_that_dies_is_named_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     accel.save(large(1.0), tmp_path / "c")
     begun = tmp_path / "begun"
-    end = Fault("exit 1", at="accel.checkpoint.shards:write", rank=1, when=str(begun))
+    end = Fault("exit 1", at="accel.checkpoint.storage:Local.sync", rank=1, when=str(begun))
     first, _ = outcomes(2, in_the_background, tmp_path / "c", begun, breaks=True, fails=[end])
     assert "rank 1 " in first.value
     assert accel.load(tmp_path / "c")["n"] == 1.0

@@ -68,7 +68,7 @@ def test_planning_and_the_record_grow_with_tensors_plus_ranks(kind: str) -> None
     base = work(lambda: record_of(small))
     assert work(lambda: record_of(tensors)) < 9 * base
     assert work(lambda: record_of(ranks)) < 9 * base
-    assert len(record_of(ranks)) - len(record_of(small)) < 112 * 110  # a line for each file
+    assert len(record_of(ranks)) - len(record_of(small)) < 112 * 150  # a line for each file
 
 
 def test_reading_a_record_grows_with_its_size() -> None:

@@ -20,17 +20,14 @@ from ...trees import TensorPlace, map_tensors, put_back, to_device
 #: The bytes that travel at a time.
 _BATCH_BYTES: Final = 64 << 20
 
-#: A value: the name of a parameter, buffer or extra state, the key of an optimizer's state or "",
-#: and the value itself.
+#: The name of a parameter, buffer or extra state, the key of an optimizer's state or "", the value.
 Item = tuple[str, Any, Any]
-#: Returns the shard that a tensor of this rank is, by its name and key.
-Part = Callable[[str, torch.Tensor, Any], Shard | None]
 
 
 def gather(
     title: str,
     held: Iterable[Item],
-    part: Part,
+    part: Callable[[str, torch.Tensor, Any], Shard | None],
     process: Process,
     *,
     device: torch.device | None,
@@ -53,45 +50,64 @@ def gather(
         AccelError: if no rank has some of the elements, or as ``agree`` does.
     """
     forms, shards = _take_apart(held, part)
-    rank = process.place.rank
-    rows = {}
-    for key, shard in shards.items():
-        tensor = shard.tensor
-        stays = device is None or (device.type != "cpu" and not tensor.dim())
-        target = tensor.device if stays or device is None else device
-        on_device = target.type == process.device.type
-        rows[key] = _Row(shard.shape, tensor.dtype, on_device, shard.region)
-    # Only values that are not tensors have to be sent to ranks that don't have them.
+    rows = {key: _row_of(shard, process.device, device) for key, shard in shards.items()}
     is_tensor = {}
     for key, form in forms.items():
         is_tensor[key] = type(form) is TensorPlace and form.number == key
     by_rank = agree(title, (rows, is_tensor))
-    holders: dict[tuple[str, Any], list[int]] = {}
-    for holder, (_, keys) in enumerate(by_rank):
-        for key in keys:
-            holders.setdefault(key, []).append(holder)
-    lacking = {}
-    for key, ranks in holders.items():
-        if len(ranks) < len(by_rank) and not by_rank[ranks[0]][1][key]:
-            lacking[key] = ranks[0]
-    received: dict[tuple[str, Any], Any] = {}
-    if lacking:
+    fulls: dict[Any, _FullTensor] = {}
+    missing: dict[tuple[str, Any], int] = {}
+    for rank, (rows, keys) in enumerate(by_rank):
+        for key, row in rows.items():
+            if key not in fulls:
+                fulls[key] = _FullTensor(key, row, process, keep)
+            fulls[key].add(rank, row)
+        for key, alone in keys.items():
+            if not alone and not all(key in others for _, others in by_rank):
+                missing.setdefault(key, rank)
+    if missing:
         # In host memory, because the device of a pickled tensor would be the sender's.
-        first = {k: to_device(forms[k], "cpu") for k, owner in lacking.items() if owner == rank}
+        own = [key for key, owner in missing.items() if owner == process.place.rank]
+        first = {key: to_device(forms[key], "cpu") for key in own}
         for sent in agree(f"{title}: values", first):
             for key, form in sent.items():
-                received[key] = to_device(form, device or process.device)
-    described: dict[Any, list[tuple[int, _Row]]] = {}
-    for holder, (rows, _) in enumerate(by_rank):
-        for key, row in rows.items():
-            described.setdefault(key, []).append((holder, row))
-    fulls = [_FullTensor(key, own, process, keep) for key, own in described.items()]
-    _send(fulls, shards, process)
+                forms.setdefault(key, to_device(form, device or process.device))
+    _send(list(fulls.values()), shards, process)
     if not keep:
         return {}
-    received |= forms
-    tensors = {full.key: full.tensor for full in fulls}
-    return {key: put_back(received.get(key, TensorPlace(key)), tensors) for key in holders}
+    tensors = {key: full.tensor for key, full in fulls.items()}
+    names = dict.fromkeys(key for _, keys in by_rank for key in keys)
+    return {key: put_back(forms.get(key, TensorPlace(key)), tensors) for key in names}
+
+
+def _take_apart(
+    held: Iterable[Item], part: Callable[[str, torch.Tensor, Any], Shard | None]
+) -> tuple[dict[tuple[str, Any], Any], dict[Any, Shard]]:
+    """Return the values without their tensors, and the shards of the tensors."""
+    forms: dict[tuple[str, Any], Any] = {}
+    shards: dict[Any, Shard] = {}
+    # Values keep their tensors alive. A tensor that is in several values stays one.
+    places: dict[int, tuple[torch.Tensor, TensorPlace]] = {}
+
+    def add(name: str, key: Any, value: Any) -> Any:
+        numbers = count()
+
+        def visit(tensor: torch.Tensor) -> Any:
+            if tensor.layout is not torch.strided:
+                return tensor
+            if id(tensor) not in places:
+                number = (name, key) if tensor is value else (name, key, next(numbers))
+                places[id(tensor)] = tensor, TensorPlace(number)
+                shard = part(name, tensor, key)
+                if shard is not None:
+                    shards[number] = shard
+            return places[id(tensor)][1]
+
+        return map_tensors(visit, value, others=True)
+
+    for name, key, value in held:
+        forms[name, key] = add(name, key, value)
+    return forms, shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,64 +121,45 @@ class _Row:
     region: Box
 
 
-def _take_apart(
-    held: Iterable[Item], part: Part
-) -> tuple[dict[tuple[str, Any], Any], dict[Any, Shard]]:
-    """Return the values without their tensors, and the shards of the tensors."""
-    forms: dict[tuple[str, Any], Any] = {}
-    shards: dict[Any, Shard] = {}
-    # Values keep their tensors alive. A tensor that is in several values stays one.
-    places: dict[int, tuple[torch.Tensor, TensorPlace]] = {}
-    for name, key, value in held:
-        numbers = count()
-
-        def visit(
-            tensor: torch.Tensor,
-            name: str = name,
-            key: Any = key,
-            value: Any = value,
-            numbers: Iterator[int] = numbers,
-        ) -> Any:
-            if tensor.layout is not torch.strided:
-                return tensor
-            if id(tensor) not in places:
-                number = (name, key) if tensor is value else (name, key, next(numbers))
-                places[id(tensor)] = tensor, TensorPlace(number)
-                shard = part(name, tensor, key)
-                if shard is not None:
-                    shards[number] = shard
-            return places[id(tensor)][1]
-
-        forms[name, key] = map_tensors(visit, value, others=True)
-    return forms, shards
+def _row_of(shard: Shard, own: torch.device, device: torch.device | None) -> _Row:
+    target = shard.tensor.device
+    # Step counters stay in host memory.
+    if device is not None and (device.type == "cpu" or shard.tensor.dim()):
+        target = device
+    return _Row(shard.shape, shard.tensor.dtype, target.type == own.type, shard.region)
 
 
 class _FullTensor:
-    """A tensor that is put together, and the boxes that ranks send of it."""
+    """A tensor that is put together, and the ranks that send its boxes."""
 
-    def __init__(
-        self, key: Any, rows: Sequence[tuple[int, _Row]], process: Process, keep: bool
-    ) -> None:
-        first = rows[0][1]
-        self.key, self.dtype = key, first.dtype
-        numel = math.prod(first.shape)
+    def __init__(self, key: Any, row: _Row, process: Process, keep: bool) -> None:
+        self.key, self.dtype, self.numel = key, row.dtype, math.prod(row.shape)
         self.boxes: dict[Box, int] = {}
-        for rank, row in rows:
-            size = math.prod(shape_of(row.region))
-            if size == numel:
-                self.boxes = {row.region: rank}
-                break
-            if size:
-                self.boxes.setdefault(row.region, rank)
-        found = sum(math.prod(shape_of(box)) for box in self.boxes)
-        if found != numel:
-            raise AccelError(
-                f"{key} can't be put together, because the ranks have {found} of its {numel} "
-                "elements."
+        device = process.device if row.on_device else torch.device("cpu")
+        self.tensor = torch.empty(row.shape, dtype=row.dtype, device=device) if keep else None
+
+    def add(self, rank: int, row: _Row) -> None:
+        """Add a shard of a rank, unless a lower rank has it."""
+        size = math.prod(shape_of(row.region))
+        if size and self.numel not in map(math.prod, map(shape_of, self.boxes)):
+            # Ranks with full tensors need no shards of others.
+            self.boxes = (
+                {row.region: rank} if size == self.numel else {row.region: rank, **self.boxes}
             )
-        device = process.device if first.on_device else torch.device("cpu")
-        shape = first.shape
-        self.tensor = torch.empty(shape, dtype=self.dtype, device=device) if keep else None
+
+    def pieces(self) -> Iterator[tuple[Box, Box]]:
+        """Give boxes that fit into a batch, each with the box around it that a rank has."""
+        found = sum(math.prod(shape_of(box)) for box in self.boxes)
+        if found != self.numel:
+            raise AccelError(
+                f"{self.key} can't be put together: the ranks have {found} of {self.numel} elements."
+            )
+        step = max(1, _BATCH_BYTES // self.dtype.itemsize)
+        for held in self.boxes:
+            total = math.prod(shape_of(held))
+            for start in range(0, total, step):
+                for box in divided(held, start, min(start + step, total)):
+                    yield held, box
 
     def view(self, box: Box) -> torch.Tensor | None:
         """Return the elements of a box."""
@@ -172,45 +169,37 @@ class _FullTensor:
         return (self.tensor.view(-1) if flat else self.tensor)[slices(box)]
 
 
-def _batches(fulls: Iterable[_FullTensor]) -> Iterator[list[tuple[_FullTensor, Box, Box]]]:
-    """Give boxes, each with the box around it that a rank has, as many as fit into a batch."""
-    batch: list[tuple[_FullTensor, Box, Box]] = []
-    room = _BATCH_BYTES
-    for full in fulls:
-        size, step = full.dtype.itemsize, max(1, _BATCH_BYTES // full.dtype.itemsize)
-        for held in full.boxes:
-            total = math.prod(shape_of(held))
-            for start in range(0, total, step):
-                for box in divided(held, start, min(start + step, total)):
-                    nbytes = math.prod(shape_of(box)) * size
-                    if batch and nbytes > room:
-                        yield batch
-                        batch, room = [], _BATCH_BYTES
-                    batch.append((full, held, box))
-                    room -= nbytes
-    if batch:
-        yield batch
-
-
 @torch.no_grad()
-def _send(fulls: Iterable[_FullTensor], shards: Mapping[Any, Shard], process: Process) -> None:
-    """Broadcast all boxes from the ranks that have them. Collective."""
-    rank, carrier = process.place.rank, process.carrier
-    for batch in _batches(fulls):
-        by_rank: dict[int, list[torch.Tensor]] = {}
-        received = []
-        for full, held, box in batch:
-            source, target = full.boxes[held], full.view(box)
-            values = target
-            if target is None or target.device != carrier or not target.is_contiguous():
-                values = torch.empty(shape_of(box), dtype=full.dtype, device=carrier)
-                received.append((target, values))
-            by_rank.setdefault(source, []).append(values)
-            if source == rank:
-                local = shards[full.key].tensor.reshape(shape_of(held))
-                values.copy_(local[slices(relative(box, held))])
+def _send(fulls: Sequence[_FullTensor], shards: Mapping[Any, Shard], process: Process) -> None:
+    """Broadcast all boxes from the ranks that have them, in batches. Collective."""
+    by_rank: dict[int, list[torch.Tensor]] = {}
+    received: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+    room = _BATCH_BYTES
+
+    def flush() -> None:
         for source in sorted(by_rank):
             broadcast_(by_rank[source], process.group, source)
         for target, values in received:
             if target is not None:
                 target.copy_(values)
+        by_rank.clear()
+        received.clear()
+
+    for full in fulls:
+        for held, box in full.pieces():
+            target, source = full.view(box), full.boxes[held]
+            nbytes = math.prod(shape_of(box)) * full.dtype.itemsize
+            if nbytes > room:
+                flush()
+                room = _BATCH_BYTES
+            room -= nbytes
+            if target is not None and target.device == process.carrier and target.is_contiguous():
+                values = target
+            else:
+                values = torch.empty(shape_of(box), dtype=full.dtype, device=process.carrier)
+                received.append((target, values))
+            by_rank.setdefault(source, []).append(values)
+            if source == process.place.rank:
+                local = shards[full.key].tensor.reshape(shape_of(held))
+                values.copy_(local[slices(relative(box, held))])
+    flush()
