@@ -45,12 +45,16 @@ class StateObject:
         self.node: dict[str, Json] = {TAG: self.kind}
 
     def shards(self) -> Iterator[LocalShard]:
-        """Yield the shards on this rank. Local."""
+        """Give the shards on this rank. Local."""
         return iter(())
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         """Return everything that is not a shard. Local."""
         return {"name": self.name}
+
+    def part_of(self, value: dict[str, Json]) -> dict[str, Json]:
+        """Return the part of a ``value`` that other ranks don't have."""
+        return {self.divided: value[self.divided]}
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
         """Return the ``value`` of all ranks together."""
@@ -59,10 +63,6 @@ class StateObject:
             entries |= value[self.divided]
         return {**values[0], self.divided: entries}
 
-    def part_of(self, value: dict[str, Json]) -> dict[str, Json]:
-        """Return what the other ranks need of a ``value``."""
-        return {self.divided: value[self.divided]}
-
     def problem(self, node: Node) -> str:
         """Return why this object can't take a saved node, or an empty string. Local."""
         return ""
@@ -70,10 +70,6 @@ class StateObject:
     def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
         """Return the shards to fill on this rank, each with the name of its saved tensor. Local."""
         return []
-
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that removes the state created by ``slots``."""
-        return lambda: None
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
         """Return what ``fill`` takes. Called before any object is changed."""
@@ -136,16 +132,16 @@ class TensorObject(StateObject):
 
     def __init__(self, name: str, path: str, tensor: torch.Tensor) -> None:
         super().__init__(name, path)
-        self._tensor = tensor
+        self._shard = shard.whole(name, tensor)
 
     def shards(self) -> Iterator[LocalShard]:
-        yield LocalShard(shard.whole(self.name, self._tensor), equal=False)
+        yield LocalShard(self._shard, equal=False)
 
     def problem(self, node: Node) -> str:
         return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
 
     def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        return [("", shard.whole(self.name, self._tensor))]
+        return [("", self._shard)]
 
 
 @final
@@ -164,7 +160,7 @@ class RankObject(StateObject):
         return encoder.encode(call(self.path, self._object.state_dict), self.path)
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
-        """Decode this rank's entry of ``node["ranks"]``. New ranks take the entry of another rank."""
+        """Decode this rank's entry of ``node["ranks"]``. New ranks take that of another rank."""
         saved, rank = node["ranks"], process.rank()
         self._is_new_rank = rank >= len(saved)
         return decoder.decode(saved[rank % len(saved)])
@@ -192,40 +188,34 @@ class ModuleObject(StateObject):
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         #: True if all ranks together have one model, for example in a pipeline.
         self.merged = engine is not None and engine.distributed and engine.gradients.spread
-        self._is_spread = self.merged or (
-            engine is not None and engine.synchronizes and not engine.distributed
-        )
         #: The names in this module by the engine's names. None: they are equal.
         self._names: dict[str, str] | None = None
         if engine is not None and prefix:
-            outer = shard.tensor_names(engine.module)
-            self._names = {
-                outer[key][0]: names[0] for key, names in shard.tensor_names(module).items()
-            }
+            outer, inner = shard.tensor_names(engine.module), shard.tensor_names(module)
+            self._names = {outer[key][0]: names[0] for key, names in inner.items()}
 
     def _shards(self) -> list[Shard]:
-        shards = self._holdings.shards(None)
-        names = self._names
+        shards, names = self._holdings.shards(None), self._names
         if names is None:
             return shards
         return [replace(one, name=names[one.name]) for one in shards if one.name in names]
 
     def shards(self) -> Iterator[LocalShard]:
-        shards = self._shards()
-        equal = set()
-        if self.engine is not None and self.engine.synchronizes:
-            names = self._names
-            equal = {name if names is None else names.get(name) for name in self.engine.named}
-        for one in shards:
-            # If the module is spread over the ranks, each buffer is on one of them.
-            yield self.local_shard(one, self._is_spread or one.name in equal)
+        engine, names = self.engine, self._names
+        equal: set[str | None] = set()
+        everything = False
+        if engine is not None and engine.synchronizes:
+            equal = {name if names is None else names.get(name) for name in engine.named}
+            everything = not engine.distributed
+        # If the module is spread over the ranks, each buffer is on one of them.
+        everything = everything or self.merged
+        for one in self._shards():
+            yield self.local_shard(one, everything or one.name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        values = self._holdings.values(None)
-        extra = {}
-        for name in shard.extra_modules(self.module):
-            if self._prefix + name in values:
-                extra[name] = values[self._prefix + name]
+        values, prefix = self._holdings.values(None), self._prefix
+        names = [name for name in shard.extra_modules(self.module) if prefix + name in values]
+        extra = {name: values[prefix + name] for name in names}
         # All ranks must know the tensors in shards, so those of a single rank become JSON.
         encoder = Encoder(None) if self.merged else encoder
         node = {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
@@ -297,10 +287,9 @@ class OptimizerObject(StateObject):
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine
-        groups = []
+        groups, state = [], {}
         for i, group in enumerate(values["groups"]):
             groups.append(encoder.encode(group, place(f"{self.path}.param_groups", i)))
-        state = {}
         for name, own in values["state"].items():
             state[name] = encoder.encode(own, place(f"{self.path}.state", name))
         scaled = engine is not None and engine.precision.scaled
@@ -329,12 +318,12 @@ class OptimizerObject(StateObject):
         if node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
         here, saved = self._group_names(), [group["params"] for group in node["groups"]]
-        sizes, saved_sizes = [len(group) for group in here], [len(group) for group in saved]
+        sizes, saved_sizes = [*map(len, here)], [*map(len, saved)]
         if sizes != saved_sizes:
-            return f"the checkpoint has groups of {saved_sizes} parameters, and this optimizer of {sizes}"
+            return f"the checkpoint has groups of {saved_sizes} parameters, and not of {sizes}"
         if node["named"] and self._has_names and here != saved:
-            names_here = self._names_here({**node, "named": False})
-            saved_name, name = next(pair for pair in names_here.items() if pair[0] != pair[1])
+            pairs = zip(itertools.chain(*saved), itertools.chain(*here), strict=True)
+            saved_name, name = next(pair for pair in pairs if pair[0] != pair[1])
             return f"a parameter is {saved_name} in the checkpoint and {name} here"
         return ""
 
@@ -347,11 +336,11 @@ class OptimizerObject(StateObject):
                 name = f"{names_here[parameter]}/{key}"
                 saved_names[name], tensors[name] = saved_name, form
         self._saved_tensors = set(tensors)
-        return [
-            (saved_names[slot.name], slot) for slot in self._holdings.slots(self.optimizer, tensors)
-        ]
+        slots = self._holdings.slots(self.optimizer, tensors)
+        return [(saved_names[slot.name], slot) for slot in slots]
 
     def snapshot(self) -> Callable[[], None]:
+        """Return a function that removes the state created by ``slots``."""
         state = self.optimizer.state
         before = {parameter: dict(own) for parameter, own in state.items()}
 
@@ -366,17 +355,17 @@ class OptimizerObject(StateObject):
         return {**node, **decoded, "names": self._names_here(node)}
 
     def fill(self, values: Any) -> None:
-        names = values["names"]
+        names, engine = values["names"], self.engine
         groups = []
         for group in values["groups"]:
             groups.append({**group, "params": [names[name] for name in group["params"]]})
         state = {names[name]: own for name, own in values["state"].items()}
         self._holdings.fill(self.optimizer, {"groups": groups, "state": state})
-        if self.engine is None or not self.engine.holdings.partial(self.optimizer):
+        if engine is None or not engine.holdings.partial(self.optimizer):
             self._drop_other_state(state.keys())
         self._end_load()
-        if values.get("scale") and self.engine is not None and self.engine.precision.scaled:
-            self.engine.loss_scale.restore(*values["scale"])
+        if values.get("scale") and engine is not None and engine.precision.scaled:
+            engine.loss_scale.restore(*values["scale"])
         frozen = set(values["frozen"])
         for saved_name, name in names.items():
             parameter, trainable = self._parameters[name], saved_name not in frozen

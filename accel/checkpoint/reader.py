@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 # -- threads ---------------------------------------------------------------------------------------
 
-#: Each thread has a buffer of one chunk.
 _MOST_THREADS: Final = 8
 
 
@@ -46,41 +45,31 @@ def share() -> int:
     return max(1, min(_MOST_THREADS, cores // ranks))
 
 
-@final
-class WorkerThreads:
-    """Threads that start with the first work for several of them and end with the object."""
-
-    def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        self._own = threading.local()
-
-    def each(self, act: Callable[[T], object], items: Sequence[T], threads: int = 0) -> None:
-        """Call ``act`` for all items. Raises the error of the first item that failed."""
-        threads = threads or share()
-        # At the end of the program no thread can start.
-        if threads == 1 or len(items) < 2 or not threading.main_thread().is_alive():
-            for item in items:
-                act(item)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(threads, "accel.read")
-        futures = [self._pool.submit(act, item) for item in items]
+def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int = 0) -> None:
+    """Call ``act`` for all items. Raises the error of the first item that failed."""
+    threads = threads or share()
+    # At the end of the program no thread can start.
+    if threads == 1 or len(items) < 2 or not threading.main_thread().is_alive():
+        for item in items:
+            act(item)
+        return
+    with ThreadPoolExecutor(threads, "accel.read") as pool:
         try:
-            for future in futures:
-                future.result()
+            for _ in pool.map(act, items):
+                pass
         finally:
-            # The caller's memory and file must not be used once it goes on.
-            for future in futures:
-                future.cancel()
-            wait(futures)
+            pool.shutdown(cancel_futures=True)
 
-    @property
-    def buffer(self) -> memoryview:
-        """Memory for one chunk, of the calling thread."""
-        found: memoryview | None = getattr(self._own, "buffer", None)
-        if found is None:
-            found = self._own.buffer = memoryview(bytearray(CHUNK))
-        return found
+
+_local: Final = threading.local()
+
+
+def _scratch() -> memoryview:
+    """Return memory for one chunk, of the calling thread."""
+    if not hasattr(_local, "scratch"):
+        _local.scratch = memoryview(bytearray(CHUNK))
+    found: memoryview = _local.scratch
+    return found
 
 
 # -- the elements of a shard in files --------------------------------------------------------------
@@ -226,9 +215,8 @@ class _Header:
 class _ShardFile:
     """A shard file that is open."""
 
-    def __init__(self, file: File, threads: WorkerThreads) -> None:
+    def __init__(self, file: File) -> None:
         self.file = file
-        self.threads = threads
         self.header = _Header(0, {}, 0, None)
         #: Chunks in memory, which need not be read again.
         self._kept: dict[int, memoryview] = {}
@@ -286,7 +274,7 @@ class _ShardFile:
 
     def read_chunks(self, segments: Mapping[int, list[tuple[int, memoryview]]]) -> None:
         """Read chunks into the wanted views, by their offsets, and compare their checksums."""
-        self.threads.each(
+        in_threads(
             lambda number: self._read_chunk(number, segments[number]),
             sorted(segments),
             self.file.in_flight,
@@ -297,8 +285,8 @@ class _ShardFile:
             for offset, view in wanted:
                 self.file.fill(offset, [view])
             return
-        begin, scratch = self.header.base + number * CHUNK, self.threads.buffer
-        scratch = scratch[: min(CHUNK, self.file.size - begin)]
+        begin = self.header.base + number * CHUNK
+        scratch = _scratch()[: min(CHUNK, self.file.size - begin)]
         views, at = [], 0
         for offset, view in sorted(wanted, key=lambda one: one[0]):
             # Scratch memory takes what lies between the wanted bytes.
@@ -372,7 +360,6 @@ class Reader:
     def __init__(self, directory: str, record: Record) -> None:
         self._directory = directory
         self._record = record
-        self._threads = WorkerThreads()
         self._stage = host_memory(0, pinned=False)
         self._copies: list[Any] = []
         self._headers: dict[int, _Header] = {}
@@ -420,7 +407,7 @@ class Reader:
         if not is_url(path):
             path = os.path.join(self._directory, path)
         with storage_of(path).open(path, written.size) as opened:
-            file = _ShardFile(opened, self._threads)
+            file = _ShardFile(opened)
             file.header = self._headers.get(number, _Header(0, {}, 0, written.checksums))
             if header and number not in self._headers:
                 if len(self._headers) == _HEADERS:

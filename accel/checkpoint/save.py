@@ -311,6 +311,7 @@ class Writing:
 
 
 def check_visible(directory: str, record: Record) -> None:
+    """Raise if rank 0 does not see the files of all ranks."""
     try:
         folder.check_sizes(directory, record)
     except CheckpointError as error:

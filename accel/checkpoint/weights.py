@@ -101,18 +101,22 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
 
 def is_weights_alone(path: str) -> bool:
     """True for a directory with weights and no checkpoint, a file of weights, or an index."""
-    return not record.exists(path) and (_is_file(path) or bool(_present(path)))
+    return not record.exists(path) and _entrance(path) is not None
 
 
-def _is_file(path: str) -> bool:
+def _entrance(path: str) -> str | None:
+    """Return the file or the index of the weights at a path, or None."""
     storage = storage_of(path)
-    is_weights = path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME
-    return is_weights and storage.exists(path) and not storage.is_directory(path)
-
-
-def _present(directory: str) -> list[str]:
+    if path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME:
+        return path if storage.exists(path) and not storage.is_directory(path) else None
     names = [f"{stem}.safetensors{end}" for end in (".index.json", "") for stem in STEMS.values()]
-    return [name for name in names if storage_of(directory).exists(os.path.join(directory, name))]
+    found = [name for name in names if storage.exists(os.path.join(path, name))]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{path} has both {found[0]} and {found[1]}. "
+            "Pass one of these files, or remove the other."
+        )
+    return os.path.join(path, found[0]) if found else None
 
 
 def _only_model(tree: Tree | None, model: Leaf) -> dict[str, Json]:
@@ -128,24 +132,17 @@ def _only_model(tree: Tree | None, model: Leaf) -> dict[str, Json]:
 
 def _files(path: str) -> Iterator[tuple[str, set[str] | None]]:
     """Give the paths of the files, each with the names of the tensors to take. None: all."""
-    directory, names = path, _present(path)
-    if _is_file(path):
-        directory, names = os.path.dirname(path), [os.path.basename(path)]
-    if len(names) > 1:
-        raise CheckpointError(
-            f"{directory} has both {names[0]} and {names[1]}. "
-            "Pass one of these files, or remove the other."
-        )
+    entrance = _entrance(path)
+    assert entrance is not None
     # The cache of the Hugging Face hub consists of links.
-    real = storage_of(directory).real
-    if names[0].endswith(".safetensors"):
-        yield real(os.path.join(directory, names[0])), None
+    real = storage_of(path).real
+    if entrance.endswith(".safetensors"):
+        yield real(entrance), None
         return
-    index = os.path.join(directory, names[0])
     by_file: dict[str, set[str]] = {}
-    with parsing(f"{index} is not an index of weights"):
-        for key, name in json.loads(read_whole(real(index)))["weight_map"].items():
-            by_file.setdefault(os.path.join(directory, name), set()).add(key)
+    with parsing(f"{entrance} is not an index of weights"):
+        for key, name in json.loads(read_whole(real(entrance)))["weight_map"].items():
+            by_file.setdefault(os.path.join(os.path.dirname(entrance), name), set()).add(key)
     for name, keys in sorted(by_file.items()):
         yield real(name), keys
 
@@ -169,27 +166,8 @@ def _read_header(path: str) -> tuple[int, Mapping[str, dict[str, Any]]]:
 # -- choose what to export -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The entries of each file. ``prefix`` stands before their names in the checkpoint."""
-
-    reader: Reader
-    prefix: str
-    files: list[list[Entry]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entries in self.files for entry in entries)
-
-
-def _plan(directory: str, name: str | None, limit: int, dtype: str | None) -> Export:
-    found, _ = record.read(directory)
-    folder.check_sizes(directory, found)
-    name, node = choose(directory, found, name)
-    if node["extra"]:
-        raise CheckpointError(
-            f"{directory}: the model {name!r} has extra state, which these files can't hold."
-        )
+def _entries(found: Record, name: str, dtype: str | None) -> list[Entry]:
+    """Return the tensors of a model, under their names in it."""
     entries = []
     for full_name, stored in found.tensors.items():
         if full_name.startswith(f"{name}/"):
@@ -199,15 +177,7 @@ def _plan(directory: str, name: str | None, limit: int, dtype: str | None) -> Ex
                 converted = dtype
             box = ((0, stored.numel),)
             entries.append(Entry(full_name[len(name) + 1 :], converted, stored.shape, box))
-    if not entries:
-        raise CheckpointError(
-            f"{directory}: the model {name!r} was saved without tensors. "
-            "Change the filter of accel.save."
-        )
-    files = batched(entries, lambda entry: entry.nbytes, limit)
-    # Wide elements are first, so all are aligned.
-    ordered = [sorted(file, key=lambda entry: -ITEM_BYTES[entry.dtype]) for file in files]
-    return Export(Reader(directory, found), f"{name}/", ordered)
+    return entries
 
 
 def _parse_size(size: int | str) -> int:
@@ -300,28 +270,54 @@ def export(
     def act(rank: int, world: int) -> None:
         if rank == 0:
             background.wait()
-            limit, kind = _parse_size(max_shard_size), _parse_dtype(dtype)
             with folder.reporting_replacement(dir):
-                planned = _plan(folder.absolute(dir), name, limit, kind)
-                _write(planned, folder.absolute(out), library, overwrite)
+                _export(
+                    folder.absolute(dir),
+                    folder.absolute(out),
+                    name,
+                    _parse_size(max_shard_size),
+                    _parse_dtype(dtype),
+                    overwrite,
+                    library,
+                )
 
     on_running_ranks("accel.export", arguments, act)
 
 
-def _write(planned: Export, out: str, library: str, overwrite: bool) -> None:
+def _export(
+    directory: str,
+    out: str,
+    name: str | None,
+    limit: int,
+    dtype: str | None,
+    overwrite: bool,
+    library: str,
+) -> None:
     begin, storage = time.monotonic(), storage_of(out)
+    found, _ = record.read(directory)
+    folder.check_sizes(directory, found)
+    name, node = choose(directory, found, name)
+    entries = _entries(found, name, dtype)
+    if node["extra"] or not entries:
+        problem = "extra state, which these files can't hold" if entries else "no tensors"
+        raise CheckpointError(f"{directory}: the model {name!r} has {problem}.")
     if library not in STEMS:
         raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}.")
     if record.exists(out):
         raise CheckpointError(f"{out} is a checkpoint itself. Export into a different directory.")
-    old = _old_files(out)
+    # The names that libraries look for are first.
+    pattern = re.compile(
+        rf"({'|'.join(STEMS.values())})(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+    )
+    names = storage.names(out) if storage.is_directory(out) else []
+    old = sorted((one for one in names if pattern.fullmatch(one)), key=lambda one: "-of-" in one)
     if old and not overwrite:
         raise CheckpointError(
             f"{out} has weights already ({old[0]}). overwrite=True replaces them."
         )
-    storage.make(out)
-    contents = _contents(planned, STEMS[library])
+    contents = _contents(Reader(directory, found), f"{name}/", entries, limit, STEMS[library])
     temporary = {name: os.path.join(out, f".{name}.tmp") for name in contents}
+    storage.make(out)
     try:
         for name, content in contents.items():
             storage.remove(temporary[name])  # of an export that was killed
@@ -339,47 +335,44 @@ def _write(planned: Export, out: str, library: str, overwrite: bool) -> None:
     for name, path in temporary.items():
         storage.rename(path, os.path.join(out, name))
     storage.sync(out)
-    log_end(out, "exported", planned.nbytes, begin)
+    log_end(out, "exported", sum(entry.nbytes for entry in entries), begin)
 
 
-def _old_files(out: str) -> list[str]:
-    """Return the files of an earlier export, first those that libraries look for."""
-    names = storage_of(out).names(out) if storage_of(out).is_directory(out) else []
-    shard = re.compile(rf"({'|'.join(STEMS.values())})-\d+-of-\d+\.safetensors")
-    return [*_present(out), *sorted(name for name in names if shard.fullmatch(name))]
-
-
-def _contents(planned: Export, stem: str) -> dict[str, Content]:
+def _contents(
+    reader: Reader, prefix: str, entries: Sequence[Entry], limit: int, stem: str
+) -> dict[str, Content]:
     """Return the content of each file, the index last."""
-    count = len(planned.files)
-    ends = [f"-{i + 1:05d}-of-{count:05d}" for i in range(count)] if count > 1 else [""]
+    files = list(batched(entries, lambda entry: entry.nbytes, limit))
     contents: dict[str, Content] = {}
     weight_map: dict[str, str] = {}
-    for end, entries in zip(ends, planned.files, strict=True):
+    for number, own in enumerate(files):
+        end = f"-{number + 1:05d}-of-{len(files):05d}" if len(files) > 1 else ""
         name = f"{stem}{end}.safetensors"
-        contents[name] = _file_content(planned, entries)
-        weight_map |= {entry.name: name for entry in entries}
-    if count > 1:
-        metadata = {"total_size": planned.nbytes}
+        # Wide elements are first, so all are aligned.
+        own.sort(key=lambda entry: -ITEM_BYTES[entry.dtype])
+        contents[name] = _file_content(reader, prefix, own)
+        weight_map |= {entry.name: name for entry in own}
+    if len(files) > 1:
+        metadata = {"total_size": sum(entry.nbytes for entry in entries)}
         index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         text = f"{json.dumps(index, indent=2)}\n".encode()
         contents[f"{stem}.safetensors.index.json"] = lambda: [text]
     return contents
 
 
-def _file_content(planned: Export, entries: Sequence[Entry]) -> Content:
+def _file_content(reader: Reader, prefix: str, entries: Sequence[Entry]) -> Content:
     def pieces() -> Iterator[Shard]:
         for entry in entries:
-            name, dtype = f"{planned.prefix}{entry.name}", BY_NAME[entry.dtype]
-            total, step = math.prod(entry.shape), _PIECE // dtype.itemsize
+            dtype, total = BY_NAME[entry.dtype], math.prod(entry.shape)
+            step = _PIECE // dtype.itemsize
             for start in range(0, total, step):
                 room = torch.empty(min(step, total - start), dtype=dtype, device="cpu")
-                yield Shard(name, entry.shape, start, room)
+                yield Shard(f"{prefix}{entry.name}", entry.shape, start, room)
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(build_header(entries))
         for batch in batched(pieces(), lambda piece: piece.tensor.nbytes, _PIECE):
-            planned.reader.fill(batch)
+            reader.fill(batch)
             yield from (memory(piece.tensor) for piece in batch)
 
     return lambda: blocks(parts())
