@@ -182,7 +182,7 @@ class Loading:
         self._numbers = {name: number for number, name in enumerate(self._record.tensors)}
         self.reads = state is not None or any(n.startswith(OF_VALUES) for n in self._numbers)
         matched = State({} if state is None else state)
-        self._match = Match(matched, self._record.values, self._decoder)
+        self._match = Match(matched, self._decoder)
         self.differences = self._match.differences
         if state is None:
             self._apply = self._match.take(self._record.values)
@@ -333,7 +333,7 @@ class Loading:
 
 
 def _untie(one: ModuleObject, tensors: dict[str, Stored]) -> dict[str, str]:
-    """Keep only the first name of each tied tensor. Return the names under which these are stored."""
+    """Keep the first name of each tied tensor. Return the names under which these are stored."""
     stored_as = {}
     for first, others in one.tied().items():
         for name in others:

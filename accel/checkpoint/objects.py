@@ -146,7 +146,7 @@ class TensorObject(StateObject):
 
 @final
 class RankObject(StateObject):
-    """An object with a state for each rank: random generators, and loaders that ranks read alone."""
+    """An object with a state for each rank: generators, and loaders that ranks read alone."""
 
     kind = "ranks"
 

@@ -199,7 +199,7 @@ def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]
         if (kind.dtype, kind.shape) != (first.dtype, shape):
             raise CheckpointError(
                 f"{name} is {first.dtype} {list(shape)} on one rank and "
-                f"{kind.dtype} {list(kind.shape)} on rank {rank}. Save the same tensor on all ranks."
+                f"{kind.dtype} {list(kind.shape)} on rank {rank}. Save the same tensor on all."
             )
         if all(begin < end for begin, end in kind.box):
             holders.setdefault(kind.box, []).append(rank)

@@ -281,7 +281,7 @@ class Writing:
         commit: folder.Commit | None,
         gather: Gather,
     ) -> None:
-        """Write this rank's file and, on rank 0, the record once all files are there. Collective."""
+        """Write this rank's file and, on rank 0, the record once all files exist. Collective."""
         storage = storage_of(self.directory)
         name = folder.shard_name(self.save, self.rank)
 
@@ -316,7 +316,7 @@ def check_visible(directory: str, record: Record) -> None:
         folder.check_sizes(directory, record)
     except CheckpointError as error:
         raise CheckpointError(
-            "A rank wrote its file, and rank 0 does not see it whole: save into a directory of this "
-            "job alone, on a file system that all nodes share, or into an object store "
+            "A rank wrote its file, and rank 0 does not see it whole: save into a directory of "
+            "this job alone, on a file system that all nodes share, or into an object store "
             f"('s3://...') ({error})"
         ) from error

@@ -145,7 +145,7 @@ class Entry:
 
 
 def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Return the name of a box in a file: ``name`` if it is the full tensor, or ``name[0:5,3:6]``."""
+    """Return the name of a box in a file: ``name[0:5,3:6]``, or ``name`` of the full tensor."""
     if math.prod(shape_of(box)) == math.prod(shape):
         return name
     return f"{name}[{','.join(f'{begin}:{end}' for begin, end in box)}]"

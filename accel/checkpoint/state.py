@@ -33,7 +33,7 @@ OF_VALUES: Final = "~"
 #: Types that are not, and don't contain, objects.
 PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
-# -- Names of tensors --------------------------------------------------------------------------------------------------
+# -- names of tensors ------------------------------------------------------------------------------
 
 
 def component(key: object) -> str:
@@ -54,7 +54,7 @@ def join(name: str, part: str) -> str:
     return f"{name}/{part}" if name else part
 
 
-# -- Flatten -----------------------------------------------------------------------------------------------------------
+# -- flatten ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,11 +235,11 @@ def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
 def _check_unique(paths: dict[str, str], name: str, path: str) -> None:
     if paths.setdefault(name, path) != path:
         raise CheckpointError(
-            f"{paths[name]} and {path} have the same name {name!r} in a checkpoint. Use different keys."
+            f"{paths[name]} and {path} have the same name {name!r}. Use different keys."
         )
 
 
-# -- The tensors on this rank ------------------------------------------------------------------------------------------
+# -- the tensors on this rank ----------------------------------------------------------------------
 
 
 def shards_of(

@@ -243,11 +243,11 @@ def export(
     overwrite: bool = False,
     library: Literal["transformers", "diffusers"] = "transformers",
 ) -> None:
-    """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``, for transformers and vLLM.
+    """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``.
 
-    A large model becomes several files and ``model.safetensors.index.json``. Tied weights are
-    written once, under their first name. Add the library's ``config.json`` yourself. You can call
-    this in one process. On several ranks, rank 0 writes.
+    transformers and vLLM load it. A large model becomes several files with an index. Tied weights
+    are written once, under their first name. Add the library's ``config.json`` yourself. You can
+    call this in one process. On several ranks, rank 0 writes.
 
     Args:
         dir: a checkpoint.

@@ -55,23 +55,19 @@ def gather(
     for key, form in forms.items():
         is_tensor[key] = type(form) is TensorPlace and form.number == key
     by_rank = agree(title, (rows, is_tensor))
-    fulls: dict[Any, _FullTensor] = {}
-    missing: dict[tuple[str, Any], int] = {}
-    for rank, (rows, keys) in enumerate(by_rank):
-        for key, row in rows.items():
-            if key not in fulls:
-                fulls[key] = _FullTensor(key, row, process, keep)
-            fulls[key].add(rank, row)
+    # Values that are not tensors, and not on all ranks, are sent by the lowest rank.
+    senders: dict[tuple[str, Any], int] = {}
+    for rank, (_, keys) in enumerate(by_rank):
         for key, alone in keys.items():
             if not alone and not all(key in others for _, others in by_rank):
-                missing.setdefault(key, rank)
-    if missing:
+                senders.setdefault(key, rank)
+    if senders:
         # In host memory, because the device of a pickled tensor would be the sender's.
-        own = [key for key, owner in missing.items() if owner == process.place.rank]
-        first = {key: to_device(forms[key], "cpu") for key in own}
-        for sent in agree(f"{title}: values", first):
+        own = [key for key, sender in senders.items() if sender == process.place.rank]
+        for sent in agree(f"{title}: values", {key: to_device(forms[key], "cpu") for key in own}):
             for key, form in sent.items():
                 forms.setdefault(key, to_device(form, device or process.device))
+    fulls = _describe([rows for rows, _ in by_rank], process, keep)
     _send(list(fulls.values()), shards, process)
     if not keep:
         return {}
@@ -152,7 +148,7 @@ class _FullTensor:
         found = sum(math.prod(shape_of(box)) for box in self.boxes)
         if found != self.numel:
             raise AccelError(
-                f"{self.key} can't be put together: the ranks have {found} of {self.numel} elements."
+                f"{self.key} can't be put together: ranks have {found} of {self.numel} elements."
             )
         step = max(1, _BATCH_BYTES // self.dtype.itemsize)
         for held in self.boxes:
@@ -167,6 +163,19 @@ class _FullTensor:
             return None
         flat = len(box) == 1 and self.tensor.dim() != 1
         return (self.tensor.view(-1) if flat else self.tensor)[slices(box)]
+
+
+def _describe(
+    by_rank: Sequence[Mapping[Any, _Row]], process: Process, keep: bool
+) -> dict[Any, _FullTensor]:
+    """Return the full tensors, by their keys."""
+    fulls: dict[Any, _FullTensor] = {}
+    for rank, rows in enumerate(by_rank):
+        for key, row in rows.items():
+            if key not in fulls:
+                fulls[key] = _FullTensor(key, row, process, keep)
+            fulls[key].add(rank, row)
+    return fulls
 
 
 @torch.no_grad()
