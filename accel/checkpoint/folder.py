@@ -182,21 +182,22 @@ def _version(path: object) -> str:
     return ""
 
 
-def is_complete(directory: str) -> bool:
-    """True if a checkpoint can be loaded. Warns of one that can't."""
+def complete(directory: str) -> Record | None:
+    """Return the record of a checkpoint that can be loaded. Warns of one that can't."""
     try:
         with reporting_replacement(directory):
             if not exists(directory):
-                return False
-            check_sizes(directory, read(directory)[0])
-            return True
+                return None
+            record, _ = read(directory)
+            check_sizes(directory, record)
+            return record
     except ReplacedError:
-        return is_complete(directory)
+        return complete(directory)
     except (CheckpointError, OSError, MemoryError) as error:
         if isinstance(error, StoreError) or isinstance(error.__cause__, StoreError):
             raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
         logger.warning("%s is passed over: %s", directory, explain(error))
-        return False
+        return None
 
 
 # -- several checkpoints ---------------------------------------------------------------------------
@@ -213,15 +214,16 @@ def check_keep(directory: str, keep: object) -> None:
         )
 
 
-def _by_age(paths: Iterable[str]) -> list[str]:
-    """Return directories with records, the newest first; by the number at the end if equal."""
+def _by_age(paths: Iterable[str]) -> list[tuple[float, str]]:
+    """Return directories with records and the times of these files, the newest first."""
     found = []
     for path in paths:
         time = storage_of(path).modified(os.path.join(path, NAME))
         if time is not None:
+            # Times of object stores have whole seconds.
             number = _NUMBER.search(path)
             found.append((time, int(number[0]) if number else -1, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+    return [(time, path) for time, _, path in sorted(found, reverse=True)]
 
 
 def prune(directory: str, keep: int) -> None:
@@ -235,7 +237,7 @@ def prune(directory: str, keep: int) -> None:
             # Only directories, not links to a checkpoint that shall stay.
             if storage.real(os.path.join(real, other)) == os.path.join(real, other):
                 others.append(path)
-    for path in _by_age(others)[keep - 1 :]:
+    for _, path in _by_age(others)[keep - 1 :]:
         with contextlib.suppress(CheckpointError):
             remove(path)
 
@@ -262,7 +264,15 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         newest = _by_age([path, *(os.path.join(path, name) for name in names)])
     except StoreError as error:
         raise CheckpointError(f"{path} may be a checkpoint: {explain(error)}") from error
-    return next((one for one in newest if is_complete(one)), None)
+    best: tuple[float, str] | None = None
+    for time, one in newest:
+        # A record is as old as its file or, if it was linked or copied, older.
+        if best is not None and time + 1 < best[0]:
+            break
+        record = complete(one)
+        if record is not None and (best is None or record.time > best[0]):
+            best = record.time, one
+    return None if best is None else best[1]
 
 
 @locked

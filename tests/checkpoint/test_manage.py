@@ -39,6 +39,8 @@ def test_latest(tmp_path: Path) -> None:
     assert accel.latest(tmp_path) == str(tmp_path / "step-10")
     accel.save(state(2), tmp_path / "step-9")
     assert accel.latest(tmp_path) == str(tmp_path / "step-9")
+    accel.link(tmp_path / "step-10", tmp_path / "best")  # a second name is as old as the checkpoint
+    assert accel.latest(tmp_path) == str(tmp_path / "step-9")
 
 
 def test_keep(tmp_path: Path) -> None:
