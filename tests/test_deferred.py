@@ -102,8 +102,9 @@ def test_each_rank_reads_its_part(tmp_path: Path) -> None:
     net = source()
     save_file({n: t for n, t in net.state_dict().items() if n != "head.weight"}, tmp_path / "model.safetensors")
     size = sum(t.nbytes for n, t in net.state_dict().items() if n != "head.weight")
+    header = (tmp_path / "model.safetensors").stat().st_size - size
     for _, read in run(2, fill, str(tmp_path), "fsdp"):
-        assert size / 3 < read <= size / 2 + 64
+        assert size / 3 < read - 3 * header <= size / 2 + 64  # the header is read for the record, by setup and by load
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------------

@@ -122,6 +122,8 @@ def save(
     plan = make_plan(contents.listings)
     items = shards.items_of(plan.entries(rank), contents.shards)
     writing = Writing(folder.absolute(dir), messages[0].save, rank, begin, keep)
+    # A thread must not keep the tensors of the state alive.
+    values = contents.values
 
     def record(files: Sequence[Written | None]) -> Record:
         numbers = [number for number, file in enumerate(files) if file is not None]
@@ -132,7 +134,7 @@ def save(
             world_size=len(files),
             files=[file for file in files if file is not None],
             tensors=plan.stored({number: i for i, number in enumerate(numbers)}),
-            values=contents.values,
+            values=values,
             ranks=own if any(own) else [],
         )
 
