@@ -294,10 +294,15 @@ class Loading:
                 if isinstance(one, StatefulObject):
                     one.fill(values)
             with torch.no_grad():
-                shards = [slot for _, slot in self._slots]
-                self._reader.fill(shards)
+                # A weight in two models has the values of the first one.
+                wanted: dict[tuple[object, ...], Shard] = {}
+                for _, slot in self._slots:
+                    tensor = slot.tensor
+                    memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                    wanted.setdefault(memory, slot)
+                self._reader.fill(wanted.values())
                 # Autograd must see that tensors it saved for a backward have changed.
-                torch.autograd.graph.increment_version([slot.tensor for slot in shards])
+                torch.autograd.graph.increment_version([s.tensor for s in wanted.values()])
                 for one, values in pairs:
                     if not isinstance(one, StatefulObject | RankObject):
                         one.fill(values)
