@@ -225,11 +225,6 @@ class Contents:
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
     """Take a state apart, or raise with the path of something that can't be stored. Local."""
-    if filter is not None and not callable(filter):
-        raise CheckpointError(
-            f"filter={filter!r}: expected a function of a tensor's name. "
-            "Write lambda name: name.startswith('model/')."
-        )
     of_values: list[LocalShard] = []
 
     def store(tensor: torch.Tensor, path: str) -> str:

@@ -226,8 +226,6 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
 # -- writing ---------------------------------------------------------------------------------------
 
 METADATA: Final = "__metadata__"
-#: Other readers of safetensors accept no longer header.
-_MAX_HEADER: Final = 100_000_000
 _ALIGN: Final = 64
 #: Bytes that are hashed and then written, while they are in the caches of a core.
 _BLOCK: Final = 1 << 20
@@ -246,10 +244,6 @@ def build_header(entries: Iterable[Entry]) -> bytes:
         offset += entry.nbytes
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % _ALIGN)
-    if len(text) > _MAX_HEADER:
-        raise CheckpointError(
-            f"A file can't have {len(table)} tensors. Save fewer or on more ranks."
-        )
     return len(text).to_bytes(8, "little") + text
 
 

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import os
 import secrets
-import stat
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,16 +156,14 @@ class Local:
     def open(self, path: str, size: int | None = None) -> Iterator[File]:
         """Open a file. Raises CheckpointError if it is missing or doesn't have this size."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(unreadable(error)) from error
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file.")
+            found = os.fstat(fd).st_size
             if size is not None:
-                check_size(path, status.st_size, size)
-            yield _LocalFile(path, status.st_size, fd)
+                check_size(path, found, size)
+            yield _LocalFile(path, found, fd)
         finally:
             os.close(fd)
 
