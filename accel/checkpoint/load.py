@@ -358,7 +358,9 @@ def _order(one: StateObject) -> bool:
 # -- the first values of a model without memory ----------------------------------------------------
 
 
-_WAY_OUT: Final = " (deferred_init(weights, strict=False) accepts more tensors and fewer buffers)"
+_WAY_OUT: Final = (
+    " (deferred_init(weights, strict=False) takes one that has more, or lacks buffers)"
+)
 
 
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:

@@ -169,8 +169,8 @@ def _absent(directory: str) -> str:
             f"Load one of them, for example accel.latest({directory!r})."
         )
     return (
-        f"{directory} has no {NAME}, so it is not a complete checkpoint. "
-        f"It holds {', '.join(names[:5]) or 'nothing'}."
+        f"{directory} has no {NAME}, so it is not a complete checkpoint: "
+        f"it holds {', '.join(names[:5]) or 'nothing'}."
     )
 
 
