@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, product
-from operator import itemgetter
-from typing import Any, Final, final
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,12 +18,10 @@ from .trees import map_tensors
 
 _EXTRA: Final = "_extra_state"
 
-# -- boxes of a tensor that is cut along several dimensions, and the grid that they make -----------
+# -- boxes -----------------------------------------------------------------------------------------
 
-#: (begin, end) in each dimension. () is the whole tensor.
+#: (begin, end) in each dimension of a tensor. One side alone counts elements in row-major order.
 Box = tuple[tuple[int, int], ...]
-#: The positions at which each dimension is cut, in increasing order. () is nowhere.
-Cuts = tuple[tuple[int, ...], ...]
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
@@ -33,13 +29,40 @@ def shape_of(box: Box) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in box)
 
 
-def in_box(box: Box, other: Box) -> tuple[slice, ...]:
-    """Return the intersection of two boxes as an index into the second one."""
-    sides = zip(box, other, strict=True)
-    return tuple(
-        slice(max(begin, first) - first, min(end, last) - first)
-        for (begin, end), (first, last) in sides
-    )
+def slices(box: Box) -> tuple[slice, ...]:
+    """Return the index that selects a box in its tensor."""
+    return tuple(slice(begin, end) for begin, end in box)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """Return the common elements of two boxes with as many sides, or None if they have none."""
+    sides = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        begin, end = max(a, c), min(b, d)
+        if begin >= end:
+            return None
+        sides.append((begin, end))
+    return tuple(sides)
+
+
+def relative(box: Box, outer: Box) -> Box:
+    """Return a box as seen from the corner of a box around it."""
+    sides = zip(box, outer, strict=True)
+    return tuple((begin - first, end - first) for (begin, end), (first, _) in sides)
+
+
+def flattened(box: Box, shape: tuple[int, ...]) -> Box | None:
+    """Return a box as a range in row-major order, or None if its elements are not one range."""
+    if len(box) == 1 and len(shape) != 1:
+        return box
+    start, is_cut, row = 0, False, math.prod(shape)
+    for (begin, end), size in zip(box, shape, strict=True):
+        if is_cut and (begin, end) != (0, size):
+            return None
+        row //= max(size, 1)
+        start += begin * row
+        is_cut = is_cut or end - begin != 1
+    return ((start, start + math.prod(shape_of(box))),)
 
 
 def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
@@ -62,79 +85,12 @@ def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
         start += count
 
 
-@final
-class Grid:
-    """A tensor that all ranks cut into the same blocks.
-
-    The line of a grid is all elements, block after block in row-major order, and row-major inside
-    of each block.
-    """
-
-    def __init__(self, shape: tuple[int, ...], cuts: Cuts = ()) -> None:
-        self.shape, self.cuts = shape, cuts
-        self.whole: Box = tuple((0, size) for size in shape)
-        self._sides = [
-            list(pairwise((0, *at, size)))
-            for size, at in zip(shape, cuts or [()] * len(shape), strict=True)
-        ]
-
-    @classmethod
-    def of(cls, name: str, shape: tuple[int, ...], boxes: Collection[Box]) -> Grid:
-        """Return the grid of a tensor's boxes.
-
-        Raises:
-            CheckpointError: they overlap, leave a hole, or don't form a grid.
-        """
-        if not any(boxes):
-            return cls(shape)
-        distinct = {box or cls(shape).whole for box in boxes}
-        cuts = []
-        for dim in range(len(shape)):
-            cuts.append(tuple(sorted({box[dim][0] for box in distinct} - {0})))
-        grid = cls(shape, tuple(cuts))
-        if len(distinct) != math.prod(map(len, grid._sides)) or distinct != set(
-            grid.blocks(grid.whole)
-        ):
-            raise CheckpointError(
-                f"the parts of {name} {list(shape)} overlap or leave a hole: {sorted(distinct)[:4]}"
-            )
-        return grid
-
-    def first(self, block: Box) -> int:
-        """Return the position of a block's first element on the line."""
-        position = 0
-        for dim, (begin, _) in enumerate(block):
-            position += math.prod(shape_of(block[:dim])) * begin * math.prod(self.shape[dim + 1 :])
-        return position
-
-    def block(self, position: int) -> Box:
-        """Return the block of an element on the line."""
-        block: Box = ()
-        for dim, sides in enumerate(self._sides):
-            row_size = math.prod(shape_of(block)) * math.prod(self.shape[dim + 1 :])
-            side = sides[bisect_right(sides, position // row_size, key=itemgetter(0)) - 1]
-            block = (*block, side)
-            position -= side[0] * row_size
-        return block
-
-    def blocks(self, box: Box) -> Iterator[Box]:
-        """Give the blocks that intersect a box."""
-        hit: list[list[tuple[int, int]]] = []
-        for sides, (begin, end) in zip(self._sides, box, strict=True):
-            hit.append([side for side in sides if side[0] < end and begin < side[1]])
-        return product(*hit)
-
-    def put(self, values: torch.Tensor, start: int, tensor: torch.Tensor) -> None:
-        """Copy elements of the line, from position ``start`` on, into the full tensor."""
-        done = 0
-        while done < len(values):
-            block = self.block(start + done)
-            offset = start + done - self.first(block)
-            stop = min(offset + len(values) - done, math.prod(shape_of(block)))
-            for box in divided(block, offset, stop):
-                target = tensor[tuple(slice(*side) for side in box)]
-                target.copy_(values[done : done + target.numel()].view(target.shape))
-                done += target.numel()
+def expanded(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
+    """Give boxes with a side for each dimension that have the elements of ``box``, in order."""
+    if len(box) == len(shape):
+        yield box
+    else:
+        yield from divided(tuple((0, size) for size in shape), *box[0])
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -142,18 +98,15 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A contiguous range of elements of a tensor, in row-major order, that is stored on this rank.
-
-    The range may be in a box of the tensor. All boxes of a tensor form a grid. If the elements of a
-    box are a range of the tensor, as rows of a matrix are, it is stored as a range: ``start``
-    moves, and ``box`` becomes ().
+    """The elements of a tensor that are stored on this rank: a range in row-major order, or a box.
 
     Args:
         name: the tensor's name. An optimizer's state of a parameter is named
             ``"<parameter>/<key>"``.
         shape: the shape of the full tensor.
-        start: the position of the first element in the box.
+        start: the position of the first element in the full tensor, or in ``box``.
         tensor: the elements, in any shape. Writing to it changes the state itself.
+        box: the box that has the elements. They may be some of its rows.
     """
 
     name: str
@@ -162,43 +115,30 @@ class Shard:
     tensor: torch.Tensor
     box: Box = ()
 
-    def __post_init__(self) -> None:
+    @property
+    def region(self) -> Box:
+        """The elements as a box, which has one side if they are a range in row-major order."""
+        count = self.tensor.numel()
         if not self.box:
-            return
-        # The first dimension that can be cut decides, so that all boxes of a grid become ranges, or
-        # none.
-        rows = next((dim for dim, size in enumerate(self.shape) if size != 1), 0)
-        for dim, (side, size) in enumerate(zip(self.box, self.shape, strict=True)):
-            if dim != rows and side != (0, size):
-                return
-        object.__setattr__(
-            self, "start", self.start + self.box[rows][0] * math.prod(self.shape[rows + 1 :])
-        )
-        object.__setattr__(self, "box", ())
+            return ((self.start, self.start + count),)
+        # FSDP divides the rows of what tensor parallelism has left on this rank.
+        (first, _), *rest = self.box
+        row_size = math.prod(shape_of(self.box[1:]))
+        row, rows = self.start // max(row_size, 1), count // max(row_size, 1)
+        box = ((first + row, first + row + rows), *rest)
+        return flattened(box, self.shape) or box
 
     def fill(self, whole: torch.Tensor) -> None:
         """Copy the shard's elements from the full tensor."""
-        box = whole.detach()[tuple(slice(*side) for side in self.box)]
-        elements = box.reshape(-1)[self.start : self.start + self.tensor.numel()]
-        self.tensor.copy_(elements.view(self.tensor.shape))
+        region = self.region
+        flat = len(region) == 1 and len(self.shape) != 1
+        source = whole.detach().reshape(-1) if flat else whole.detach()
+        self.tensor.copy_(source[slices(region)].reshape(self.tensor.shape))
 
 
 def whole(name: str, tensor: torch.Tensor) -> Shard:
     """Return the shard of a tensor that this rank has in full."""
     return Shard(name, tuple(tensor.shape), 0, tensor.detach())
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """True if elements may share memory, as in an expanded tensor."""
-    if tensor.is_contiguous():
-        return False
-    reach = 0  # of the smaller strides
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and tensor.numel():
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
 
 
 # -- names and entries of state dicts --------------------------------------------------------------
@@ -236,8 +176,9 @@ def module_shards(
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if name.rpartition(".")[2] == _EXTRA:
-            continue  # it is one of the values
-        if not isinstance(value, torch.Tensor) or id(value) not in own:
+            continue
+        # bitsandbytes adds the scales of quantized weights, which no parameter holds.
+        if id(value) not in own:
             raise CheckpointError(
                 f"the state_dict() of this {kind} has {name!r} ({type(value).__name__}), which is "
                 "not one of its parameters or buffers. Save model.state_dict() as a value instead."
@@ -277,9 +218,9 @@ def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
 
     The state of a 0-dim parameter is 0-dim too, except for its counter.
     """
-    return isinstance(value, torch.Tensor) and (
-        value.dim() > 0 or (parameter.dim() == 0 and key != "step")
-    )
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
 
 
 def state_device(
@@ -366,13 +307,17 @@ class Raw:
         """
         if optimizer is None:
             return module_shards(self.module, self.part)
-        entries = self.entries(optimizer)
-        _check_keys(optimizer, self.parameter_names, entries)
         shards = []
-        for entry in entries:
+        for entry in self.entries(optimizer):
             for key, value in entry.state.items():
-                if is_shard(key, value, entry.parameter):
-                    shards.append(self.part(entry.name, value, key))
+                if not is_shard(key, value, entry.parameter):
+                    continue
+                if not isinstance(key, str) or "/" in key:
+                    raise CheckpointError(
+                        f"the state of {entry.name} has a tensor under {key!r}. "
+                        "Use a string without a slash as the key."
+                    )
+                shards.append(self.part(entry.name, value, key))
         return [shard for shard in shards if shard is not None]
 
     def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -384,28 +329,26 @@ class Raw:
         """
         if optimizer is None:
             modules = extra_modules(self.module)
-            return {
-                name: child.get_extra_state() for name, child in modules.items() if self.has(name)
-            }
-        names = self.parameter_names
+            return {n: child.get_extra_state() for n, child in modules.items() if self.has(n)}
+        names, state = self.parameter_names, {}
         groups = [
             {**group, "params": [names[id(p)] for p in group["params"]]}
             for group in optimizer.param_groups
         ]
-        state = {}
         for entry in self.entries(optimizer):
             if entry.state:
                 items = entry.state.items()
-                state[entry.name] = {
-                    key: value for key, value in items if not is_shard(key, value, entry.parameter)
-                }
+                state[entry.name] = {k: v for k, v in items if not is_shard(k, v, entry.parameter)}
         return {"groups": groups, "state": state}
 
     def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
         """Return the shards that a checkpoint fills. Missing optimizer state is created. Local."""
         if optimizer is None:
             return self.shards(None)
-        elementwise = _is_elementwise(optimizer)
+        # The state of other optimizers may have any shape.
+        kind = type(optimizer)
+        elementwise = kind.__module__.startswith("torch.optim.")
+        elementwise = elementwise and kind.__name__ not in ("LBFGS", "Adafactor")
         entries = {entry.name: entry for entry in self.entries(optimizer)}
         slots = []
         for full_name, (shape, dtype) in manifest.items():
@@ -414,19 +357,14 @@ class Raw:
             if entry is None:
                 continue
             if elementwise and shape != entry.shape:  # the caller raises, so nothing is allocated
-                slots.append(
-                    Shard(
-                        full_name,
-                        entry.shape,
-                        0,
-                        torch.empty(entry.shape, dtype=dtype, device="meta"),
-                    )
-                )
+                nothing = torch.empty(entry.shape, dtype=dtype, device="meta")
+                slots.append(Shard(full_name, entry.shape, 0, nothing))
                 continue
             state = optimizer.state[entry.parameter]
             if not is_shard(key, state.get(key), entry.parameter):
-                floating = dtype.is_floating_point and entry.parameter.is_floating_point()
-                dtype = entry.parameter.dtype if elementwise and floating else dtype
+                if elementwise and dtype.is_floating_point:
+                    own = entry.parameter.dtype
+                    dtype = own if own.is_floating_point else dtype
                 state[key] = self.new_state(entry, key, shape, dtype)
             slot = self.part(name, state[key], key)
             if slot is not None and elementwise and slot.shape == tuple(slot.tensor.shape):
@@ -441,10 +379,9 @@ class Raw:
             fill_module_values(self.module, values)
             return
         for group, saved in zip(optimizer.param_groups, values["groups"], strict=True):
-            options = {key: value for key, value in saved.items() if key != "params"}
-            group.update(
-                {key: _copied(value, group.get(key), None) for key, value in options.items()}
-            )
+            for key, value in saved.items():
+                if key != "params":
+                    group[key] = _copied(value, group.get(key), None)
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             saved = values["state"].get(entry.name)
@@ -455,43 +392,6 @@ class Raw:
             for key, value in saved.items():
                 device = state_device(key, entry.parameter.device, groups[entry.name])
                 state[key] = _copied(value, state.get(key), device)
-
-
-def _check_keys(
-    optimizer: Optimizer, names: Mapping[int, str], entries: Sequence[StateEntry]
-) -> None:
-    """Raise CheckpointError for state that could not be loaded again."""
-    kind = type(optimizer).__name__
-    known = {*map(id, parameters_of(optimizer)), *(id(entry.parameter) for entry in entries)}
-    for owner, state in optimizer.state.items():
-        empty = isinstance(state, dict) and not state
-        if id(owner) not in known and not empty:
-            label = (
-                names.get(id(owner), "a parameter")
-                if isinstance(owner, torch.Tensor)
-                else repr(owner)
-            )
-            raise CheckpointError(
-                f"this {kind} has state of {label}, which is in none of its groups and would be "
-                "lost. Keep a frozen parameter in its group, or call "
-                "optimizer.state.pop(parameter)."
-            )
-    for entry in entries:
-        for key, value in entry.state.items():
-            if isinstance(value, torch.Tensor) and (not isinstance(key, str) or "/" in key):
-                raise CheckpointError(
-                    f"the state of {entry.name} in this {kind} has a tensor under {key!r}: "
-                    "expected a string without a slash"
-                )
-
-
-def _is_elementwise(optimizer: Optimizer) -> bool:
-    """True if tensors of the state are known to have the shapes of the parameters."""
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and kind.__name__ not in (
-        "LBFGS",
-        "Adafactor",
-    )
 
 
 def _copied(value: Any, old: Any, device: torch.device | None) -> Any:

@@ -86,11 +86,13 @@ def test_values_of_a_directory(tmp_path: Path, backend: str) -> None:
     accel.teardown()
     size = sum(t.nbytes for t in files.values())
     for directory in (tmp_path, tmp_path / "c"):
+        header = (directory / "model.safetensors").stat().st_size - size if directory == tmp_path else 0
         for state, read in run(1 if backend == "single" else 2, fill, str(directory), backend):
             assert state.keys() == net.state_dict().keys()
             assert all(torch.equal(state[n], t) for n, t in net.state_dict().items())
             if backend == "fsdp" and directory == tmp_path:
-                assert size / 3 < read <= size / 2 + 64
+                # The header is read for the record, by setup and by load.
+                assert size / 3 < read - 3 * header <= size / 2 + 64
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------------

@@ -1,15 +1,14 @@
-"""Checkpoints: per-rank shards, one record that is the commit, any world size and backend to any other.
+"""Checkpoints: a file for each rank, and one record that is the commit.
 
-A tensor's way into a checkpoint, and out of it:
+The files in the order in which a tensor goes through them:
 
-    save.save   contents_of: where it lies on this rank (state, objects) > Contents.complete: who writes which range (layout)
-                > Writer.write: its bytes, in this rank's file (shards) > Writer.commit: the record of all files (record)
-    load.load   open_checkpoint: the record (weights) > Loading: where it belongs, as ranges of it (match, objects)
-                > Loading.apply: its bytes, compared with their checksums, in place (reader)
+    save.save   state, objects: its shard on this rank > plan: who writes which box > shards: its
+                bytes in a file > record, folder: the commit
+    load.load   record > match, objects: where it goes > reader: its bytes, with their checksums
 
-Both: steps (of all ranks: one's failure is everyone's, and what is refused, missing or damaged is a CheckpointError), values
-(what is no tensor), folder (the names in a directory), safetensors (the form of a file), storage and remote (disks and object
-stores). Beside: background (saves that go on) and weights (other libraries' files, written and read).
+Both use storage and remote for disks and object stores, values for what is not a tensor, and steps
+for what all ranks do together. background runs a save in a thread. weights reads and writes the
+files of transformers and diffusers. old_format reads what accel 0.1 wrote.
 """
 
 from .folder import latest, link

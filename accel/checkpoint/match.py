@@ -11,10 +11,10 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import CheckpointError
-from ..shard import Shard, overlaps_itself
+from ..shard import Shard
 from .objects import StateObject
 from .record import Stored
-from .safetensors import BY_NAME
+from .shards import BY_NAME
 from .state import OF_VALUES, PLAIN, Leaf, State, Tree, items_of
 from .values import TAG, Decoder, Json, place
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("accel")
 #: Updates a value of the state, and returns the value that takes its place.
 Apply = Callable[[], Any]
 
-# -- Saved values as JSON ----------------------------------------------------------------------------------------------
+# -- saved values as JSON --------------------------------------------------------------------------
 
 _MAPPINGS: Final = ("dict", "OrderedDict", "defaultdict", "Counter")
 _OBJECTS: Final = ("module", "optimizer", "stateful", "ranks")
@@ -51,22 +51,13 @@ def _is_object(node: Json) -> bool:
     return node.get(TAG) in _OBJECTS
 
 
-def _holders(root: Json) -> set[int]:
-    """Return the ids of the nodes that are, or contain, objects."""
-    holders: set[int] = set()
-
-    def visit(node: Json) -> bool:
-        holds = _is_object(node)
-        for child in node.values() if isinstance(node, dict) else node:
-            # Most nodes are numbers and strings.
-            if isinstance(child, dict | list) and visit(child):
-                holds = True
-        if holds:
-            holders.add(id(node))
-        return holds
-
-    visit(root)
-    return holders
+def _holds(node: Json) -> bool:
+    """True if the node is, or contains, an object."""
+    if _is_object(node):
+        return True
+    if isinstance(node, dict):
+        node = list(node.values())
+    return isinstance(node, list) and any(map(_holds, node))
 
 
 def _is_sequence(node: Json) -> bool:
@@ -79,7 +70,7 @@ def _describe(node: Json) -> str:
     return f"a list of {len(node)}" if isinstance(node, list) else f"the value {node!r}"
 
 
-# -- The walk over both ------------------------------------------------------------------------------------------------
+# -- the walk over both ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +89,9 @@ class Differences:
 class Match:
     """A state next to the saved values."""
 
-    def __init__(self, state: State, values: Json, decoder: Decoder) -> None:
+    def __init__(self, state: State, decoder: Decoder) -> None:
         self._state = state
         self._decoder = decoder
-        self._holders = _holders(values)
         self.objects: list[tuple[StateObject, Mapping[str, Json]]] = []
         #: The saved plain values that are used, and the same once decoded.
         self.plain: list[Json] = []
@@ -115,28 +105,23 @@ class Match:
         if isinstance(tree, Leaf):
             self._visit_object(self._state.object_of(tree), node)
             return lambda: value
-        walked = tree is not None or isinstance(value, dict)
-        if not walked and id(node) not in self._holders:
+        is_dict = isinstance(value, dict)
+        walked = tree is not None or is_dict
+        if not walked and not _holds(node):
             return self.take(node)
         children = children_of(node, self._decoder) if walked else None
-        fits = children is not None and _is_sequence(node) != isinstance(value, dict)
-        if (
-            children is None
-            or not fits
-            or (not isinstance(value, dict) and len(children) != len(value))
-        ):
-            here = f"a {type(value).__name__}{f' of {len(value)}' if walked else ''}"
-            filled = tree is not None or id(node) in self._holders
-            reason = (
-                "objects are filled in place, so give as many as were saved"
-                if filled
-                else "only a dict fits"
-            )
-            self.differences.unfit.append(
-                f"{path} is {here}, and in the checkpoint {_describe(node)}: {reason}"
-            )
-            return lambda: value
-        return self._visit_container(tree, value, children, path)
+        fits = children is not None and (is_dict or len(children) == len(value))
+        if children is not None and fits and is_dict != _is_sequence(node):
+            return self._visit_container(tree, value, children, path)
+        size = f" of {len(value)}" if walked else ""
+        reason = "only a dict fits"
+        if tree is not None or _holds(node):
+            reason = "objects are filled in place, so give as many as were saved"
+        self.differences.unfit.append(
+            f"{path} is a {type(value).__name__}{size}, and in the checkpoint "
+            f"{_describe(node)}: {reason}"
+        )
+        return lambda: value
 
     def take(self, node: Json) -> Apply:
         """Return a function that gives the decoded value of a node."""
@@ -149,10 +134,11 @@ class Match:
 
     def _decode(self, node: Json, path: str = "state") -> Any:
         """Return a value without its objects. Dicts leave them out, lists have None instead."""
-        if id(node) not in self._holders:
+        if not _holds(node):
             return self._decoder.decode(node)
         values: dict[Any, Any] = {}
-        for key, child in (children_of(node, self._decoder) or {}).items():
+        children = children_of(node, self._decoder) or {}
+        for key, child in children.items():
             where = place(path, key)
             if not _is_object(child):
                 values[key] = self._decode(child, where)
@@ -160,16 +146,13 @@ class Match:
                 self.left_out.append(where)
         if not _is_sequence(node):
             return values
-        items = [
-            values.get(i) for i in range(len(node if isinstance(node, list) else node["items"]))
-        ]
+        items = [values.get(number) for number in range(len(children))]
         return items if isinstance(node, list) else tuple(items)
 
     def _visit_object(self, one: StateObject, node: Json) -> None:
         if not isinstance(node, dict) or node.get(TAG) != one.kind:
-            self.differences.unfit.append(
-                f"{one.path} is a {one.kind}, and in the checkpoint {_describe(node)}"
-            )
+            text = f"{one.path} is a {one.kind}, and in the checkpoint {_describe(node)}"
+            self.differences.unfit.append(text)
         elif problem := one.problem(node):
             self.differences.unfit.append(f"{one.path}: {problem}")
         else:
@@ -183,19 +166,19 @@ class Match:
         for key, item in items_of(value):
             if key not in children:
                 self.differences.missing.append(place(path, key))
-            elif type(item) in PLAIN and id(children[key]) not in self._holders:
+            elif type(item) in PLAIN and not _holds(children[key]):
                 applies[key] = self.take(children[key])
             else:
                 applies[key] = self.visit(trees.get(key), item, children[key], place(path, key))
         if isinstance(value, dict) and tree is None and path != "state":
             # A dict of plain values is replaced as a whole: a history may have grown.
             for key in [key for key in children if key not in value]:
-                if id(children[key]) not in self._holders:
+                if not _holds(children[key]):
                     applies[key] = self.take(children[key])
                 elif not value:
                     self.differences.unfit.append(
-                        f"{path} is an empty dict, and in the checkpoint {place(path, key)} is {_describe(children[key])}, "
-                        "which is filled in place"
+                        f"{path} is an empty dict, and in the checkpoint {place(path, key)} is "
+                        f"{_describe(children[key])}, which is filled in place"
                     )
         return functools.partial(_replace, value, applies)
 
@@ -211,9 +194,10 @@ def _replace(container: Any, applies: Mapping[Any, Apply]) -> Any:
     return container
 
 
-# -- What doesn't fit --------------------------------------------------------------------------------------------------
+# -- differences -----------------------------------------------------------------------------------
 
-_FIRST: Final = 10  # differences that a message lists
+#: Differences that a message lists.
+_FIRST: Final = 10
 
 
 def report(
@@ -256,8 +240,9 @@ def unfit(stored: Stored, slot: Shard, convert: bool, planned: bool) -> str:
         return f"{dtype} in the checkpoint, {here.dtype} here{problem}"
     if here.is_meta and not planned:
         return "it is on the meta device. Call module.to_empty(device=...) first"
-    if overlaps_itself(here):
-        return "its elements share memory (an expanded view), so they can't be filled. Use tensor.clone()"
+    sides = zip(here.shape, here.stride(), strict=True)
+    if any(size > 1 and not stride for size, stride in sides):
+        return "its elements share memory (an expanded view). Use tensor.clone()"
     return ""
 
 
@@ -271,36 +256,27 @@ def _not_converted(dtype: torch.dtype, here: torch.Tensor, convert: bool, planne
     return ""
 
 
-def check_engines(function: str, told: Sequence[Mapping[str, str]]) -> None:
+def check_engines(function: str, by_rank: Sequence[Mapping[str, str]]) -> None:
     """Raise if ranks have different models: shards of one would pass for shards of the other."""
-    for rank, engines in enumerate(told):
-        for path in dict.fromkeys([*told[0], *engines]):
-            first, other = (
-                told[0].get(path, "without an engine"),
-                engines.get(path, "without an engine"),
-            )
+    none = "without an engine"
+    for rank, engines in enumerate(by_rank):
+        for path in dict.fromkeys([*by_rank[0], *engines]):
+            first, other = by_rank[0].get(path, none), engines.get(path, none)
             if first != other:
                 raise CheckpointError(
-                    f"{function}: {path} is {first} on rank 0 and {other} on rank {rank}. Give every rank the same model."
+                    f"{function}: {path} is {first} on rank 0 and {other} on rank {rank}. "
+                    "Give every rank the same model."
                 )
 
 
-def check_progress(told: Sequence[Mapping[str, str]]) -> None:
+def check_progress(by_rank: Sequence[Mapping[str, str]]) -> None:
     """Raise if ranks save different steps. A signal handler runs on each rank at its own time."""
-    for rank, progress in enumerate(told):
+    for rank, progress in enumerate(by_rank):
         for path, steps in progress.items():
-            if steps != told[0][path]:
+            first = by_rank[0][path]
+            if steps != first:
                 raise CheckpointError(
-                    f"accel.save: {path} is after {told[0][path]} on rank 0 and after {steps} on rank {rank}. "
-                    "Stop all ranks after the same step with accel.any_rank(flag). To go on, load an earlier checkpoint."
+                    f"accel.save: {path} is after {first} on rank 0 and after {steps} on rank "
+                    f"{rank}. Stop all ranks after the same step with accel.any_rank(flag). "
+                    "To go on, load an earlier checkpoint."
                 )
-
-
-def check_objects(digests: Sequence[str]) -> None:
-    """Raise if ranks fill different objects."""
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise CheckpointError(
-                f"accel.load: the state of rank {rank} has other objects than that of rank 0, and nothing was changed. "
-                "Pass the same keys on every rank."
-            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, TypeAlias, TypeVar, final
 
 import torch
@@ -20,21 +20,12 @@ from ..engines.base.step import take_added_groups
 from ..errors import CheckpointError, text_of_error
 from ..process.rng import RngState
 from ..shard import Manifest, Shard
+from .shards import LocalShard
 from .values import TAG, Decoder, Encoder, Json, place
 
 T = TypeVar("T")
 #: The JSON of an object in the record.
 Node: TypeAlias = Mapping[str, Json]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRange:
-    """A shard on this rank, under its name in the checkpoint."""
-
-    shard: Shard
-    #: True if an engine keeps the values equal on all ranks that have the shard.
-    #: Otherwise the values are compared.
-    equal: bool
 
 
 class StateObject:
@@ -53,13 +44,17 @@ class StateObject:
         #: The JSON in the record. ``value`` is added once the ranks have exchanged theirs.
         self.node: dict[str, Json] = {TAG: self.kind}
 
-    def ranges(self) -> Iterator[LocalRange]:
-        """Yield the shards on this rank. Local."""
+    def shards(self) -> Iterator[LocalShard]:
+        """Give the shards on this rank. Local."""
         return iter(())
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         """Return everything that is not a shard. Local."""
         return {"name": self.name}
+
+    def part_of(self, value: dict[str, Json]) -> dict[str, Json]:
+        """Return the part of a ``value`` that other ranks don't have."""
+        return {self.divided: value[self.divided]}
 
     def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
         """Return the ``value`` of all ranks together."""
@@ -76,10 +71,6 @@ class StateObject:
         """Return the shards to fill on this rank, each with the name of its saved tensor. Local."""
         return []
 
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that removes the state created by ``slots``."""
-        return lambda: None
-
     def decode(self, node: Node, decoder: Decoder) -> Any:
         """Return what ``fill`` takes. Called before any object is changed."""
         return None
@@ -87,9 +78,9 @@ class StateObject:
     def fill(self, values: Any) -> None:
         """Load everything that is not a shard. The shards are filled already."""
 
-    def local_range(self, own: Shard, equal: bool) -> LocalRange:
+    def local_shard(self, own: Shard, equal: bool) -> LocalShard:
         """Return a shard of this object under its name in the checkpoint."""
-        return LocalRange(replace(own, name=f"{self.name}/{own.name}"), equal)
+        return LocalShard(replace(own, name=f"{self.name}/{own.name}"), equal)
 
 
 def call(path: str, method: Callable[..., T], *args: Any) -> T:
@@ -141,21 +132,21 @@ class TensorObject(StateObject):
 
     def __init__(self, name: str, path: str, tensor: torch.Tensor) -> None:
         super().__init__(name, path)
-        self._tensor = tensor
+        self._shard = shard.whole(name, tensor)
 
-    def ranges(self) -> Iterator[LocalRange]:
-        yield LocalRange(shard.whole(self.name, self._tensor), equal=False)
+    def shards(self) -> Iterator[LocalShard]:
+        yield LocalShard(self._shard, equal=False)
 
     def problem(self, node: Node) -> str:
         return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
 
     def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        return [("", shard.whole(self.name, self._tensor))]
+        return [("", self._shard)]
 
 
 @final
 class RankObject(StateObject):
-    """An object with a state for each rank: random generators, and loaders that ranks read alone."""
+    """An object with a state for each rank: generators, and loaders that ranks read alone."""
 
     kind = "ranks"
 
@@ -169,7 +160,7 @@ class RankObject(StateObject):
         return encoder.encode(call(self.path, self._object.state_dict), self.path)
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
-        """Decode this rank's entry of ``node["ranks"]``. New ranks take the entry of another rank."""
+        """Decode this rank's entry of ``node["ranks"]``. New ranks take that of another rank."""
         saved, rank = node["ranks"], process.rank()
         self._is_new_rank = rank >= len(saved)
         return decoder.decode(saved[rank % len(saved)])
@@ -197,40 +188,34 @@ class ModuleObject(StateObject):
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         #: True if all ranks together have one model, for example in a pipeline.
         self.merged = engine is not None and engine.distributed and engine.gradients.spread
-        self._is_spread = self.merged or (
-            engine is not None and engine.synchronizes and not engine.distributed
-        )
         #: The names in this module by the engine's names. None: they are equal.
         self._names: dict[str, str] | None = None
         if engine is not None and prefix:
-            outer = shard.tensor_names(engine.module)
-            self._names = {
-                outer[key][0]: names[0] for key, names in shard.tensor_names(module).items()
-            }
+            outer, inner = shard.tensor_names(engine.module), shard.tensor_names(module)
+            self._names = {outer[key][0]: names[0] for key, names in inner.items()}
 
     def _shards(self) -> list[Shard]:
-        shards = self._holdings.shards(None)
-        names = self._names
+        shards, names = self._holdings.shards(None), self._names
         if names is None:
             return shards
         return [replace(one, name=names[one.name]) for one in shards if one.name in names]
 
-    def ranges(self) -> Iterator[LocalRange]:
-        shards = self._shards()
-        equal = set()
-        if self.engine is not None and self.engine.synchronizes:
-            names = self._names
-            equal = {name if names is None else names.get(name) for name in self.engine.named}
-        for one in shards:
-            # If the module is spread over the ranks, each buffer is on one of them.
-            yield self.local_range(one, self._is_spread or one.name in equal)
+    def shards(self) -> Iterator[LocalShard]:
+        engine, names = self.engine, self._names
+        equal: set[str | None] = set()
+        everything = False
+        if engine is not None and engine.synchronizes:
+            equal = {name if names is None else names.get(name) for name in engine.named}
+            everything = not engine.distributed
+        # If the module is spread over the ranks, each buffer is on one of them.
+        everything = everything or self.merged
+        for one in self._shards():
+            yield self.local_shard(one, everything or one.name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        values = self._holdings.values(None)
-        extra = {}
-        for name in shard.extra_modules(self.module):
-            if self._prefix + name in values:
-                extra[name] = values[self._prefix + name]
+        values, prefix = self._holdings.values(None), self._prefix
+        names = [name for name in shard.extra_modules(self.module) if prefix + name in values]
+        extra = {name: values[prefix + name] for name in names}
         # All ranks must know the tensors in shards, so those of a single rank become JSON.
         encoder = Encoder(None) if self.merged else encoder
         node = {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
@@ -295,17 +280,16 @@ class OptimizerObject(StateObject):
         #: The tensors of the state in the checkpoint, under the names here.
         self._saved_tensors: set[str] = set()
 
-    def ranges(self) -> Iterator[LocalRange]:
+    def shards(self) -> Iterator[LocalShard]:
         equal = self.engine is not None and self.engine.synchronizes
         for one in self._holdings.shards(self.optimizer):
-            yield self.local_range(one, equal)
+            yield self.local_shard(one, equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine
-        groups = []
+        groups, state = [], {}
         for i, group in enumerate(values["groups"]):
             groups.append(encoder.encode(group, place(f"{self.path}.param_groups", i)))
-        state = {}
         for name, own in values["state"].items():
             state[name] = encoder.encode(own, place(f"{self.path}.state", name))
         scaled = engine is not None and engine.precision.scaled
@@ -334,12 +318,12 @@ class OptimizerObject(StateObject):
         if node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
         here, saved = self._group_names(), [group["params"] for group in node["groups"]]
-        sizes, saved_sizes = [len(group) for group in here], [len(group) for group in saved]
+        sizes, saved_sizes = [*map(len, here)], [*map(len, saved)]
         if sizes != saved_sizes:
-            return f"the checkpoint has groups of {saved_sizes} parameters, and this optimizer of {sizes}"
+            return f"the checkpoint has groups of {saved_sizes} parameters, and not of {sizes}"
         if node["named"] and self._has_names and here != saved:
-            names_here = self._names_here({**node, "named": False})
-            saved_name, name = next(pair for pair in names_here.items() if pair[0] != pair[1])
+            pairs = zip(itertools.chain(*saved), itertools.chain(*here), strict=True)
+            saved_name, name = next(pair for pair in pairs if pair[0] != pair[1])
             return f"a parameter is {saved_name} in the checkpoint and {name} here"
         return ""
 
@@ -352,11 +336,11 @@ class OptimizerObject(StateObject):
                 name = f"{names_here[parameter]}/{key}"
                 saved_names[name], tensors[name] = saved_name, form
         self._saved_tensors = set(tensors)
-        return [
-            (saved_names[slot.name], slot) for slot in self._holdings.slots(self.optimizer, tensors)
-        ]
+        slots = self._holdings.slots(self.optimizer, tensors)
+        return [(saved_names[slot.name], slot) for slot in slots]
 
     def snapshot(self) -> Callable[[], None]:
+        """Return a function that removes the state created by ``slots``."""
         state = self.optimizer.state
         before = {parameter: dict(own) for parameter, own in state.items()}
 
@@ -371,17 +355,17 @@ class OptimizerObject(StateObject):
         return {**node, **decoded, "names": self._names_here(node)}
 
     def fill(self, values: Any) -> None:
-        names = values["names"]
+        names, engine = values["names"], self.engine
         groups = []
         for group in values["groups"]:
             groups.append({**group, "params": [names[name] for name in group["params"]]})
         state = {names[name]: own for name, own in values["state"].items()}
         self._holdings.fill(self.optimizer, {"groups": groups, "state": state})
-        if self.engine is None or not self.engine.holdings.partial(self.optimizer):
+        if engine is None or not engine.holdings.partial(self.optimizer):
             self._drop_other_state(state.keys())
         self._end_load()
-        if values.get("scale") and self.engine is not None and self.engine.precision.scaled:
-            self.engine.loss_scale.restore(*values["scale"])
+        if values.get("scale") and engine is not None and engine.precision.scaled:
+            engine.loss_scale.restore(*values["scale"])
         frozen = set(values["frozen"])
         for saved_name, name in names.items():
             parameter, trainable = self._parameters[name], saved_name not in frozen

@@ -1,98 +1,211 @@
-"""The bytes of shard files, written with their checksums."""
+"""Shard files: plain safetensors files, written front to back with checksums on the way."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, final
 
 import torch
 import xxhash
 
+from ..errors import CheckpointError
 from ..process.packing import row_of
 from ..process.transfer import PIECE, on_host
-from .safetensors import (
-    CHUNK,
-    DIGITS,
-    ITEM_BYTES,
-    Entry,
-    build_header,
-    chunks_of,
-    is_lazy,
-    memory,
-    resolve,
-)
-from .storage import Write, storage_of
+from ..shard import Box, Shard, flattened, relative, shape_of, slices
+from .storage import CHUNK, storage_of
 
-_WRITE: Final = 1 << 20  # bytes that are hashed, and then written while they are in the caches
+T = TypeVar("T")
+
+# -- dtypes and bytes ------------------------------------------------------------------------------
+
+#: The dtypes by their names in safetensors files.
+BY_NAME: Final[dict[str, torch.dtype]] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "C128": torch.complex128,
+}
+NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in BY_NAME.items()}
+ITEM_BYTES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in BY_NAME.items()}
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor without a copy. They keep the tensor alive."""
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor
+    return memoryview(array).cast("B")
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """True if the memory is not the values: they are conjugated, negated, or all zero."""
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
+def resolve(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory is the values."""
+    return (tensor.clone() if tensor._is_zerotensor() else tensor).resolve_conj().resolve_neg()
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a copy of the bytes of a contiguous CPU tensor."""
+    return bytes(memory(resolve(tensor)))
+
+
+def check_tensor(value: torch.Tensor, path: str) -> None:
+    """Raise for a tensor that is more than its elements."""
+    problem = ""
+    if value.layout is not torch.strided or value.is_nested:
+        problem = f"of layout {'nested' if value.is_nested else value.layout}"
+    elif value.dtype not in NAMES:
+        problem = f"of dtype {value.dtype}"
+    elif value.is_meta:
+        problem = "on the meta device"
+    elif type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        problem = f"of class {type(value).__name__}"
+    if problem:
+        is_shard = hasattr(value, "full_tensor")
+        advice = "value.full_tensor(), called on every rank" if is_shard else "a plain dense tensor"
+        raise CheckpointError(f"{path}: a tensor {problem} can't be stored. Store {advice}.")
+
+
+def batched(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Give items in order, as many at a time as have at most this size together, or one."""
+    batch: list[T] = []
+    room = most
+    for item in items:
+        size = size_of(item)
+        if batch and size > room:
+            yield batch
+            batch, room = [], most
+        batch.append(item)
+        room -= size
+    if batch:
+        yield batch
+
+
+# -- what a file holds -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A shard on this rank, under its name in the checkpoint."""
+
+    shard: Shard
+    #: True if an engine keeps the values equal on all ranks that have the shard.
+    equal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Elements of a tensor in a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(shape_of(self.box)) * ITEM_BYTES[self.dtype]
+
+    @property
+    def key(self) -> str:
+        """The name in the file."""
+        return key_of(self.name, self.shape, self.box)
+
+    def described(self, offset: int) -> dict[str, Any]:
+        """Return the description in the header, if the data begins at ``offset``."""
+        whole = self.key == self.name
+        dtype, shape = self.dtype, list(self.shape if whole else shape_of(self.box))
+        if dtype == "C128":  # safetensors has no such dtype
+            dtype, shape = "F64", [*shape, 2]
+        offsets = [offset, offset + self.nbytes]
+        return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
+    """Return the name of a box in a file: ``name[0:5,3:6]``, or ``name`` of the full tensor."""
+    if math.prod(shape_of(box)) == math.prod(shape):
+        return name
+    return f"{name}[{','.join(f'{begin}:{end}' for begin, end in box)}]"
 
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """An entry of a file to be, and the tensor that holds it from element ``offset`` on."""
+    """An entry to write, and the tensor that has its elements from ``start`` on."""
 
     entry: Entry
     tensor: torch.Tensor
-    offset: int
+    start: int
 
-    @property
-    def address(self) -> int:
-        """Where its first element lies, if its tensor is contiguous."""
-        return self.tensor.data_ptr() + self.offset * self.tensor.itemsize
-
-    def pieces(self) -> Iterable[torch.Tensor]:
-        return pieces(self.tensor, self.offset, self.offset + self.entry.count)
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Give the elements as flat contiguous tensors."""
+        return pieces(self.tensor, self.start, self.start + math.prod(shape_of(self.entry.box)))
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedItem:
-    """The same where the elements were copied: their bytes in flat tensors on the CPU, one after the other."""
+    """An entry to write, and copies of its bytes in host memory."""
 
     entry: Entry
     copies: Sequence[torch.Tensor]
 
-    def pieces(self) -> Iterable[torch.Tensor]:
-        return self.copies
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Give the bytes."""
+        return iter(self.copies)
 
 
-#: What a file is made of.
 Item = WriteItem | CopiedItem
-AnyItem = TypeVar("AnyItem", WriteItem, Item)
-T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What the record says of a file: its name, its size, and the checksums of its header's chunks."""
-
-    name: str
-    size: int
-    header: tuple[str, ...]
-
-
-def checksum(data: bytes | memoryview) -> str:
-    """XXH3-64 of some bytes, as 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(data)
+def items_of(entries: Iterable[Entry], shards: Sequence[LocalShard]) -> list[WriteItem]:
+    """Return the entries of this rank with the shards that hold them."""
+    held: dict[str, list[Shard]] = {}
+    for one in shards:
+        held.setdefault(one.shard.name, []).append(one.shard)
+    return [_item(entry, held[entry.name]) for entry in entries]
 
 
-def checksum_of(parts: Iterable[bytes | memoryview]) -> str:
-    """The same of bytes that come in parts, which need not be there at once."""
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
-
-
-def checksums_of(data: bytes | memoryview) -> tuple[str, ...]:
-    """Of each chunk."""
-    view = memoryview(data)
-    return tuple(checksum(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
+def _item(entry: Entry, shards: Sequence[Shard]) -> WriteItem:
+    shape, box = entry.shape, entry.box
+    flat = flattened(box, shape)
+    for shard in shards:
+        region = shard.region
+        if len(region) == 1 and flat is not None:
+            start = flat[0][0] - region[0][0]
+            if start >= 0 and flat[0][1] <= region[0][1]:
+                return WriteItem(entry, shard.tensor, start)
+        if len(region) == len(box) == len(shape):
+            pairs = zip(box, region, strict=True)
+            if all(a >= c and b <= d for (a, b), (c, d) in pairs):
+                view = shard.tensor.view(shape_of(region))[slices(relative(box, region))]
+                return WriteItem(entry, view, 0)
+    raise AssertionError(f"{entry} is not on this rank")
 
 
 def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Elements ``start`` to ``stop`` in row-major order, as flat contiguous tensors where they are; copies are small."""
+    """Give elements in row-major order as flat contiguous tensors. Copies are small."""
     if start >= stop:
         return
     step = PIECE // tensor.element_size()
@@ -110,58 +223,112 @@ def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor
             yield from pieces(block, max(start - first, 0), min(stop - first, block.numel()))
 
 
-def batched(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Items in their order, as many at a time as have no more than this size together, or one; the last may be none."""
-    batch: list[T] = []
-    room = most
-    for item in items:
-        size = size_of(item)
-        if batch and size > room:
-            yield batch
-            batch, room = [], most
-        batch.append(item)
-        room -= size
-    yield batch
+# -- writing ---------------------------------------------------------------------------------------
+
+METADATA: Final = "__metadata__"
+_ALIGN: Final = 64
+#: Bytes that are hashed and then written, while they are in the caches of a core.
+_BLOCK: Final = 1 << 20
+_SMALL: Final = 128 << 10
 
 
-def _arranged(items: Sequence[AnyItem]) -> list[AnyItem]:
-    """In the order of a file: wide elements first, so that all are aligned."""
-    return sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
+def build_header(entries: Iterable[Entry]) -> bytes:
+    """Return the first bytes of a file with these entries, in this order."""
+    table: dict[str, Any] = {METADATA: {"format": "pt"}}
+    offset = 0
+    for entry in entries:
+        key = entry.key
+        if key in table:
+            raise CheckpointError(f"Two tensors have the name {key!r} in a checkpoint. Rename one.")
+        table[key] = entry.described(offset)
+        offset += entry.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
 
 
-def _header(items: Sequence[Item], checksums: str) -> bytes:
-    return build_header([item.entry for item in items], {"accel": "1", "xxh3": checksums})
+def parse_header(content: bytes | bytearray) -> Mapping[str, dict[str, Any]]:
+    """Return the entries by key. Raises ValueError and the like for other data."""
+    table: dict[str, Any] = json.loads(bytes(content[8:]))
+    table.pop(METADATA, None)
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file in the record: its name, size, and the checksum of each chunk."""
+
+    name: str
+    size: int
+    checksums: tuple[str, ...]
+
+
+@final
+class Checksums:
+    """XXH3-64 of each chunk of a file, as 16 hexadecimal digits."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._room = CHUNK
+        self._done: list[str] = []
+
+    def add(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            part = view[: self._room]
+            self._hash.update(part)
+            self._room -= len(part)
+            view = view[len(part) :]
+            if not self._room:
+                self._finish_chunk()
+
+    def _finish_chunk(self) -> None:
+        self._done.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._room = CHUNK
+
+    def finish(self) -> tuple[str, ...]:
+        if self._room < CHUNK:
+            self._finish_chunk()
+        return tuple(self._done)
+
+
+def checksum(data: bytes | bytearray | memoryview) -> str:
+    """Return XXH3-64 of some bytes as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def write(directory: str, name: str, items: Sequence[Item]) -> Written:
-    """Write a new file of ``items``, durably; after an error it is not there."""
-    items = _arranged(items)
-    size = sum(item.entry.nbytes for item in items)
-    blank = "0" * (DIGITS * chunks_of(size))  # the checksums are known last, and as long
-    header = _header(items, blank)
+    """Write a new file of ``items``, durably. After an error it does not exist."""
+    # Wide elements are first, so all are aligned.
+    items = sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
+    header = build_header(item.entry for item in items)
+    size = len(header) + sum(item.entry.nbytes for item in items)
+    checksums = Checksums()
 
-    def content(write: Write) -> bytes:
-        return header.replace(blank.encode(), _stream(items, write).encode(), 1)
+    def content() -> Iterator[bytes | bytearray | memoryview]:
+        nonlocal checksums
+        checksums = Checksums()  # an upload may begin again
+        tensors = on_host(chain.from_iterable(item.pieces() for item in items))
+        for block in blocks(chain([memoryview(header)], map(memory, tensors))):
+            checksums.add(block)
+            yield block
 
-    path, whole = os.path.join(directory, name), len(header) + size
-    header = storage_of(directory).create(path, whole, len(header), content)
-    return Written(name, whole, checksums_of(header))
+    storage_of(directory).create(os.path.join(directory, name), size, content)
+    return Written(name, size, checksums.finish())
 
 
-def _stream(items: Sequence[Item], write: Write) -> str:
-    """Write the items' data into a file; returns the checksums that belong into its header."""
-    hashed, room, checksums = xxhash.xxh3_64(), CHUNK, []
-    for piece in on_host(chain.from_iterable(item.pieces() for item in items)):
-        data = memory(piece)
-        while data:
-            part = data[: min(_WRITE, room)]
-            hashed.update(part)
-            write(part)
-            data, room = data[len(part) :], room - len(part)
-            if not room:
-                checksums.append(hashed.hexdigest())
-                hashed.reset()
-                room = CHUNK
-    if room < CHUNK:
-        checksums.append(hashed.hexdigest())
-    return "".join(checksums)
+def blocks(parts: Iterable[memoryview]) -> Iterator[bytearray | memoryview]:
+    """Give the same bytes in parts of about one size, so that few calls write them."""
+    small = bytearray()
+    for part in parts:
+        if len(part) < _SMALL:
+            small += part
+        if small and (len(small) >= _BLOCK or len(part) >= _SMALL):
+            yield small
+            small = bytearray()
+        if len(part) >= _SMALL:
+            for at in range(0, len(part), _BLOCK):
+                yield part[at : at + _BLOCK]
+    if small:
+        yield small

@@ -17,7 +17,6 @@ from ..handles import ModelHandle, raw
 from ..process.rng import RngState
 from ..registry import Registry, registry, resolve_module
 from .objects import (
-    LocalRange,
     ModuleObject,
     OptimizerObject,
     RankObject,
@@ -26,7 +25,7 @@ from .objects import (
     TensorObject,
     call,
 )
-from .safetensors import check_tensor
+from .shards import LocalShard, check_tensor
 from .values import DEPTH, TAG, Encoder, Json, place
 
 #: The first character in the names of tensors that are part of plain values.
@@ -34,7 +33,7 @@ OF_VALUES: Final = "~"
 #: Types that are not, and don't contain, objects.
 PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
-# -- Names of tensors --------------------------------------------------------------------------------------------------
+# -- names of tensors ------------------------------------------------------------------------------
 
 
 def component(key: object) -> str:
@@ -55,7 +54,7 @@ def join(name: str, part: str) -> str:
     return f"{name}/{part}" if name else part
 
 
-# -- Flatten -----------------------------------------------------------------------------------------------------------
+# -- flatten ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,21 +229,21 @@ def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
 def _check_unique(paths: dict[str, str], name: str, path: str) -> None:
     if paths.setdefault(name, path) != path:
         raise CheckpointError(
-            f"{paths[name]} and {path} have the same name {name!r} in a checkpoint. Use different keys."
+            f"{paths[name]} and {path} have the same name {name!r}. Use different keys."
         )
 
 
-# -- The tensors on this rank ------------------------------------------------------------------------------------------
+# -- the tensors on this rank ----------------------------------------------------------------------
 
 
-def local_ranges(
+def shards_of(
     objects: Sequence[StateObject], filter: Callable[[str], bool] | None
-) -> list[LocalRange]:
+) -> list[LocalShard]:
     """Return the shards on this rank. ``filter`` chooses tensors by name, but keeps optimizers."""
     found = []
     paths: dict[str, str] = {}
     for one in objects:
-        for local in one.ranges():
+        for local in one.shards():
             name = local.shard.name
             _check_unique(paths, name, one.path)
             if filter is None or isinstance(one, OptimizerObject) or filter(name):
@@ -253,6 +252,6 @@ def local_ranges(
     return found
 
 
-def value_range(number: int, path: str, tensor: torch.Tensor) -> LocalRange:
+def value_shard(number: int, path: str, tensor: torch.Tensor) -> LocalShard:
     """Return the shard of a tensor that is part of a plain value."""
-    return LocalRange(shard.whole(f"{OF_VALUES}{number}/{component(path)}", tensor), equal=False)
+    return LocalShard(shard.whole(f"{OF_VALUES}{number}/{component(path)}", tensor), equal=False)

@@ -1,32 +1,48 @@
-"""Steps of all ranks, of which one's failure is everyone's, and what a message says of a failure."""
+"""Steps of all ranks, where the failure of one rank is the failure of all, and texts of errors."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import logging
 import os
-import struct
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pickle import PickleError
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
 
 from ..errors import AccelError, CheckpointError
-from ..process import rank, running
+from ..process import Process, ended, rank, running
 from ..process.control import agree, raise_together
+from ..process.packing import begin_gather, gather_framed, to_bytes
 
 logger = logging.getLogger("accel")
 
 T = TypeVar("T")
 M = TypeVar("M")
 
+#: Gives every rank's value of a step.
+Gather = Callable[[str, object], list[Any]]
 
-def exchange(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
-    """Run ``act``, a local step that ``what`` names, on every rank, and go on only if it succeeded on all. Collective.
 
-    ``act`` returns what this rank keeps, and what it tells the others; returned are the one, and what every rank told.
-    CheckpointError where it failed here, or on another rank, which is named.
+def exchange(
+    step: str, act: Callable[[], tuple[T, M]], gather: Gather = agree
+) -> tuple[T, list[M]]:
+    """Run ``act`` on every rank, and go on only if it succeeded on all. Collective.
+
+    Args:
+        step: names the step in errors.
+        act: returns a value for this rank and a message to the others.
+
+    Returns:
+        This rank's value, and the messages of all ranks.
+
+    Raises:
+        CheckpointError: ``act`` failed here, or on another rank, which is named.
     """
     problem: AccelError | None = None
     answer: tuple[T, M] | None = None
@@ -35,68 +51,119 @@ def exchange(what: str, act: Callable[[], tuple[T, M]]) -> tuple[T, list[M]]:
     except AccelError as error:
         problem = error
     except Exception as error:
-        problem = CheckpointError(f"{what}: {explain(error)}")
+        problem = CheckpointError(f"{step}: {explain(error)}")
         problem.__cause__ = error
-    replies = agree(what, (str(problem) if problem else "", answer[1] if answer else None))
-    raise_together(what, problem, [text for text, _ in replies], CheckpointError)
+    message = None if answer is None else answer[1]
+    replies = gather(step, (str(problem) if problem else "", message))
+    raise_together(step, problem, [text for text, _ in replies], CheckpointError)
     assert answer is not None
-    return answer[0], [told for _, told in replies]
+    return answer[0], [message for _, message in replies]
 
 
-def on_every_rank(what: str, act: Callable[[], T]) -> T:
-    """``exchange`` of nothing: run ``act`` on every rank, and go on only if it succeeded on all. Collective."""
-    return exchange(what, lambda: (act(), None))[0]
+def on_every_rank(step: str, act: Callable[[], T], gather: Gather = agree) -> T:
+    """Run ``act`` on every rank, and go on only if it succeeded on all. Collective."""
+    return exchange(step, lambda: (act(), None), gather)[0]
 
 
 def on_running_ranks(
-    what: str, look: Callable[[], Mapping[str, object]], act: Callable[[int, int], T]
+    function: str, arguments: Callable[[], Mapping[str, object]], act: Callable[[int, int], T]
 ) -> T:
-    """Run ``look``, then ``act`` on every rank if accel runs over several, else here, without a process group.
+    """Run ``act`` with the rank and the world size, on all ranks if accel runs on several.
 
-    ``look`` gives the arguments, which are to be the same on all ranks; ``act`` is given the rank and the world size.
+    ``arguments`` returns what must be equal on all ranks.
     """
     process = running()
     if process is not None and process.place.world_size > 1:
-        _, told = exchange(f"{what} (the beginning)", lambda: (None, look()))
-        check_arguments(what, told)
-        return on_every_rank(what, lambda: act(process.place.rank, process.place.world_size))
+        step = f"{function} (the beginning)"
+        check_arguments(function, exchange(step, lambda: (None, arguments()))[1])
+        return on_every_rank(function, lambda: act(process.place.rank, process.place.world_size))
     try:
-        look()
+        arguments()
         return act(0, 1)
     except OSError as error:
-        raise CheckpointError(f"{what}: {explain(error)}") from error
+        raise CheckpointError(f"{function}: {explain(error)}") from error
 
 
-def check_arguments(what: str, told: Sequence[Mapping[str, object]]) -> None:
-    """Raise if the ranks call ``what`` with different arguments, which ``told`` has by name for each rank."""
-    for number, arguments in enumerate(told):
+def check_arguments(function: str, by_rank: Sequence[Mapping[str, object]]) -> None:
+    """Raise if the ranks call a function with different arguments."""
+    for number, arguments in enumerate(by_rank):
         for name, value in arguments.items():
-            if value != (first := told[0][name]):
+            first = by_rank[0][name]
+            if value != first:
                 raise CheckpointError(
-                    f"{what}() got {name}={first!r} on rank 0 and {name}={value!r} on rank {number}. Pass the same {name} on "
-                    "every rank."
+                    f"{function}() got {name}={first!r} on rank 0 and {name}={value!r} on rank "
+                    f"{number}. Pass the same {name} on every rank."
                 )
 
 
+def digest(value: Any) -> str:
+    """Return a short name of a JSON value."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+# -- exchanges in a thread, while the main thread trains -------------------------------------------
+
+
+def background_gather(process: Process) -> Gather:
+    """Return a gather for a thread, on a process group of its own. Collective."""
+    if process.control is None:
+        return lambda step, value: [value]
+    group = next((g for g in process.subgroups if g.group_desc == _GROUP), None)
+    if group is None:
+        group = dist.new_group(timeout=process.timeout, backend="gloo", group_desc=_GROUP)
+        process.subgroups.append(group)
+
+    def send(message: bytes) -> list[bytearray]:
+        work, received = begin_gather(message, group)
+        work.wait(process.timeout)
+        return list(map(to_bytes, received))
+
+    def gather(step: str, value: object) -> list[Any]:
+        try:
+            return [pickle.loads(c) for c in gather_framed(pickle.dumps(value), send)]
+        except RuntimeError as error:
+            raise CheckpointError(f"{step}: {_why_lost(process)}") from error
+
+    return gather
+
+
+_GROUP: Final = "accel background"
+
+
+def _why_lost(process: Process) -> str:
+    """Return which rank ended, once the hang detector has noticed."""
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        left = {} if process.detector is None else process.detector.left
+        if left:
+            return "; ".join(f"rank {number} {how}" for number, how in sorted(left.items()))
+        if reason := ended():
+            return reason
+        time.sleep(0.05)
+    seconds = process.timeout.total_seconds()
+    return f"a rank ended, or did not finish within {seconds:g} s"
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
 def explain(error: BaseException) -> str:
-    """An error of the system or of the user's code, as a part of a sentence."""
+    """Return an error as a part of a sentence."""
     if isinstance(error, AccelError):
         return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        advice = _ADVICE.get(error.errno or 0)
-        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}{f'; {advice}' if advice else ''}"
-    return f"{type(error).__name__}: {error}"
-
-
-_ADVICE: Final = {
-    errno.ENOSPC: "free space on that file system, or choose a directory on another one",
-    errno.EDQUOT: "this user's quota there is used up: remove files, or choose a directory on another file system",
-}
+    if not isinstance(error, OSError) or not error.strerror:
+        return f"{type(error).__name__}: {error}"
+    text = error.strerror
+    if error.filename:
+        text += f": {error.filename}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += "; free space on that file system, or choose a directory on another one"
+    return text
 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Context: errors of the system name this path, where they name none (writing to an open file, say)."""
+    """Add the path to errors of the system that have none, as from writing to an open file."""
     try:
         yield
     except OSError as error:
@@ -105,35 +172,30 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-#: What code raises that is given other data than it expects.
-MALFORMED = (
+#: The errors of code that gets unexpected data.
+MALFORMED: Final = (
     ArithmeticError,
-    AssertionError,
     AttributeError,
-    EOFError,
     LookupError,
-    PickleError,
     RuntimeError,
     TypeError,
     ValueError,
-    struct.error,
 )
 
 
 @contextlib.contextmanager
-def parsing(what: str) -> Iterator[None]:
-    """Context: where data is not as the code in it expects, a CheckpointError says that it is ``what``, and why."""
+def parsing(problem: str) -> Iterator[None]:
+    """Raise CheckpointError with ``problem`` for data that the code does not expect."""
     try:
         yield
     except MALFORMED as error:
-        raise CheckpointError(f"{what} ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{problem} ({type(error).__name__}: {error})") from error
 
 
 def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:
-    """Say what was done to a checkpoint since ``begin``, by ``time.monotonic``; on rank 0."""
+    """Log on rank 0 what was done to a checkpoint since ``begin``, by ``time.monotonic``."""
     if rank() == 0:
         seconds = time.monotonic() - begin
         rate = nbytes / max(seconds, 1e-9) / 1e6
-        logger.info(
-            "%s: %s, %.1f MB in %.2f s (%.0f MB/s)", directory, done, nbytes / 1e6, seconds, rate
-        )
+        text = "%s: %s, %.1f MB in %.2f s (%.0f MB/s)"
+        logger.info(text, directory, done, nbytes / 1e6, seconds, rate)

@@ -1,7 +1,7 @@
-"""Where checkpoints lie. All of ``checkpoint/`` asks for its files here, by path: ``storage_of(path).names(path)``.
+"""Storage of checkpoints: the file systems of this machine here, object stores in ``remote.py``.
 
-A file is there whole or not at all, and never changed afterwards; the record replaces the one before it from one moment to the
-next (``Claim.commit``). ``Local``: the file systems of this machine; ``remote.py``: object stores.
+``storage_of(path)`` returns the one that has a path. Files are written once, front to back, and
+never changed. Only the record is replaced, by ``put``.
 """
 
 from __future__ import annotations
@@ -9,128 +9,99 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
-import gc
 import os
 import secrets
-import stat
 import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from ..errors import CheckpointError, is_url
-from .safetensors import CHUNK, MAX_HEADER
 from .steps import explain, naming
 
 if TYPE_CHECKING:
-    from .remote import Remote, Turn
+    from .remote import Remote
 
-#: Each has the other's methods. An OSError of theirs says what went wrong, and with which path.
+#: Both have the same methods. Their OSErrors name the path.
 Storage: TypeAlias = "Local | Remote"
-#: What one job has of a directory while it saves there.
-Claim: TypeAlias = "Lock | Turn"
-#: Takes the bytes that come next in a new file, and is done with them when it returns.
-Write = Callable[[memoryview], None]
+#: Gives the bytes of a new file. It is called again if an upload has to be repeated.
+Content = Callable[[], Iterable["bytes | bytearray | memoryview"]]
+
+RECORD: Final = "accel.json"
+#: Bytes under one checksum.
+CHUNK: Final = 4 << 20
+_MAX_VECTORS: Final = 512
+_START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def storage_of(path: str) -> Storage:
-    """The storage in which a path lies."""
+    """Return the storage of a path."""
     if not is_url(path):
         return _local
-    from .remote import remote  # what it needs is not always installed
+    # fsspec is not always installed.
+    from .remote import remote
 
     return remote(path)
 
 
-class File(ABC):
-    """A file that is open for reading, by any thread."""
+class StoreError(OSError):
+    """A failure of a store that says nothing about its content, with advice."""
 
-    #: Bytes that are read at a time where they are looked at before those that follow.
+
+class File(ABC):
+    """A file that is open for reading. Threads may share it."""
+
+    #: Bytes to read before they are hashed.
     step = CHUNK
-    in_flight = (
-        0  #: Threads that read from it, where it matters more than how many cores there are.
-    )
-    tries = 1  #: How often what has another checksum is read: a network may have changed it.
+    #: Threads that read at a time. 0: as many as the rank has cores.
+    in_flight = 0
+    #: How often a chunk with a wrong checksum is read, because a network may have changed it.
+    tries = 1
 
     def __init__(self, path: str, size: int) -> None:
-        self.path, self.size = path, size
+        self.path = path
+        self.size = size
 
     @abstractmethod
-    def fill(self, ranges: Sequence[tuple[int, list[memoryview]]]) -> None:
-        """Fill memory with what follows each offset, these in order; raises where the file ends before."""
+    def fill(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill memory with the bytes from ``offset`` on. Raises if the file is too short."""
 
     def read(self, offset: int, count: int) -> bytearray:
+        """Return some bytes."""
         content = bytearray(count)
-        self.fill([(offset, [memoryview(content)])])
+        self.fill(offset, [memoryview(content)])
         return content
 
-    def read_header(self) -> bytearray:
-        """The first bytes of a safetensors file up to its data; none where it has not as many as they say."""
-        length = 8 + int.from_bytes(self.read(0, min(8, self.size)), "little")
-        return self.read(0, length if length <= min(self.size, MAX_HEADER + 8) else 0)
 
-
-def read_whole(path: str, limit: int, kind: str) -> bytes:
-    """A small file; raises where it is missing, or too large for ``kind`` (a record, say)."""
-    with storage_of(path).open(path, None) as file:
-        if file.size > limit:
-            raise CheckpointError(f"{path}: {file.size} bytes are too many for {kind}")
+def read_whole(path: str) -> bytes:
+    """Return the content of a small file."""
+    with storage_of(path).open(path) as file:
         return bytes(file.read(0, file.size))
 
 
-class StoreError(OSError):
-    """What a store did not do, and what to do; it says nothing of what is there."""
-
-
 def unreadable(error: OSError) -> str:
-    """What to say of a file of a checkpoint that cannot be read."""
-    missing = (
-        "; the checkpoint is not complete, load another one" if error.errno == errno.ENOENT else ""
-    )
-    return f"{explain(error)}{missing}"
+    """Describe a file of a checkpoint that can't be read."""
+    missing = error.errno == errno.ENOENT
+    advice = ". The checkpoint is not complete, so load another one." if missing else ""
+    return f"{explain(error)}{advice}"
 
 
-def check_size(path: str, found: int, written: int) -> None:
-    """Refuse a file of a checkpoint that has another size than the record says."""
-    if found != written:
+def check_size(path: str, size: int, written: int) -> None:
+    """Raise for a file that doesn't have the size in the record."""
+    if size != written:
         raise CheckpointError(
-            f"{path}: has {found} bytes, and {written} were written; it was cut or changed, load another checkpoint"
+            f"{path} has {size} bytes, but {written} were written: it was cut or changed. "
+            "Load another checkpoint."
         )
 
 
-# -- The file systems of this machine ----------------------------------------------------------------------------------
-
-RECORD: Final = "accel.json"
-LOCK: Final = ".accel.lock"
-MEMORY: Final = "/dev/shm"  # a file system that lies in memory
-_WRITE: Final = 8 << 20  # bytes of small parts that are written together
-_SMALL: Final = 256 << 10  # bytes that are copied rather than written by a call of their own
-_MAX_VECTORS: Final = 512
-_START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
-_FULL: Final = frozenset({errno.EFBIG, errno.ENOSPC, errno.EDQUOT})
+# -- the file systems of this machine --------------------------------------------------------------
 
 
 @final
 class Local:
-    """Durable by fsync; a directory is one job's by a lock that ends with its process.
-
-    ``claim``      takes a directory for this job, or refuses it where another one saves there now
-    ``create``     a new file, durable or, after an error, not there at all: ``header`` bytes that are known last, and what
-                   follows them. ``content`` hands that over and returns the header, and the same if it is called again.
-                   ``size`` is to be reserved, 0 where it is not known. Returns the header
-    ``exists``     whether there surely is a file, directory or link
-    ``identity``   is another one if a file is written again, or another is put in its place
-    ``link``       makes ``new`` a file like ``old``, each of which can go by itself; their bytes do not come through this process
-    ``make``       a directory and what is above it, durable once it is synced: that takes as long as a disk does
-    ``open``       a file for reading; a CheckpointError where it is missing, a link, something else, or not of ``size``
-    ``real``       the path without links
-    ``remove``     a file, if it is there; ``remove_directory`` an empty one
-    ``rename``     gives a file another name, in place of one that has it: each is there whole at any moment
-    ``sync``       makes the names in a directory durable, and its own where it was made
-    """
+    """Files that are durable by fsync."""
 
     names = staticmethod(os.listdir)
     exists = staticmethod(os.path.lexists)
@@ -138,74 +109,98 @@ class Local:
     rename = staticmethod(os.replace)
 
     def real(self, path: str) -> str:
+        """Return the path without links."""
         return os.path.realpath(path)
 
-    def size(self, path: str) -> int:
-        return os.lstat(path).st_size
-
     def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]:
-        return (self.size(os.path.join(directory, name)) for name in names)
+        """Give the sizes of files."""
+        return (os.lstat(os.path.join(directory, name)).st_size for name in names)
 
-    def identity(self, path: str) -> Hashable:
-        status = os.lstat(path)
-        return status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns
+    def modified(self, path: str) -> float | None:
+        """Return the time of a file in seconds, or None if there is no such file."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return os.lstat(path).st_mtime_ns / 1e9
+        return None
+
+    def version(self, path: str) -> str:
+        """Return a name for the content of a file, or an empty string if there is no file."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = os.lstat(path)
+            return f"{status.st_size} {status.st_dev} {status.st_ino} {status.st_mtime_ns}"
+        return ""
 
     def make(self, directory: str) -> None:
+        """Make a directory and those above. ``sync`` makes them durable."""
         missing = []
         path = os.path.abspath(directory)
         while not os.path.lexists(path):
             missing.append(path)
             path = os.path.dirname(path)
-        try:
-            os.makedirs(directory, exist_ok=True)
-        except FileNotFoundError:  # one above was empty, and another job has removed it just then
-            os.makedirs(directory, exist_ok=True)
+        os.makedirs(directory, exist_ok=True)
         _made.update(missing)
 
     def sync(self, directory: str) -> None:
+        """Make the names in a directory durable."""
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with naming(directory):
                 os.fsync(fd)
         finally:
             os.close(fd)
-        if (path := os.path.abspath(directory)) in _made:
+        path = os.path.abspath(directory)
+        if path in _made:
             self.sync(os.path.dirname(path))
             _made.discard(path)
 
-    def claim(self, directory: str) -> Claim:
-        return Lock(directory)
-
     @contextlib.contextmanager
-    def open(self, path: str, size: int | None) -> Iterator[File]:
+    def open(self, path: str, size: int | None = None) -> Iterator[File]:
+        """Open a file. Raises CheckpointError if it is missing or doesn't have this size."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise CheckpointError(unreadable(error)) from error
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path}: is not a regular file")
+            found = os.fstat(fd).st_size
             if size is not None:
-                check_size(path, status.st_size, size)
-            with naming(path):
-                yield _LocalFile(path, status.st_size, fd)
+                check_size(path, found, size)
+            yield _LocalFile(path, found, fd)
         finally:
             os.close(fd)
 
-    def create(self, path: str, size: int, header: int, content: Callable[[Write], bytes]) -> bytes:
-        with _new_file(path) as fd:
-            if not path.startswith(f"{MEMORY}/"):  # which would take pages twice in hand
-                reserve(fd, size)
-            os.lseek(fd, header, os.SEEK_SET)
-            writing = _Writing(fd)
-            first = content(writing.write)
-            writing.finish()
-            if os.pwrite(fd, first, 0) != header:
-                raise OSError(errno.ENOSPC, "the header was written only in part")
-        return first
+    def create(self, path: str, size: int, content: Content) -> None:
+        """Write a new file, durably. After an error it does not exist."""
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o666)
+        try:
+            with naming(path):
+                at = 0
+                for block in content():
+                    _write_all(fd, block)
+                    _start_writing(fd, at, len(block))
+                    at += len(block)
+                os.fsync(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
+    def put(self, path: str, content: bytes, version: str) -> None:
+        """Replace a file, durably, if it still has this version; else raise FileExistsError."""
+        directory = os.path.dirname(path)
+        passing = os.path.join(directory, f".accel-{secrets.token_hex(6)}.record")
+        self.create(passing, len(content), lambda: [content])
+        # Times of the system are too coarse to order saves that follow each other quickly.
+        now = time.time_ns()
+        os.utime(passing, ns=(now, now))
+        if self.version(path) != version:
+            os.unlink(passing)
+            raise FileExistsError(errno.EEXIST, "another record was written", path)
+        os.replace(passing, path)
+        self.sync(directory)
 
     def link(self, old: str, new: str) -> None:
+        """Make ``new`` a file like ``old``. Each can be removed without the other."""
         passing = f"{new}.tmp"
         self.remove(passing)
         os.link(old, passing, follow_symlinks=False)
@@ -213,27 +208,25 @@ class Local:
         self.remove(passing)  # two names of one file are not replaced by each other
 
     def remove(self, path: str) -> None:
+        """Remove a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def remove_directory(self, directory: str) -> None:
+        """Remove a directory if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(directory)
 
 
 @final
 class _LocalFile(File):
-    step = 256 << 10  # which are in the caches of a core that has read them
+    step = 256 << 10  # which stays in the caches of the core that reads it
 
     def __init__(self, path: str, size: int, fd: int) -> None:
         super().__init__(path, size)
         self._fd = fd
 
-    def fill(self, ranges: Sequence[tuple[int, list[memoryview]]]) -> None:
-        for offset, views in ranges:
-            self._fill(offset, views)
-
-    def _fill(self, offset: int, views: list[memoryview]) -> None:
+    def fill(self, offset: int, views: Sequence[memoryview]) -> None:
         views, at = [view for view in views if view], 0
         while at < len(views):
             try:
@@ -243,35 +236,15 @@ class _LocalFile(File):
                 raise CheckpointError(unreadable(error)) from error
             if count == 0:
                 raise CheckpointError(
-                    f"{self.path}: ends at byte {offset}, in the middle of a tensor; load another checkpoint"
+                    f"{self.path} ends at byte {offset}, inside a tensor. Load another checkpoint."
                 )
             offset += count
             while at < len(views) and count >= len(views[at]):
                 count -= len(views[at])
                 at += 1
-            if count:  # the rest of a view that was filled in part
+            if count:  # a view was filled in part
                 views = [views[at][count:], *views[at + 1 :]]
                 at = 0
-
-
-@final
-class _Writing:
-    """Data on its way into a file: small parts are gathered, so that one call writes many of them."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
-        self._small = bytearray()
-
-    def write(self, part: memoryview) -> None:
-        if len(part) < _SMALL and len(self._small) < _WRITE:
-            self._small += part
-            return
-        self.finish()
-        _write_out(self._fd, part)
-
-    def finish(self) -> None:
-        _write_out(self._fd, self._small)
-        self._small = bytearray()
 
 
 @cache
@@ -279,24 +252,11 @@ def _libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def reserve(fd: int, size: int) -> None:
-    """Take the space at once, where the file system can; one that is full says so before anything is written."""
-    if not hasattr(_libc(), "fallocate") or not size:
-        return
-    if _libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size)) != 0:
-        number = ctypes.get_errno()
-        if number in _FULL:
-            raise OSError(number, os.strerror(number))
-
-
-def _write_out(fd: int, data: bytearray | memoryview) -> None:
-    """Write, and let the kernel begin to write out: waiting for the disk only at the end would leave it idle until then."""
-    begin = os.lseek(fd, 0, os.SEEK_CUR)
-    _write_all(fd, data)
-    if data and hasattr(_libc(), "sync_file_range"):
-        _libc().sync_file_range(
-            fd, ctypes.c_longlong(begin), ctypes.c_longlong(len(data)), _START_WRITING
-        )
+def _start_writing(fd: int, offset: int, count: int) -> None:
+    """Let the kernel begin to write to the disk, which would be idle until the fsync."""
+    if hasattr(_libc(), "sync_file_range"):
+        long = ctypes.c_longlong
+        _libc().sync_file_range(fd, long(offset), long(count), _START_WRITING)
 
 
 def _write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
@@ -305,98 +265,6 @@ def _write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-@contextlib.contextmanager
-def _new_file(path: str) -> Iterator[int]:
-    """Context: a new file, which is durable afterwards, and removed after an error. An OSError names it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o666)
-    try:
-        with naming(path):
-            yield fd
-            os.fsync(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
-
-
-@final
-class Lock:
-    """Held by the job that saves into a directory, until its process ends at the latest; refuses another job.
-
-    ``exclusive``  no other job can be writing there until this one lets go
-    ``commit``     makes ``content`` the directory's record, durably, from one moment to the next
-    ``release``    lets the next job in; again is harmless. ``remove`` leaves nothing in the directory, too
-    """
-
-    exclusive = True
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._path = path = os.path.join(directory, LOCK)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        _open.add(self)
-        try:
-            self._take(path)
-        except BaseException:
-            self.forget()
-            raise
-
-    def _take(self, path: str) -> None:
-        # A process that has just died may hold it for another moment, or garbage of this one: a save that was interrupted.
-        for wait in (0.0, 0.1, 0.4):
-            time.sleep(wait)
-            if wait:
-                gc.collect()
-            with contextlib.suppress(BlockingIOError), naming(path):
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Others must find the file that is locked.
-                if os.path.lexists(path) and os.path.samestat(os.fstat(self._fd), os.lstat(path)):
-                    return
-                raise CheckpointError(f"{path} was removed by another job just now; try again")
-        raise CheckpointError(
-            f"{path} is held by another job that saves here now; give each job a directory of its own, or end the other"
-        )
-
-    def commit(self, content: bytes) -> None:
-        passing = os.path.join(self._directory, f".accel-{secrets.token_hex(6)}.record")
-        with _new_file(passing) as fd:
-            _write_all(fd, content)
-        os.replace(passing, os.path.join(self._directory, RECORD))
-        _local.sync(self._directory)
-
-    def remove(self) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
-        self.release()
-
-    def release(self) -> None:
-        if self._fd >= 0:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            self.forget()
-
-    def __del__(self) -> None:
-        """An interrupt may have come in front of ``release``."""
-        if hasattr(self, "_fd"):
-            self.release()
-
-    def forget(self) -> None:
-        """Close the file; the lock stays with the processes that have it open too."""
-        os.close(self._fd)
-        self._fd = -1
-        _open.discard(self)
-
-
 _local: Final = Local()
-_made: Final[set[str]] = set()  # directories whose names are not durable yet
-_open: Final[weakref.WeakSet[Lock]] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for lock in list(_open):
-        lock.forget()
-
-
-# Else a forked process, such as a loader's worker, would keep the lock of a job that has died.
-os.register_at_fork(after_in_child=_forget_all)
+#: Directories whose names are not durable yet.
+_made: Final[set[str]] = set()

@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from .safetensors import BY_NAME, NAMES, check_tensor, to_bytes
-from .steps import MALFORMED
+from .shards import BY_NAME, NAMES, check_tensor, to_bytes
+from .steps import parsing
 
 #: A JSON object with this key is a value of the type that it names. Other JSON objects are dicts.
 TAG: Final = "!"
@@ -40,7 +40,7 @@ def place(path: str, key: object) -> str:
     return f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]"
 
 
-# -- The table of types ------------------------------------------------------------------------------------------------
+# -- the table of types ----------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
@@ -109,7 +109,7 @@ def _is_json(value: Any) -> bool:
     return kind is str or kind is bool or value is None
 
 
-# -- Values to JSON ----------------------------------------------------------------------------------------------------
+# -- values to JSON --------------------------------------------------------------------------------
 
 
 class Encoder:
@@ -134,7 +134,8 @@ class Encoder:
             return self._encode_items(enumerate(value), path, depth)
         if type(value) is dict and all(type(key) is str for key in value) and TAG not in value:
             return dict(zip(value, self._encode_items(value.items(), path, depth), strict=True))
-        if (kind := _BY_TYPE.get(type(value))) is not None:
+        kind = _BY_TYPE.get(type(value))
+        if kind is not None:
             return self._encode_kind(kind, value, path, depth)
         if isinstance(value, torch.Tensor):
             return self._encode_tensor(value, path)
@@ -155,19 +156,19 @@ class Encoder:
 
     def _encode_kind(self, kind: Kind, value: Any, path: str, depth: int) -> Json:
         content = kind.take_apart(value)
-        tagged = {TAG: kind.tag, kind.key: content}
         if kind.key == "data":
-            tagged["data"] = _base64(content)
+            content = _base64(content)
         elif kind.take_apart in (_pairs, _attributes):
             keys = [self.encode_key(key, path, depth) for key, _ in content]
             items = self._encode_items(content, path, depth)
-            tagged["items"] = [list(pair) for pair in zip(keys, items, strict=True)]
+            content = [list(pair) for pair in zip(keys, items, strict=True)]
         elif kind.key == "items":
-            tagged["items"] = self._encode_items(enumerate(content), path, depth)
+            content = self._encode_items(enumerate(content), path, depth)
         if kind.type in (set, frozenset):
             # Processes have different orders, and ranks compare what they save.
-            numbers = all(type(item) is int for item in tagged["items"])
-            tagged["items"].sort(key=None if numbers else json.dumps)
+            numbers = all(type(item) is int for item in content)
+            content.sort(key=None if numbers else json.dumps)
+        tagged = {TAG: kind.tag, kind.key: content}
         if kind.type is defaultdict:
             factory = value.default_factory
             if factory is not None and factory not in _FACTORIES.values():
@@ -190,8 +191,8 @@ class Encoder:
         if self._store is not None and value.nbytes > INLINE_BYTES:
             return {**tagged, "name": self._store(value, path)}
         data = to_bytes(value.cpu().contiguous())
-        tagged |= {"dtype": NAMES[value.dtype], "shape": [*value.shape]}
-        return {**tagged, "data": _base64(data)}
+        form = {"dtype": NAMES[value.dtype], "shape": [*value.shape]}
+        return {**tagged, **form, "data": _base64(data)}
 
     def _encode_numpy(self, value: Any, path: str) -> Json:
         if value.dtype.kind not in _NUMPY_KINDS:
@@ -223,7 +224,7 @@ def _not_storable(value: object) -> str:
     )
 
 
-# -- JSON to values ----------------------------------------------------------------------------------------------------
+# -- JSON to values --------------------------------------------------------------------------------
 
 
 class Decoder:
@@ -240,13 +241,8 @@ class Decoder:
 
     def decode(self, data: Json) -> Any:
         """Return the value, or raise a CheckpointError if ``Encoder`` did not write ``data``."""
-        try:
+        with parsing(f"{self.source} has a value that accel did not write"):
             return self._decode(data)
-        except MALFORMED as error:
-            raise CheckpointError(
-                f"{self.source} has a value that accel did not write ({type(error).__name__}: {error}). "
-                "Load a different checkpoint."
-            ) from error
 
     def _decode(self, data: Json) -> Any:
         if not isinstance(data, dict | list):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
 import json
 import math
 import os
 import re
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -21,46 +18,53 @@ from torch import nn
 from ..errors import CheckpointError
 from ..precision import dtype_of
 from ..process.control import locked
+from ..shard import Box, Shard
 from . import folder, record
 from .background import background
+from .layout import Run
 from .match import children_of
 from .reader import Reader
 from .record import Record, Stored
-from .safetensors import BY_NAME, ITEM_BYTES, NAMES, Entry, Header, build_header, memory
-from .shards import Written, batched, checksum
+from .shards import (
+    BY_NAME,
+    ITEM_BYTES,
+    NAMES,
+    Entry,
+    Written,
+    batched,
+    blocks,
+    build_header,
+    checksum,
+    memory,
+    parse_header,
+)
 from .state import Branch, Leaf, State, Tree, component, join, leaves
 from .steps import log_end, on_running_ranks, parsing
-from .storage import File, Write, read_whole, storage_of
+from .storage import Content, read_whole, storage_of
 from .values import TAG, Decoder, Json
 
 #: The file is ``<stem>.safetensors``, or ``<stem>-00001-of-00002.safetensors`` with an index.
 STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
-_MAX_INDEX: Final = 1 << 28
-_PIECE: Final = 32 << 20  # bytes that an export reads at a time
+#: Bytes that an export reads at a time.
+_PIECE: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A record and the files that it names."""
+    """A record, and a checksum that is equal if two ranks see the same files."""
 
     directory: str
     record: Record
-    #: Equal if two ranks see the same files.
     digits: str
-    #: The headers of files that another library wrote, without checksums.
-    headers: Sequence[Header] | None = None
 
     @property
     def path(self) -> str:
         """The path that errors name."""
-        return (
-            self.directory
-            if self.headers is not None
-            else os.path.join(self.directory, record.NAME)
-        )
+        name = record.NAME if self.record.version else ""
+        return os.path.join(self.directory, name).rstrip("/")
 
 
-# -- Read --------------------------------------------------------------------------------------------------------------
+# -- read ------------------------------------------------------------------------------------------
 
 
 def open_checkpoint(directory: str, state: Any) -> Checkpoint:
@@ -73,43 +77,46 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
         models = [leaf for leaf in leaves(tree) if isinstance(leaf.value, nn.Module)]
         if len(models) != 1:
             raise CheckpointError(
-                f"{directory} has the weights of one model, and the state has {len(models)} models. "
-                'Load them into {"model": model}.'
+                f"{directory} has the weights of one model, and the state has {len(models)} "
+                'models. Load them into {"model": model}.'
             )
         name, values = models[0].name, _only_model(tree, models[0])
-    files, tensors, headers, digits = [], {}, [], ""
+    files, tensors = [], {}
     for number, (path, keys) in enumerate(_files(directory)):
-        file, header, digest = _read_header(path)
-        described = {}
-        for key, entry in header.entries.items():
+        size, entries = _read_header(path)
+        files.append(Written(path, size, ()))
+        for key, entry in entries.items():
             if keys is None or key in keys:
-                count = math.prod(entry["shape"])
-                one = Entry(f"{name}/{key}", entry["dtype"], tuple(entry["shape"]), 0, count)
-                described[one.name] = one.described(entry["data_offsets"][0])[1]
-                tensors[one.name] = Stored(
-                    one.dtype, one.shape, ((number, 0, count, 1),) if count else ()
-                )
-        files.append(file)
-        headers.append(Header(header.size, described))
-        digits += digest
-    found = Record(id="", time=0.0, world_size=1, files=files, tensors=tensors, values=values)
-    return Checkpoint(directory, found, checksum(digits.encode()), headers)
+                shape = tuple(entry["shape"])
+                box: Box = ((0, math.prod(shape)),)
+                runs = (Run(number, box),) if math.prod(shape) else ()
+                aliases = {(number, box): (key, 0)}
+                tensors[f"{name}/{key}"] = Stored(entry["dtype"], shape, runs, aliases)
+    found = Record(
+        id="", time=0.0, world_size=1, files=files, tensors=tensors, values=values, version=0
+    )
+    seen = repr([[(file.name, file.size) for file in files], tensors])
+    return Checkpoint(directory, found, checksum(seen.encode()))
 
 
 def is_weights_alone(path: str) -> bool:
     """True for a directory with weights and no checkpoint, a file of weights, or an index."""
-    return not record.exists(path) and (_is_file(path) or bool(_present(path)))
+    return not record.exists(path) and _entrance(path) is not None
 
 
-def _is_file(path: str) -> bool:
+def _entrance(path: str) -> str | None:
+    """Return the file or the index of the weights at a path, or None."""
     storage = storage_of(path)
-    is_weights = path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME
-    return is_weights and storage.exists(path) and not storage.is_directory(path)
-
-
-def _present(directory: str) -> list[str]:
+    if path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME:
+        return path if storage.exists(path) and not storage.is_directory(path) else None
     names = [f"{stem}.safetensors{end}" for end in (".index.json", "") for stem in STEMS.values()]
-    return [name for name in names if storage_of(directory).exists(os.path.join(directory, name))]
+    found = [name for name in names if storage.exists(os.path.join(path, name))]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{path} has both {found[0]} and {found[1]}. "
+            "Pass one of these files, or remove the other."
+        )
+    return os.path.join(path, found[0]) if found else None
 
 
 def _only_model(tree: Tree | None, model: Leaf) -> dict[str, Json]:
@@ -124,119 +131,53 @@ def _only_model(tree: Tree | None, model: Leaf) -> dict[str, Json]:
 
 
 def _files(path: str) -> Iterator[tuple[str, set[str] | None]]:
-    """Yield the paths of the files, each with the names of the tensors to take. None: all."""
-    directory, names = path, _present(path)
-    if _is_file(path):
-        directory, names = os.path.dirname(path), [os.path.basename(path)]
-    if len(names) > 1:
-        raise CheckpointError(
-            f"{directory} has both {names[0]} and {names[1]}. Pass one of these files, or remove the other."
-        )
+    """Give the paths of the files, each with the names of the tensors to take. None: all."""
+    entrance = _entrance(path)
+    assert entrance is not None
     # The cache of the Hugging Face hub consists of links.
-    real = storage_of(directory).real
-    if names[0].endswith(".safetensors"):
-        yield real(os.path.join(directory, names[0])), None
+    real = storage_of(path).real
+    if entrance.endswith(".safetensors"):
+        yield real(entrance), None
         return
-    index = os.path.join(directory, names[0])
-    content = read_whole(real(index), _MAX_INDEX, "an index")
     by_file: dict[str, set[str]] = {}
-    with parsing(f"{index} is not an index of weights"):
-        for key, name in json.loads(content)["weight_map"].items():
-            by_file.setdefault(os.path.join(directory, name), set()).add(key)
+    with parsing(f"{entrance} is not an index of weights"):
+        for key, name in json.loads(read_whole(real(entrance)))["weight_map"].items():
+            by_file.setdefault(os.path.join(os.path.dirname(entrance), name), set()).add(key)
     for name, keys in sorted(by_file.items()):
         yield real(name), keys
 
 
-def _read_header(path: str) -> tuple[Written, Header, str]:
-    with storage_of(path).open(path, None) as file, _safe_open(file) as opened:
-        table: dict[str, Any] = {}
-        end = 0
-        for key in opened.offset_keys():
-            tensor = opened.get_slice(key)
-            dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
-            if dtype not in BY_NAME:
-                raise CheckpointError(f"{path}: {key!r} has dtype {dtype}, which accel can't load.")
-            entry = Entry(key, dtype, shape, 0, math.prod(shape))
-            table[key] = entry.described(end)[1]
-            end += entry.nbytes
-        # The package has checked that the tensors fill the rest of the file.
-        header = Header(file.size - end, table)
-        return Written(path, file.size, ()), header, checksum(repr((file.size, table)).encode())
+def _read_header(path: str) -> tuple[int, Mapping[str, dict[str, Any]]]:
+    """Return the size of a file and its entries."""
+    with storage_of(path).open(path) as file, parsing(f"{path} is not a whole safetensors file"):
+        length = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
+        entries = parse_header(file.read(0, min(length, file.size)))
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if length + end != file.size:
+            raise ValueError(f"its tensors end at byte {length + end}, and the file at {file.size}")
+        for key, entry in entries.items():
+            if entry["dtype"] not in BY_NAME:
+                raise CheckpointError(
+                    f"{path}: {key!r} has dtype {entry['dtype']}, which accel can't load."
+                )
+        return file.size, entries
 
 
-@contextlib.contextmanager
-def _safe_open(file: File) -> Iterator[Any]:
-    """Open a file with the package safetensors, or a copy of its header if it isn't on this machine."""
-    try:
-        library: Any = importlib.import_module("safetensors")
-    except ImportError as error:
-        raise CheckpointError(
-            "Reading weights needs a package: pip install 'safetensors>=0.6.2'"
-        ) from error
-    with contextlib.ExitStack() as stack:
-        path = file.path
-        if not os.path.exists(path):
-            copy = stack.enter_context(tempfile.NamedTemporaryFile())
-            copy.write(file.read_header())
-            copy.truncate(file.size)
-            copy.flush()
-            path = copy.name
-        try:
-            opened = stack.enter_context(library.safe_open(path, framework="pt"))
-        except library.SafetensorError as error:
-            raise CheckpointError(
-                f"{file.path} is not a whole safetensors file ({error})."
-            ) from error
-        yield opened
+# -- choose what to export -------------------------------------------------------------------------
 
 
-# -- Choose what to export ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The entries of each file. ``prefix`` stands before their names in the checkpoint."""
-
-    reader: Reader
-    prefix: str
-    files: list[list[Entry]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entries in self.files for entry in entries)
-
-
-def _plan(directory: str, name: str | None, limit: int, dtype: str | None) -> Export:
-    found, _ = record.read(directory)
-    folder.check_sizes(directory, found)
-    name, node = choose(directory, found, name)
-    if node["extra"]:
-        raise CheckpointError(
-            f"{directory}: the model {name!r} has extra state, which these files can't hold."
-        )
+def _entries(found: Record, name: str, dtype: str | None) -> list[Entry]:
+    """Return the tensors of a model, under their names in it."""
     entries = []
     for full_name, stored in found.tensors.items():
         if full_name.startswith(f"{name}/"):
-            kind = BY_NAME[stored.dtype]
-            if kind.is_complex:
-                raise CheckpointError(
-                    f"{directory}: {full_name} is {kind}, which these files can't hold."
-                )
+            kind, converted = BY_NAME[stored.dtype], stored.dtype
             # 8-bit formats belong to a library, and are kept.
-            converted = (
-                dtype if dtype and kind.is_floating_point and kind.itemsize > 1 else stored.dtype
-            )
-            entries.append(
-                Entry(full_name[len(name) + 1 :], converted, stored.shape, 0, stored.numel)
-            )
-    if not entries:
-        raise CheckpointError(
-            f"{directory}: the model {name!r} was saved without tensors. Change the filter of accel.save."
-        )
-    files = batched(entries, lambda entry: entry.nbytes, limit)
-    # Wide elements are first, so all are aligned.
-    ordered = [sorted(file, key=lambda entry: -ITEM_BYTES[entry.dtype]) for file in files]
-    return Export(Reader(directory, found), f"{name}/", ordered)
+            if dtype and kind.is_floating_point and kind.itemsize > 1:
+                converted = dtype
+            box = ((0, stored.numel),)
+            entries.append(Entry(full_name[len(name) + 1 :], converted, stored.shape, box))
+    return entries
 
 
 def _parse_size(size: int | str) -> int:
@@ -245,7 +186,7 @@ def _parse_size(size: int | str) -> int:
     number = 0.0
     if match and type(size) in (int, str):
         number = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
-    if number < 1 or (type(size) is int and number != size):
+    if number < 1:
         raise CheckpointError(
             f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'."
         )
@@ -262,7 +203,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> str | None:
 
 
 def _models(node: Json, decoder: Decoder, name: str = "") -> Iterator[tuple[str, dict[str, Json]]]:
-    """Yield the names and nodes of the models in a saved state."""
+    """Give the names and nodes of the models in a saved state."""
     if isinstance(node, dict) and node.get(TAG) == "module":
         yield name, node
         return
@@ -279,7 +220,8 @@ def choose(directory: str, found: Record, name: str | None) -> tuple[str, Mappin
         raise CheckpointError(f"{directory} has no model.")
     if name is None and len(models) > 1:
         raise CheckpointError(
-            f"{directory} has {len(models)} models ({names}). Choose with name={next(iter(models))!r}."
+            f"{directory} has {len(models)} models ({names}). "
+            f"Choose with name={next(iter(models))!r}."
         )
     name = next(iter(models)) if name is None else name
     if name not in models:
@@ -287,7 +229,7 @@ def choose(directory: str, found: Record, name: str | None) -> tuple[str, Mappin
     return name, models[name]
 
 
-# -- Export ------------------------------------------------------------------------------------------------------------
+# -- export ----------------------------------------------------------------------------------------
 
 
 @locked
@@ -301,11 +243,11 @@ def export(
     overwrite: bool = False,
     library: Literal["transformers", "diffusers"] = "transformers",
 ) -> None:
-    """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``, for transformers and vLLM.
+    """Write a model of the checkpoint ``dir`` as ``out/model.safetensors``.
 
-    A large model becomes several files and ``model.safetensors.index.json``. Tied weights are
-    written once, under their first name. Add the library's ``config.json`` yourself. You can call
-    this in one process. On several ranks, rank 0 writes.
+    transformers and vLLM load it. A large model becomes several files with an index. Tied weights
+    are written once, under their first name. Add the library's ``config.json`` yourself. You can
+    call this in one process. On several ranks, rank 0 writes.
 
     Args:
         dir: a checkpoint.
@@ -320,7 +262,7 @@ def export(
         CheckpointError: the checkpoint is damaged or has no such model, or ``out`` has weights.
     """
 
-    def look() -> dict[str, object]:
+    def arguments() -> dict[str, object]:
         places = {"dir": folder.named(dir), "out": folder.named(out)}
         options = {"max_shard_size": _parse_size(max_shard_size), "dtype": _parse_dtype(dtype)}
         return {**places, **options, "name": name, "overwrite": overwrite, "library": library}
@@ -329,31 +271,57 @@ def export(
         if rank == 0:
             background.wait()
             with folder.reporting_replacement(dir):
-                planned = _plan(
-                    folder.absolute(dir), name, _parse_size(max_shard_size), _parse_dtype(dtype)
+                _export(
+                    folder.absolute(dir),
+                    folder.absolute(out),
+                    name,
+                    _parse_size(max_shard_size),
+                    _parse_dtype(dtype),
+                    overwrite,
+                    library,
                 )
-                _write(planned, folder.absolute(out), library, overwrite)
 
-    on_running_ranks("accel.export", look, act)
+    on_running_ranks("accel.export", arguments, act)
 
 
-def _write(planned: Export, out: str, library: str, overwrite: bool) -> None:
+def _export(
+    directory: str,
+    out: str,
+    name: str | None,
+    limit: int,
+    dtype: str | None,
+    overwrite: bool,
+    library: str,
+) -> None:
     begin, storage = time.monotonic(), storage_of(out)
+    found, _ = record.read(directory)
+    folder.check_sizes(directory, found)
+    name, node = choose(directory, found, name)
+    entries = _entries(found, name, dtype)
+    if node["extra"] or not entries:
+        problem = "extra state, which these files can't hold" if entries else "no tensors"
+        raise CheckpointError(f"{directory}: the model {name!r} has {problem}.")
     if library not in STEMS:
         raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}.")
     if record.exists(out):
         raise CheckpointError(f"{out} is a checkpoint itself. Export into a different directory.")
-    if (old := _old_files(out)) and not overwrite:
+    # The names that libraries look for are first.
+    pattern = re.compile(
+        rf"({'|'.join(STEMS.values())})(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+    )
+    names = storage.names(out) if storage.is_directory(out) else []
+    old = sorted((one for one in names if pattern.fullmatch(one)), key=lambda one: "-of-" in one)
+    if old and not overwrite:
         raise CheckpointError(
             f"{out} has weights already ({old[0]}). overwrite=True replaces them."
         )
-    storage.make(out)
-    contents = _contents(planned, STEMS[library])
+    contents = _contents(Reader(directory, found), f"{name}/", entries, limit, STEMS[library])
     temporary = {name: os.path.join(out, f".{name}.tmp") for name in contents}
+    storage.make(out)
     try:
         for name, content in contents.items():
             storage.remove(temporary[name])  # of an export that was killed
-            storage.create(temporary[name], 0, 0, content)
+            storage.create(temporary[name], 0, content)
     except BaseException:
         for path in temporary.values():
             with contextlib.suppress(OSError):
@@ -367,49 +335,44 @@ def _write(planned: Export, out: str, library: str, overwrite: bool) -> None:
     for name, path in temporary.items():
         storage.rename(path, os.path.join(out, name))
     storage.sync(out)
-    log_end(out, "exported", planned.nbytes, begin)
+    log_end(out, "exported", sum(entry.nbytes for entry in entries), begin)
 
 
-def _contents(planned: Export, stem: str) -> dict[str, Callable[[Write], bytes]]:
-    """Return the functions that write each file, the index last."""
-    count = len(planned.files)
-    ends = [f"-{i + 1:05d}-of-{count:05d}" for i in range(count)] if count > 1 else [""]
-    names = [f"{stem}{end}.safetensors" for end in ends]
-    contents: dict[str, Callable[[Write], bytes]] = {}
-    for name, entries in zip(names, planned.files, strict=True):
-        contents[name] = functools.partial(_write_file, planned, entries)
-    if count > 1:
-        contents[f"{stem}.safetensors.index.json"] = functools.partial(_write_index, planned, names)
+def _contents(
+    reader: Reader, prefix: str, entries: Sequence[Entry], limit: int, stem: str
+) -> dict[str, Content]:
+    """Return the content of each file, the index last."""
+    files = list(batched(entries, lambda entry: entry.nbytes, limit))
+    contents: dict[str, Content] = {}
+    weight_map: dict[str, str] = {}
+    for number, own in enumerate(files):
+        end = f"-{number + 1:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        name = f"{stem}{end}.safetensors"
+        # Wide elements are first, so all are aligned.
+        own.sort(key=lambda entry: -ITEM_BYTES[entry.dtype])
+        contents[name] = _file_content(reader, prefix, own)
+        weight_map |= {entry.name: name for entry in own}
+    if len(files) > 1:
+        metadata = {"total_size": sum(entry.nbytes for entry in entries)}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        text = f"{json.dumps(index, indent=2)}\n".encode()
+        contents[f"{stem}.safetensors.index.json"] = lambda: [text]
     return contents
 
 
-def _old_files(out: str) -> list[str]:
-    """Return the files of an earlier export, first those that libraries look for."""
-    names = storage_of(out).names(out) if storage_of(out).is_directory(out) else []
-    shard = re.compile(rf"({'|'.join(STEMS.values())})-\d+-of-\d+\.safetensors")
-    return [*_present(out), *sorted(name for name in names if shard.fullmatch(name))]
+def _file_content(reader: Reader, prefix: str, entries: Sequence[Entry]) -> Content:
+    def pieces() -> Iterator[Shard]:
+        for entry in entries:
+            dtype, total = BY_NAME[entry.dtype], math.prod(entry.shape)
+            step = _PIECE // dtype.itemsize
+            for start in range(0, total, step):
+                room = torch.empty(min(step, total - start), dtype=dtype, device="cpu")
+                yield Shard(f"{prefix}{entry.name}", entry.shape, start, room)
 
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(build_header(entries))
+        for batch in batched(pieces(), lambda piece: piece.tensor.nbytes, _PIECE):
+            reader.fill(batch)
+            yield from (memory(piece.tensor) for piece in batch)
 
-def _write_file(planned: Export, entries: Sequence[Entry], write: Write) -> bytes:
-    write(memoryview(build_header(entries, {}, align=8)))
-    pieces = []
-    for entry in entries:
-        name, dtype = f"{planned.prefix}{entry.name}", BY_NAME[entry.dtype]
-        step = _PIECE // dtype.itemsize
-        pieces += [
-            (name, at, min(step, entry.count - at), dtype) for at in range(0, entry.count, step)
-        ]
-    for piece in planned.reader.in_turn(pieces):
-        write(memory(piece))
-    return b""
-
-
-def _write_index(planned: Export, names: Sequence[str], write: Write) -> bytes:
-    weight_map: dict[str, str] = {}
-    for name, entries in zip(names, planned.files, strict=True):
-        weight_map |= {entry.name: name for entry in entries}
-    count = sum(entry.count for entries in planned.files for entry in entries)
-    metadata: dict[str, Any] = {"total_parameters": count, "total_size": planned.nbytes}
-    index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    write(memoryview(f"{json.dumps(index, indent=2)}\n".encode()))
-    return b""
+    return lambda: blocks(parts())

@@ -16,8 +16,6 @@ from ..checkpoint.weights import STEMS
 from ..errors import CheckpointError
 from . import Command
 
-# -- export ------------------------------------------------------------------------------------------------------------
-
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", help="a checkpoint")
@@ -33,22 +31,15 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write a model of a checkpoint as safetensors files for transformers, vLLM and diffusers."""
-    options = {
-        name: getattr(args, name)
-        for name in ("name", "max_shard_size", "dtype", "library", "overwrite")
-    }
-    checkpoint.export(args.directory, args.out, **options)
+    options = vars(args)
+    names = ("name", "max_shard_size", "dtype", "library", "overwrite")
+    checkpoint.export(args.directory, args.out, **{name: options[name] for name in names})
     print(f"{args.directory}: exported to {args.out}")
     return 0
 
 
-# -- inspect -----------------------------------------------------------------------------------------------------------
-
-
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "directory", help="a checkpoint, or a directory of checkpoints to inspect the newest"
-    )
+    parser.add_argument("directory", help="a checkpoint, or a directory with checkpoints")
     parser.add_argument("--values", action="store_true", help="print the values as JSON instead")
 
 
@@ -70,21 +61,15 @@ def inspect(args: argparse.Namespace) -> int:
         print(f"  {file.name}  {file.size:,} bytes")
     width = max(map(len, record.tensors), default=0)
     for name, tensor in record.tensors.items():
-        count = sum(part[3] for part in tensor.parts)
-        shards = f" in {count} parts" if count > 1 else ""
-        print(f"  {name:{width}}  {tensor.dtype:5} {list(tensor.shape)}{shards}")
-    for key, node in _items(record.values):
-        print(f"  {key}{_describe(node)}")
+        count = sum(run.count for run in tensor.runs)
+        parts = f" in {count} parts" if count > 1 else ""
+        print(f"  {name:{width}}  {tensor.dtype:5} {list(tensor.shape)}{parts}")
+    items = record.values.items()
+    if record.values.get(TAG) == "dict":
+        items = record.values["items"]
+    for key, node in items:
+        print(f"  {key if isinstance(key, str) else json.dumps(key)}{_describe(node)}")
     return 0
-
-
-def _items(node: Any) -> list[tuple[str, Any]]:
-    if node.get(TAG) == "dict":
-        return [
-            (key if isinstance(key, str) else json.dumps(key), value)
-            for key, value in node["items"]
-        ]
-    return list(node.items())
 
 
 def _describe(node: Any) -> str:
@@ -98,9 +83,6 @@ def _describe(node: Any) -> str:
         return ": a state for each rank"
     text = json.dumps(node)
     return f" = {text if len(text) <= 100 else text[:97] + '...'}"
-
-
-# -- verify ------------------------------------------------------------------------------------------------------------
 
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:

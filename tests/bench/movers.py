@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 import accel
-from accel.checkpoint.safetensors import memory
+from accel.checkpoint.shards import memory
 
 PIECE = 8 << 20
 STEP = 256 << 10  # which is in a core's caches after it was read

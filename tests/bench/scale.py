@@ -6,32 +6,24 @@ there, so that it fails if it opens another.
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 import resource
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from accel.checkpoint import record, shards
-from accel.checkpoint.layout import (
-    PackedInventory,
-    Row,
-    inventory,
-    make_inventory,
-    make_layout,
-    unpack,
-    write_items,
-)
-from accel.checkpoint.objects import LocalRange
+from accel.checkpoint.plan import Listing, Plan, list_shards, make_plan
 from accel.checkpoint.reader import Reader
-from accel.checkpoint.record import Record, Stored
-from accel.checkpoint.safetensors import Entry
-from accel.checkpoint.shards import WriteItem, Written
+from accel.checkpoint.record import Record
+from accel.checkpoint.shards import LocalShard, Written
 from accel.shard import Shard
 
 from .ranks import run
@@ -64,32 +56,33 @@ class Scale:
     peak_bytes: int
 
 
+Row = tuple[str, tuple[int, int]]
+
+
 def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     """Plan a save of ``tensors`` on ``world`` ranks, and load the share of the middle one of ``loading`` ranks."""
-    table: list[Row] = [(f"model/layers.{i}.weight", "F32", (ROWS - i % SHAPES, COLUMNS), ()) for i in range(tensors)]
+    table = [(f"model/layers.{i}.weight", (ROWS - i % SHAPES, COLUMNS)) for i in range(tensors)]
     memory = torch.ones(ROWS, COLUMNS)
-    mine = [LocalRange(s, equal=True) for s in _rows_of(world // 2, world, table, memory)]
-    listing, list_s = _timed(lambda: make_inventory(mine, compare=True))
-    packed = [_pack(rank, world, table) for rank in range(world)]
-    assert packed[world // 2].kinds == listing.pack(0).kinds
-    plan, plan_s = _timed(lambda: make_layout(unpack(packed), world))
-    assert len(write_items(world // 2, plan, listing, mine)) == sum(one.shard.tensor.numel() > 0 for one in mine)
+    mine = _rows_of(world // 2, world, table, memory)
+    listing, list_s = _timed(lambda: list_shards(mine))
+    listings = [_listing(rank, world, table, memory) for rank in range(world)]
+    assert listings[world // 2] == listing
+    plan, plan_s = _timed(lambda: make_plan(tuple(listings)))
+    stored, more_s = _timed(lambda: plan.stored({rank: rank for rank in range(world)}))
 
-    found = zip(plan.table, plan.parts(torch.arange(world)), strict=True)
-    stored = {name: Stored(dtype, shape, tuple(own)) for (name, dtype, shape, _), own in found}
     wanted = _rows_of(loading // 2, loading, table, torch.zeros_like(memory))
-    needed = {f for s in wanted for f, _, _ in stored[s.name].overlaps(s.start, s.start + s.tensor.numel())}
-    files = [_write(rank, world, table, memory, directory, real=rank in needed) for rank in range(world)]
+    needed = {file for one in wanted for file, _ in stored[one.shard.name].overlaps(one.shard.region)}
+    files = [_write(rank, world, plan, table, memory, directory, real=rank in needed) for rank in range(world)]
     new = Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={})
     content, record_s = _timed(lambda: record.encode(new))
     (read, _), parse_s = _timed(lambda: record.parse(content, record.NAME))
     opened = _count_opened(directory)
-    _, load_s = _timed(lambda: Reader(directory, read).fill(wanted))
-    assert all(bool((s.tensor == 1).all()) for s in wanted)
+    _, load_s = _timed(lambda: Reader(directory, read).fill(one.shard for one in wanted))
+    assert all(bool((one.shard.tensor == 1).all()) for one in wanted)
     return Scale(
         list_s,
-        sum(len(one.kinds) for one in packed),
-        plan_s,
+        sum(len(pickle.dumps(one.kinds)) for one in listings),
+        plan_s + more_s,
         record_s,
         len(content),
         parse_s,
@@ -99,39 +92,40 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     )
 
 
-def _rows(rank: int, world: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    step = (rows + world - 1) // world
-    return (step * rank).clamp(max=rows), (step * (rank + 1)).clamp(max=rows)
-
-
-def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> list[Shard]:
+def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> list[LocalShard]:
     """A rank's shards; all share ``memory``, which holds as many rows as the largest tensor."""
-    begin, end = (t.tolist() for t in _rows(rank, world, torch.tensor([shape[0] for _, _, shape, _ in table])))
-    return [
-        Shard(name, shape, a * COLUMNS, memory[a:b])
-        for (name, _, shape, _), a, b in zip(table, begin, end, strict=True)
-    ]
+    shards = []
+    for name, shape in table:
+        step = -(-shape[0] // world)
+        begin, end = (min(shape[0], step * number) for number in (rank, rank + 1))
+        shards.append(LocalShard(Shard(name, shape, begin * COLUMNS, memory[begin:end]), equal=True))
+    return shards
 
 
-def _pack(rank: int, world: int, table: list[Row]) -> PackedInventory:
-    """What a rank sends, without making its tensors."""
-    if rank:
-        table = table[:SHAPES]  # which have a range of each kind
-    begin, end = (t.tolist() for t in _rows(rank, world, torch.tensor([shape[0] for _, _, shape, _ in table])))
-    ranges = [(i, a * COLUMNS, (b - a) * COLUMNS, 0) for i, (a, b) in enumerate(zip(begin, end, strict=True))]
-    return inventory(table, ranges).pack(0 if rank else None)
+def _listing(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> Listing:
+    """What a rank sends, without making all of its tensors."""
+    listing = list_shards(_rows_of(rank, world, table[:SHAPES], memory))
+    return replace(listing, table=_table(table))
 
 
-def _write(rank: int, world: int, table: list[Row], memory: torch.Tensor, directory: str, *, real: bool) -> Written:
+@functools.cache
+def _table_of(tensors: int) -> Any:
+    table = [(f"model/layers.{i}.weight", (ROWS - i % SHAPES, COLUMNS)) for i in range(tensors)]
+    return list_shards(_rows_of(0, 1, table, torch.ones(ROWS, COLUMNS))).table
+
+
+def _table(table: list[Row]) -> Any:
+    return _table_of(len(table))
+
+
+def _write(
+    rank: int, world: int, plan: Plan, table: list[Row], memory: torch.Tensor, directory: str, *, real: bool
+) -> Written:
     name = f"accel-{SAVE}-{rank:05d}.safetensors"
     if not real:
         return Written(name, 1 << 40, ("0" * 16,))
-    own = [
-        WriteItem(Entry(s.name, "F32", s.shape, s.start, s.tensor.numel()), s.tensor, 0)
-        for s in _rows_of(rank, world, table, memory)
-        if s.tensor.numel()
-    ]
-    return shards.write(directory, name, own)
+    own = _rows_of(rank, world, table, memory)
+    return shards.write(directory, name, shards.items_of(plan.entries(rank), own))
 
 
 def _count_opened(directory: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Changes to checkpoints that keep all checksums right, as only an attacker makes them."""
+"""Changes to checkpoints that keep all checksums right."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def body_of(directory: Path) -> dict[str, Any]:
 
 def write_record(directory: Path, text: str) -> None:
     """Write a record with the checksum that it should have."""
-    content = b'{"xxh3":"' + b"0" * 16 + b'",' + text.encode("utf-8", "surrogatepass")[1:]
-    (directory / "accel.json").write_bytes(content[:9] + checksum(content).encode() + content[25:])
+    content = text.encode("utf-8", "surrogatepass").rstrip()[:-1]
+    (directory / "accel.json").write_bytes(content + f',"xxh3":"{checksum(content)}"}}'.encode())
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -32,10 +32,3 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     body = body_of(directory)
     text = change(body)
     write_record(directory, text if isinstance(text, str) else json.dumps(body))
-
-
-def as_version_0_1_0(directory: Path, leaf: str, frozen: list[str]) -> None:
-    """Give an optimizer's record the form of accel 0.1.0, which named all that the model had frozen, in a group or not."""
-    rewrite(
-        directory, lambda body: body["values"][leaf].update(frozen=sorted({*body["values"][leaf]["frozen"], *frozen}))
-    )

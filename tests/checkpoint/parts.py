@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import folder
-from accel.checkpoint.objects import LocalRange, ModuleObject, OptimizerObject, StateObject
-from accel.checkpoint.save import Writer, contents_of
+from accel.checkpoint import folder, record, shards
+from accel.checkpoint.layout import Run
+from accel.checkpoint.objects import ModuleObject, OptimizerObject, StateObject
+from accel.checkpoint.plan import make_plan
+from accel.checkpoint.record import Record
+from accel.checkpoint.save import contents_of
+from accel.checkpoint.shards import LocalShard
 from accel.checkpoint.values import Encoder, Json
-from accel.shard import Box, Manifest, Raw, Shard, StateEntry, shape_of, whole
+from accel.shard import Box, Manifest, Raw, Shard, StateEntry, divided, shape_of, slices, whole
 
 Shape = tuple[int, ...]
 
@@ -28,53 +32,80 @@ class Parts(StateObject):
 
     def __init__(self, shards: Sequence[Shard], *, equal: bool = True) -> None:
         super().__init__("", "")
-        self.shards, self._equal = list(shards), equal
+        self.parts, self._equal = list(shards), equal
 
-    def ranges(self) -> Iterator[LocalRange]:
-        return (self.local_range(one, self._equal) for one in self.shards)
+    def shards(self) -> Iterator[LocalShard]:
+        return (self.local_shard(one, self._equal) for one in self.parts)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"extra": {}}
 
     def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
-        return [(one.name, one) for one in self.shards]
+        return [(one.name, one) for one in self.parts]
 
 
-def part_of(name: str, full: torch.Tensor, box: Box, start: int = 0, stop: int | None = None) -> Shard:
-    """A range of a box of a tensor, in memory of its own."""
-    held = full[slices(box)].reshape(-1)[start:stop].clone()
-    return Shard(name, tuple(full.shape), start, held, box)
+def parts_of(name: str, full: torch.Tensor, box: Box, start: int = 0, stop: int | None = None) -> list[Shard]:
+    """Elements of a box in row-major order, as boxes in memory of their own."""
+    stop = math.prod(shape_of(box)) if stop is None else stop
+    boxes = list(divided(box, start, stop)) if full.numel() else [box]
+    return [Shard(name, tuple(full.shape), 0, full[slices(one)].clone(), one) for one in boxes]
+
+
+def part_of(name: str, full: torch.Tensor, box: Box) -> Shard:
+    """A box of a tensor, in memory of its own."""
+    return Shard(name, tuple(full.shape), 0, full[slices(box)].clone(), box)
+
+
+def flat_part(name: str, full: torch.Tensor, start: int, stop: int) -> Shard:
+    """A range of a tensor, in memory of its own."""
+    return Shard(name, tuple(full.shape), start, full.reshape(-1)[start:stop].clone())
 
 
 def blank(shard: Shard, dtype: torch.dtype | None = None) -> Shard:
     """The same part, without its values."""
-    tensor = torch.full_like(shard.tensor, 77, dtype=dtype)
-    return Shard(shard.name, shard.shape, shard.start, tensor, shard.box)
+    return replace(shard, tensor=torch.full_like(shard.tensor, 77, dtype=dtype))
 
 
 def expected(shard: Shard, full: torch.Tensor) -> torch.Tensor:
     """What a shard must hold."""
-    box = full[slices(shard.box)] if shard.box else full
-    return box.reshape(-1)[shard.start : shard.start + shard.tensor.numel()].view(shard.tensor.shape)
+    found = torch.empty_like(shard.tensor, dtype=full.dtype)
+    replace(shard, tensor=found).fill(full)
+    return found
 
 
 def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: bool = True) -> None:
     """What ``accel.save`` does on as many ranks as there are lists of shards, here one after the other."""
-    contents = [contents_of({"model": Parts(shards, equal=equal)}, None, len(held)) for shards in held]
-    summaries = [one.summary(rank) for rank, one in enumerate(contents)]
-    messages = [one.message(summaries, rank) for rank, one in enumerate(contents)]
-    with contextlib.ExitStack() as resources:
-        claim = folder.begin(directory, resources)
-        writers = [
-            Writer(directory, None if rank else claim, one, messages, rank, None, False)
-            for rank, one in enumerate(contents)
-        ]
-        writers[0].commit([writer.write() for writer in writers])
+    contents = [contents_of({"model": Parts(own, equal=equal)}, None) for own in held]
+    plan = make_plan(tuple(one.listing for one in contents))
+    commit = folder.Commit(directory)
+    Path(directory).mkdir(exist_ok=True, parents=True)
+    files = {}
+    for rank, one in enumerate(contents):
+        items = shards.items_of(plan.entries(rank), one.shards)
+        if items:
+            files[rank] = shards.write(directory, folder.shard_name(SAVE, rank), items)
+    numbers = {rank: number for number, rank in enumerate(files)}
+    for one in contents:
+        for leaf in one.merged:
+            leaf[0].node.update(leaf[1])
+    commit.put(
+        Record(
+            id=SAVE,
+            time=0.0,
+            world_size=len(held),
+            files=list(files.values()),
+            tensors=plan.stored(numbers),
+            values=contents[0].values,
+        )
+    )
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """What indexes a box in its tensor."""
-    return tuple(slice(begin, end) for begin, end in box)
+SAVE = "0123456789ab"
+
+
+def runs(directory: str | Path, name: str) -> Sequence[Run]:
+    """The boxes of a tensor in a checkpoint."""
+    return record.read(str(directory))[0].tensors[name].runs
 
 
 def split(number: int, places: Sequence[int]) -> list[tuple[int, int]]:

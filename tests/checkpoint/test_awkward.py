@@ -140,12 +140,10 @@ def test_a_newer_version_is_not_replaced(tmp_path: Path) -> None:
     """Nor is anything of it removed, and another program's directory gets no new file."""
     accel.save({"a": torch.ones(3)}, tmp_path)
     path = tmp_path / "accel.json"
-    text = path.read_bytes().replace(b'"version":1,', b'"version":3,')
-    text = text[:9] + b"0" * 16 + text[25:]
-    path.write_bytes(text[:9] + xxhash.xxh3_64_hexdigest(text).encode() + text[25:])
-    (tmp_path / ".accel.lock").unlink()
+    text = path.read_bytes().replace(b'"version":3,', b'"version":4,')[:-27]
+    path.write_bytes(text + f',"xxh3":"{xxhash.xxh3_64_hexdigest(text)}"}}'.encode())
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with pytest.raises(CheckpointError, match="version 3"):
+    with pytest.raises(CheckpointError, match="version 4"):
         accel.save({"a": torch.zeros(3)}, tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import random
 import re
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import accel
 from accel.errors import CheckpointError
-from tests.checkpoint.crafting import body_of, rewrite, shard_of, write_record
+from tests.checkpoint.crafting import rewrite, shard_of
 from tests.distributed import refusals, run
 
 
@@ -99,10 +94,9 @@ def tensor(body: dict[str, Any]) -> dict[str, Any]:
 
 CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another directory": lambda b: b["files"][0].update(name="../c/" + b["files"][0]["name"]),
-    "a hole": lambda b: tensor(b).update(parts=[[0, 10, 270, 1]]),
     "another dtype": lambda b: tensor(b).update(dtype="I32"),
     "no values": lambda b: b.pop("values"),
-    "newer": lambda b: b.update(version=3),
+    "newer": lambda b: b.update(version=4),
 }
 
 
@@ -110,58 +104,6 @@ CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_crafted_records(how: str, copy: Path) -> None:
     rewrite(copy, CRAFTED[how])
     assert ("update accel" in refused(copy, ".")) == (how == "newer")
-
-
-JSON: st.SearchStrategy[Any] = st.recursive(
-    st.sampled_from([None, True, -1, 0, 2**62, 1e308, "", "..", "~0", "float32"]) | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["!", "items", "name", "state", "params", "shape"]), inner, max_size=3)
-        | st.builds(
-            lambda tag, rest: {**rest, "!": tag},
-            st.sampled_from(
-                ["dict", "tuple", "set", "bytes", "tensor", "ndarray", "module", "optimizer", "ranks", "x"]
-            ),
-            st.dictionaries(st.sampled_from(["items", "data", "dtype", "name", "state"]), inner, max_size=3),
-        )
-    ),
-    max_leaves=5,
-)
-
-
-def places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Give every (container, key) in a JSON value."""
-    items = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
-    for key, item in items:
-        yield node, key
-        yield from places(item)
-
-
-@given(data=st.data())
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
-def test_any_record_ends_in_values_or_a_checkpoint_error(good: Path, data: st.DataObject) -> None:
-    """A record with wrong content and the right checksum. What is changed by then, the error says."""
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(shutil.copytree(good, Path(folder) / "c"))
-        body = body_of(directory)
-        for _ in range(data.draw(st.integers(1, 2))):
-            container, key = data.draw(st.sampled_from(list(places(body))))
-            if data.draw(st.booleans()):
-                del container[key]
-            else:
-                container[key] = data.draw(JSON)
-        write_record(directory, json.dumps(body))
-        state = make_state(0.0)
-        before = flat(state)
-        for read in (accel.latest, accel.verify, accel.load):
-            with contextlib.suppress(CheckpointError):
-                read(directory)
-        said = ""
-        try:
-            accel.load(directory, state)
-        except CheckpointError as error:
-            said = str(error)
-        assert not said or PARTLY in said or flat(state) == before
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
@@ -184,7 +126,10 @@ def load_damaged(directory: str) -> Any:
 
 
 def save_there(directory: str) -> None:
-    accel.save(make_state(1.0), directory)
+    """Both ranks write a part of the model and of the optimizer."""
+    state = make_state(1.0)
+    model, optimizer, _ = accel.setup(state["net"], state["opt"], backend="ddp")
+    accel.save({**state, "net": model, "opt": optimizer}, directory)
 
 
 def load_flipped(directory: str, places: list[tuple[str, int]]) -> int:
@@ -224,7 +169,8 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
         places += [(path.name, at) for at in (*range(8), *numbers.sample(range(8, data), 92))]
         places += [(path.name, at) for at in numbers.sample(range(data, len(content)), 100)]
     size = (tmp_path / "accel.json").stat().st_size
-    places += [("accel.json", at) for at in (*range(27), size - 1, *numbers.sample(range(27, size - 1), 72))]
+    last = range(size - 27, size)
+    places += [("accel.json", at) for at in (0, *last, *numbers.sample(range(1, size - 27), 72))]
     assert len(set(places)) == 500
     assert run(2, load_flipped, str(tmp_path), places) == [500, 500]
 

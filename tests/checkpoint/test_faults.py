@@ -9,20 +9,18 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import accel
-from accel.checkpoint import storage
+from accel.checkpoint import folder, record
 from accel.errors import CheckpointError
-from tests.distributed import GUARD, _context, outcomes, refusals, run, wait_for
+from tests.distributed import GUARD, outcomes, refusals, run, wait_for
 from tests.faults import Fault, full_disk
 
 KILLS = int(os.environ.get("ACCEL_TEST_KILLS", "6"))
@@ -65,7 +63,7 @@ def test_killed_at_any_moment(world: int, wait: bool, tmp_path: Path) -> None:
         last -= 1
         accel.save(tensors(last), directory)
         assert read(directory) == last
-        assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".lock", ".safetensors"]
+        assert sorted(p.suffix for p in directory.iterdir()) == [".json", ".safetensors"]
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -85,18 +83,33 @@ def test_a_full_disk_changes_nothing(limit: int, tmp_path: Path) -> None:
 
 
 def save_on_a_full_disk(directory: str, wait: bool) -> None:
-    accel.save(tensors(1.0), directory)
+    """Each rank writes half of a model."""
+    model = accel.setup(torch.nn.Linear(400, 400), backend="ddp").model
+
+    def value() -> float:
+        accel.load(directory, {"model": model})
+        (found,) = {float(v) for p in model.parameters() for v in (p.min(), p.max())}
+        return found
+
+    def save(value: float, wait: bool = True) -> Any:
+        for parameter in model.parameters():
+            parameter.data.fill_(value)
+        return accel.save({"model": model}, directory, wait=wait)
+
+    save(1.0)
     try:
         with full_disk(10_000 if accel.rank() == 1 else 10**9):
-            pending = accel.save(tensors(2.0), directory, wait=wait)
+            pending = save(2.0, wait)
             if pending is not None:
                 pending.exception(60)
-        accel.save(tensors(3.0), directory)
+        save(3.0)
     except CheckpointError:
-        assert read(directory) == 1
-        assert len(os.listdir(directory)) <= 2 + 2 + 1
-        accel.save(tensors(4.0), directory)
-        assert read(directory) == 4
+        assert value() == 1
+        accel.barrier()  # a rank hears of the failure while another one still removes its file
+        assert len(os.listdir(directory)) == 3
+        accel.barrier()
+        save(4.0)
+        assert value() == 4
         raise
 
 
@@ -184,43 +197,16 @@ def test_where_nothing_can_be_written(where: str, message: str, tmp_path: Path) 
 
 
 def test_two_jobs_at_once(tmp_path: Path) -> None:
-    """The second is refused while the first holds the directory, and let in when it is gone."""
+    """The one that commits last is refused, and removes nothing that the other needs."""
     accel.save(tensors(1.0), tmp_path)
-    lock = storage.Lock(str(tmp_path))
-    with pytest.raises(CheckpointError, match="held by another job"):
-        accel.save(tensors(2.0), tmp_path)
-    assert read(tmp_path) == 1
-    lock.release()
+    late = folder.Commit(str(tmp_path))
+    accel.save(tensors(2.0), tmp_path)
+    with pytest.raises(CheckpointError, match="is another job's: it has saved there since this save began"):
+        late.put(record.read(str(tmp_path))[0])
+    assert read(tmp_path) == 2
+    assert len(os.listdir(tmp_path)) == 2
     accel.save(tensors(3.0), tmp_path)
     assert read(tmp_path) == 3
-
-
-def test_a_lock_that_an_interrupt_left_is_let_go(tmp_path: Path) -> None:
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        mock.patch.object(storage.Lock, "release", side_effect=KeyboardInterrupt),
-    ):
-        accel.save({"n": 1}, tmp_path)
-    accel.save({"n": 2}, tmp_path)
-
-
-def hold(directory: str, ready: Any) -> None:
-    lock = storage.Lock(directory)
-    ready.set()
-    time.sleep(GUARD)
-    lock.release()
-
-
-def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
-    ready = _context.Event()
-    process = _context.Process(target=hold, args=(str(tmp_path), ready), daemon=True)
-    process.start()
-    assert ready.wait(GUARD)
-    with pytest.raises(CheckpointError, match="held by another job"):
-        accel.save({"n": 1}, tmp_path)
-    process.kill()
-    process.join(GUARD)
-    accel.save({"n": 1}, tmp_path)
 
 
 def test_other_files_are_never_touched(tmp_path: Path) -> None:

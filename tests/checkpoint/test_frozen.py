@@ -1,4 +1,4 @@
-"""What is frozen, in the groups of an optimizer and beside them: saved, loaded, and read from checkpoints of 0.1.0."""
+"""What is frozen, in the groups of an optimizer and beside them: saved and loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 import accel
 from tests.backends import need
-from tests.checkpoint.crafting import as_version_0_1_0, body_of
+from tests.checkpoint.crafting import body_of
 from tests.checkpoint.helpers import differences, engines
 from tests.distributed import run
 
@@ -126,15 +126,12 @@ def test_two_optimizers_with_a_part_frozen_for_a_phase(tmp_path: Path) -> None:
     assert not differences(whole(model, body, head, raw=True), whole(other, other_body, other_head, raw=True))
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["new", "of 0.1.0"])
-def test_frozenness_travels_with_the_optimizer_that_holds_the_parameter(old: bool, tmp_path: Path) -> None:
+def test_frozenness_travels_with_the_optimizer_that_holds_the_parameter(tmp_path: Path) -> None:
     """In a group it is what was saved; in none, or without the optimizer, it stays what the program has made it."""
     model = net(1)
     optimizer = torch.optim.AdamW(model[1:].parameters())  # two of these are frozen
     train(model, optimizer)
     accel.save({"m": model, "o": optimizer}, tmp_path)
-    if old:
-        as_version_0_1_0(tmp_path, "o", FROZEN)
     other = net(2)
     held = torch.optim.AdamW(other[1:].parameters())
     other[0].requires_grad_(True)

@@ -1,20 +1,31 @@
-"""A checkpoint that accel 0.1 wrote on two ranks: frozen tensors lie in files of their own, and the record names a node."""
+"""Checkpoints that earlier versions wrote on two ranks.
+
+``written_by_0_1``: frozen tensors lie in files of their own, and the record names a node. ``written_as_version_1`` and
+``_2``: the states of ``old_states.py`` of ``ddp`` and of tensor parallelism, which cuts weights along columns.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import accel
+from accel.checkpoint import record
 from accel.errors import CheckpointError
-from tests.distributed import refusals, run
+from tests.checkpoint.old_states import VALUES, numbered, state_of
+from tests.checkpoint.test_property import distance
+from tests.distributed import run
 
-WRITTEN = Path(__file__).parent / "written_by_0_1"
+HERE = Path(__file__).parent
+WRITTEN = HERE / "written_by_0_1"
+#: The samples that both ranks had of the loader when they saved.
+GIVEN = {1: {0, 4, 5, 8, 10, 12, 13, 14, 16, 17, 18, 20}, 2: {4, 8, 10, 13, 18, 20}}
 
 
 def parts(seed: int) -> tuple[nn.Sequential, nn.Sequential, torch.optim.AdamW]:
@@ -46,27 +57,61 @@ def test_files_of_frozen_tensors_load(world: int) -> None:
     run(world, load_old, str(WRITTEN))
 
 
-def test_the_next_save_removes_all_of_its_files(tmp_path: Path) -> None:
+def resume(directory: str, backend: str) -> list[float]:
+    """Check all that was saved. Return the samples that the loader has left."""
+    state, _ = state_of(backend, 9)
+    values = {**dict.fromkeys(VALUES), "arrays": [None, None, torch.zeros(3, dtype=torch.int64)]}
+    accel.load(directory, {**state, "values": values})
+    assert not distance(VALUES, values)
+    weights, optimizer = accel.full_state_dict(state["model"]), accel.full_state_dict(state["optimizer"])
+    for number, weight in enumerate(weights.values()):
+        assert torch.equal(weight.cpu(), numbered(weight.shape, 1 + 100 * number))
+        own = optimizer["state"][number]
+        assert torch.equal(own["exp_avg"], numbered(weight.shape, 1001))
+        assert torch.equal(own["exp_avg_sq"], numbered(weight.shape, 2001))
+        assert float(own["step"]) == 1.0
+    assert optimizer["param_groups"][0]["lr"] == 1.1
+    assert state["complex"].tolist() == [1 + 2j, 3]
+    assert torch.equal(state["half"], numbered((4, 3), 1).half())
+    return [sample for (batch,) in state["loader"] for sample in batch.tolist()]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(("world", "backend"), [(1, "single"), (2, "fsdp")])
+def test_all_kinds_of_objects_and_values_load(version: int, world: int, backend: str) -> None:
+    directory = HERE / f"written_as_version_{version}"
+    accel.verify(directory)
+    found, _ = record.read(str(directory))
+    assert found.version == version
+    left: list[Any] = sum(run(world, resume, str(directory), backend), [])
+    assert sorted(left) == sorted(set(map(float, range(24))) - GIVEN[version])
+
+
+@pytest.mark.parametrize("written", ["written_by_0_1", "written_as_version_2"])
+def test_the_next_save_removes_all_of_its_files(written: str, tmp_path: Path) -> None:
     directory = tmp_path / "c"
-    shutil.copytree(WRITTEN, directory)
+    shutil.copytree(HERE / written, directory)
     accel.link(directory, tmp_path / "linked")
     assert accel.latest(directory) == str(directory)
     accel.save({"x": torch.ones(3)}, directory)
-    assert len(os.listdir(directory)) == 3  # a file, the record and the lock
+    assert len(os.listdir(directory)) == 2  # a file and the record
     accel.verify(directory)
-    load_old(str(tmp_path / "linked"))
+    accel.verify(tmp_path / "linked")
 
 
-def test_files_on_disks_of_other_nodes_are_an_error(tmp_path: Path) -> None:
-    """With ``placement="host"`` each node has the record and its own files."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_damage_is_found(version: int, tmp_path: Path) -> None:
     directory = tmp_path / "c"
-    shutil.copytree(WRITTEN, directory)
-    next(directory.glob("*-00001.safetensors")).unlink()
-    message = (
-        "was saved to the disks of node-1, and some of its files are not here. Copy all of its files into one directory"
-    )
-    for text in refusals(2, load_old, str(directory), error="CheckpointError"):
-        assert message in text
-    with pytest.raises(CheckpointError, match=message):
-        accel.verify(directory)
-    assert accel.latest(directory) is None
+    shutil.copytree(HERE / f"written_as_version_{version}", directory)
+    for path in [*directory.glob("*.safetensors"), directory / "accel.json"]:
+        content = path.read_bytes()
+        for place in (9, 20, 200, len(content) // 2, len(content) - 2):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            state: dict[str, Any] = {"half": torch.zeros(4, 3, dtype=torch.half), "complex": torch.zeros(2) + 0j}
+            with pytest.raises(CheckpointError, match=path.name):
+                accel.verify(directory)
+            if path.name == "accel.json":
+                with pytest.raises(CheckpointError, match=path.name):
+                    accel.load(directory, state)
+        path.write_bytes(content)
+    accel.verify(directory)

@@ -14,7 +14,7 @@ from torch import nn
 
 import accel
 from accel.checkpoint import reader
-from accel.checkpoint.safetensors import CHUNK
+from accel.checkpoint.storage import CHUNK
 
 
 class Reads:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
+import secrets
 import signal
 import subprocess
 import threading
@@ -21,9 +21,10 @@ from torch import nn
 
 import accel
 from accel.__main__ import main
-from accel.checkpoint import folder, remote
-from accel.checkpoint.record import read
-from accel.checkpoint.save import Writer, contents_of
+from accel.checkpoint import folder, remote, shards
+from accel.checkpoint.plan import make_plan
+from accel.checkpoint.record import Record, read
+from accel.checkpoint.save import check_visible, contents_of
 from accel.errors import CheckpointError
 from tests.checkpoint import stores
 from tests.checkpoint.stores import BUCKET, BUSY, DENIED, EXPIRED, FAILS, Fault
@@ -232,34 +233,45 @@ def test_damage_is_found(prefix: str) -> None:
     assert accel.latest(prefix) == f"{prefix}/1"
 
 
-def begun(url: str, value: float, resources: contextlib.ExitStack) -> Writer:
+class Job:
     """A save of another job."""
-    contents = contents_of(state(value), None, 1)
-    message = contents.message([contents.summary(0)], 0)
-    return Writer(url, folder.begin(url, resources), contents, [message], 0, None, False)
+
+    def __init__(self, url: str, value: float) -> None:
+        self.url, self.save = url, secrets.token_hex(6)
+        self.contents, self.commit = contents_of(state(value), None), folder.Commit(url)
+        self.plan = make_plan((self.contents.listing,))
+
+    def write(self) -> shards.Written:
+        items = shards.items_of(self.plan.entries(0), self.contents.shards)
+        return shards.write(self.url, folder.shard_name(self.save, 0), items)
+
+    def finish(self, file: shards.Written) -> None:
+        tensors, values = self.plan.stored({0: 0}), self.contents.values
+        new = Record(id=self.save, time=0.0, world_size=1, files=[file], tensors=tensors, values=values)
+        check_visible(self.url, new)
+        self.commit.put(new)
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_two_jobs_in_one_place(before: bool, prefix: str) -> None:
     """The one that commits last is refused, and neither removes what the other needs."""
-    with contextlib.ExitStack() as resources:
-        if before:
-            accel.save(state(0.0), prefix)
-        first, second, third = (begun(prefix, value, resources) for value in (1.0, 2.0, 3.0))
-        files = first.write()
-        second.commit([second.write()])
-        late = third.write()
-        fourth = begun(prefix, 4.0, resources)
-        last = fourth.write()
-        assert value_of(prefix) == 2
-        with pytest.raises(CheckpointError, match="does not see it whole: save into a directory of this job alone"):
-            first.commit([files])
-        with pytest.raises(CheckpointError, match="is another job's: it has saved there since this save began"):
-            third.commit([late])
-        assert value_of(prefix) == 2
-        fourth.commit([last])
-        assert value_of(prefix) == 4
-        assert len(objects(prefix)) == 2
+    if before:
+        accel.save(state(0.0), prefix)
+    first, second, third = (Job(prefix, value) for value in (1.0, 2.0, 3.0))
+    files = first.write()
+    second.finish(second.write())
+    late = third.write()
+    fourth = Job(prefix, 4.0)
+    last = fourth.write()
+    assert value_of(prefix) == 2
+    with pytest.raises(CheckpointError, match="does not see it whole: save into a directory of this job alone"):
+        first.finish(files)
+    with pytest.raises(CheckpointError, match="is another job's: it has saved there since this save began"):
+        third.finish(late)
+    assert value_of(prefix) == 2
+    fourth.finish(last)
+    assert value_of(prefix) == 4
+    assert len(objects(prefix)) == 2
 
 
 SCRIPT = """

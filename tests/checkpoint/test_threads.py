@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import accel
-from accel.checkpoint import background, reader
-from accel.checkpoint.safetensors import CHUNK
+from accel.checkpoint import background, reader, shards
+from accel.checkpoint.storage import CHUNK
 
 pytestmark = pytest.mark.usefixtures("four_threads")
 
@@ -48,7 +48,7 @@ def test_threads_work_at_once_and_are_done_when_one_fails() -> None:
         done.append(number)
 
     with pytest.raises(ValueError, match="the second"):
-        reader.WorkerThreads().each(act, range(100))
+        reader.in_threads(act, range(100))
     so_far = len(done)
     time.sleep(0.5)
     assert so_far == len(done) < 99
@@ -59,8 +59,8 @@ def test_a_copy_has_what_was_there_wherever_it_lies(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks and batches that are smaller than tensors, by several threads at once, and of elements that are moved first."""
-    for name, value in {"_BLOCK": 4096, "PIECE": 1500}.items():
-        monkeypatch.setattr(background, name, value)
+    monkeypatch.setattr(background, "_BLOCK", 4096)
+    monkeypatch.setattr(shards, "PIECE", 1500)
     monkeypatch.setattr(background.background, "_blocks", [])
     monkeypatch.setattr(reader, "share", lambda: threads)
     made = {f"t{n}": torch.randn(n, 7).t() for n in range(40)} | {f"c{n}": torch.randn(n * 11) for n in range(40)}
