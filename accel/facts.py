@@ -53,10 +53,15 @@ def first_difference(
     An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2".
     """
     names = sorted(differing_names(facts_by_rank), key=order)
+    return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""
+
+
+def values_by_rank(name: Any, facts_by_rank: Sequence[Mapping[Any, Any]]) -> str:
+    """Return the ranks' values of a fact, such as "0.1 on ranks 0, 1; 0.2 on rank 2"."""
     ranks_by_value: dict[Any, list[str]] = {}
-    for rank, facts in enumerate(facts_by_rank if names else ()):
-        ranks_by_value.setdefault(facts.get(names[0], "absent"), []).append(str(rank))
+    for rank, facts in enumerate(facts_by_rank):
+        ranks_by_value.setdefault(facts.get(name, "absent"), []).append(str(rank))
     texts = []
     for value, ranks in ranks_by_value.items():
         texts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
-    return f"{names[0]} is {'; '.join(texts)}" if names else ""
+    return "; ".join(texts)

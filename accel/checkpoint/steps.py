@@ -134,7 +134,7 @@ def _why_lost(process: Process) -> str:
     """Return which rank ended, once the hang detector has noticed."""
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
-        left = {} if process.detector is None else process.detector.left
+        left = {} if process.watchdog is None else process.detector.left
         if left:
             return "; ".join(f"rank {number} {how}" for number, how in sorted(left.items()))
         if reason := ended():
