@@ -248,7 +248,7 @@ class _Job:
                 ended += self._collect_ended()
                 self._raise([worker for worker in ended if worker.process.returncode != 0])
             for worker in ended:
-                # The hang detector of other ranks reads it: this rank won't come any more.
+                # The other ranks read it: this rank won't come any more.
                 for prefix in _STORE_PREFIXES:
                     self._store.set(f"{prefix}accel/{RETURNED}", str(worker.rank))
             time.sleep(_POLL_SECONDS)

@@ -23,8 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .engines import Engine, refuse_foreign
 from .engines.base.step import prepare
-from .errors import AccelError, BackendError, OptimizerError, SharedParametersError, described
-from .gradients.clip import Owners, clip_patches
+from .errors import AccelError, OptimizerError, SharedParametersError, described
+from .gradients.clip import clip_patches
 from .gradients.hooks import remove_hooks
 from .gradients.patches import BackwardListener, Patch, backward_patches, changing, compile_patch
 from .handles import Handles, HiddenAttribute, ModelHandle, engine_behind, raw
@@ -188,44 +188,6 @@ class Registry:
                     "call accel.teardown() on the other."
                 )
         refuse_foreign(module)  # after the engines, because a backend may change classes
-
-    # -- clipping ----------------------------------------------------------------------------------
-
-    def owners(self, parameters: Sequence[torch.Tensor]) -> tuple[Owners, list[torch.Tensor]]:
-        """Return the gradients of each engine with its parameters, and the parameters of no engine.
-
-        The engines come in the order of all ranks. Without parameters, engines that may have
-        gradients on other ranks only take part too.
-
-        Raises:
-            BackendError: there are no parameters, and ``p.grad`` doesn't show all gradients.
-        """
-        owners: Owners = []
-        rest = list(parameters)
-        for engine in self.in_order():
-            gradients = engine.gradients
-            # DeepSpeed has none in p.grad, so a program that clips those with a gradient has none.
-            if not parameters and gradients.hidden():
-                raise BackendError(
-                    f"torch.nn.utils finds no gradients in p.grad of a {engine.kind} with backend "
-                    f"{engine.name!r}. Use accel.clip_grad_norm_(model, max_norm)."
-                )
-            params: list[Any] = [p for p in rest if id(p) in engine.known]
-            if engine.distributed and (params or (gradients.spread and not parameters)):
-                owners.append((gradients, [gradients.canonical(p) for p in params]))
-                rest = [p for p in rest if id(p) not in engine.known]
-        return owners, rest
-
-    def parameters_of(
-        self, gradients: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the engines' parameters whose gradients these are, and the other gradients."""
-        by_gradient: dict[int, torch.Tensor] = {}
-        for engine in self.engines:
-            for p in engine.parameters if engine.distributed else ():
-                by_gradient[id(p.grad)] = p
-        params = [by_gradient[id(g)] for g in gradients if id(g) in by_gradient]
-        return params, [g for g in gradients if id(g) not in by_gradient]
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -131,10 +131,10 @@ _GROUP: Final = "accel background"
 
 
 def _why_lost(process: Process) -> str:
-    """Return which rank ended, once the hang detector has noticed."""
+    """Return which rank ended, once the watchdog has noticed."""
     deadline = time.monotonic() + 3
     while time.monotonic() < deadline:
-        left = {} if process.watchdog is None else process.detector.left
+        left = {} if process.watchdog is None else process.watchdog.left
         if left:
             return "; ".join(f"rank {number} {how}" for number, how in sorted(left.items()))
         if reason := ended():
