@@ -198,7 +198,7 @@ def came_twice(stage: int) -> None:
         pair.plain_optimizer.zero_grad()
         x = data(step, accel.rank())
         if step == 1:
-            with pytest.raises(AssertionError):  # DeepSpeed's own
+            with pytest.raises((AssertionError, AttributeError)):  # DeepSpeed's own
                 out(pair.model, x, True).backward()
             pair.optimizer.zero_grad()
         out(pair.model, x).backward()
