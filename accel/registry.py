@@ -155,8 +155,6 @@ class Registry:
             raise AccelError(f"This {kind} is a part of a {outer.kind}. Pass the {outer.kind}.")
         raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, ...) first.")
 
-    of_handle = find_engine  # the name in many tests
-
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
         """Return the engine of a raw module, or None."""

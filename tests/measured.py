@@ -16,7 +16,7 @@ def measured(model: nn.Module) -> MemoryUse:
     """Return the bytes of distinct storages. The buckets of DDP, which are in C++, aren't seen."""
     sizes: dict[str, int] = {}
     seen: set[int] = set()
-    for field, tensor in _tensors(registry.of_handle(model)):
+    for field, tensor in _tensors(registry.find_engine(model)):
         with torch._C.DisableTorchFunctionSubclass():  # ZeRO 3 refuses reads of sharded weights
             value: Any = tensor.detach()
             local = value.to_local() if hasattr(value, "to_local") else value

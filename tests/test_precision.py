@@ -89,12 +89,12 @@ def test_dtypes(precision: str, inside: torch.dtype, stored: torch.dtype) -> Non
 def test_the_environment_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_PRECISION", "bf16-mixed")
     monkeypatch.setenv("ACCEL_BACKEND", "ddp")
-    engine = registry.of_handle(accel.setup(net()).model)
+    engine = registry.find_engine(accel.setup(net()).model)
     assert (engine.name, engine.precision.name) == ("ddp", "bf16-mixed")
-    engine = registry.of_handle(accel.setup(net(), backend="single", precision="32-true").model)
+    engine = registry.find_engine(accel.setup(net(), backend="single", precision="32-true").model)
     assert (engine.name, engine.precision.name) == ("single", "32-true")
     monkeypatch.setenv("ACCEL_BACKEND", "auto")
-    assert registry.of_handle(accel.setup(net()).model).name == "single"
+    assert registry.find_engine(accel.setup(net()).model).name == "single"
     monkeypatch.setenv("ACCEL_BACKEND", "dpd")
     with pytest.raises(accel.BackendError, match=r"dpd.*ACCEL_BACKEND|ACCEL_BACKEND.*dpd"):
         accel.setup(net())

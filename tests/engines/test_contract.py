@@ -127,7 +127,7 @@ def check_state(backend: Any, tolerance: float = 1e-5) -> None:
     moved = states(model, optimizers)
     assert differences(moved[0], full[0], "", 0.0)
     weights = {name: value for name, value in full[0].items() if name != "total"}
-    if registry.of_handle(model).holdings.partial(None):
+    if registry.find_engine(model).holdings.partial(None):
         for wrong, message in (
             (weights | {"3.row": torch.ones(7)}, "size mismatch for 3.row: .*torch.Size\\(\\[7\\]\\)"),
             ({name: value for name, value in weights.items() if name != "2.bias"}, 'Missing key.*"2.bias"'),

@@ -26,7 +26,7 @@ def model_of(scale: bool = False) -> nn.Sequential:
 
 def parts_of(model: Any) -> list[torch.Tensor]:
     """The gradients, or parts of them, that lie on this rank."""
-    held = [holder.grad for holder in accel.registry.registry.of_handle(model).gradients.holders()]  # type: ignore[attr-defined]
+    held = [holder.grad for holder in accel.registry.registry.find_engine(model).gradients.holders()]  # type: ignore[attr-defined]
     return [g.to_local() if hasattr(g, "to_local") else g for g in held if g is not None]
 
 
@@ -34,7 +34,7 @@ def norm_with_nan(backend: Any, order: float, by_torch: bool) -> float:
     raw = model_of()
     model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
     model(torch.ones(2, 4)).square().sum().backward()
-    engine = accel.registry.registry.of_handle(model)  # type: ignore[attr-defined]
+    engine = accel.registry.registry.find_engine(model)  # type: ignore[attr-defined]
     if backend == "sharded":
         accel.clip_grad_norm_(model, 1e9)  # so that each gradient is its owner's
     if not isinstance(backend, str):

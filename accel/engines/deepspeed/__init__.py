@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import BackendError
+from ...errors import BackendError, PrecisionError
 from ...gradients.totals import average_gradients_
 from ...precision import Accumulator
 from ...process import Process
@@ -109,6 +109,8 @@ class ZeROGradients(Gradients):
         zero = self.engine.zero
         if zero is None:
             self._average()
+            if optimizer is not None:
+                self._clip(optimizer)
             return
         if optimizer is not None and zero.eager:
             refuse_inside_backward()
@@ -117,12 +119,25 @@ class ZeROGradients(Gradients):
         if self.pending():
             self._reduce(zero)
         if optimizer is not None:
+            self._clip(optimizer)
             zero.unpublished = True
             for fragment in zero.fragments.values():
                 weights, grad = fragment.weights, fragment.grad
                 weights.grad = None if grad is None else grad.to(weights.dtype)
             # The user's hooks before a step edit these gradients.
             self.engine.steps[id(optimizer)].put_in(optimizer)
+
+    def _clip(self, optimizer: Optimizer) -> None:
+        """Clip to the ``gradient_clipping`` of the configuration, as DeepSpeed's own step does."""
+        max_norm = self.engine.configuration.clipping
+        if max_norm <= 0:
+            return
+        if vars(optimizer).get("grad_scale") is not None:
+            raise PrecisionError(
+                "gradient_clipping can't clip gradients that a GradScaler has scaled. Call "
+                "scaler.unscale_(optimizer) before scaler.step(optimizer)."
+            )
+        nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
     def _reduce(self, zero: Partitions) -> None:
         # Stages 2 and 3 have reduced these in their order of arrival.

@@ -19,7 +19,7 @@ from .library import library
 
 #: Sections that DeepSpeed gets as they are, and keys that accel reads or that a loop doesn't need.
 _PASSED: Final = {"activation_checkpointing", "comms_logger", "communication_data_type"}
-_READ: Final = {"bf16", "zero_allow_untested_optimizer", "zero_optimization"}
+_READ: Final = {"bf16", "gradient_clipping", "zero_allow_untested_optimizer", "zero_optimization"}
 _IGNORED: Final = {"steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"}
 _LOSSY: Final = "Remove it, because quantized communication changes the result."
 _OFFLOAD: Final = "Use 'offload_optimizer' or 'offload_param' with {'device': 'cpu'}."
@@ -29,7 +29,6 @@ _REFUSED: Final = {
     "amp": "Use precision='16-mixed'.",
     "fp16": "Use precision='bf16-mixed' or '16-mixed'.",
     "gradient_accumulation_steps": "Call backward() several times before step().",
-    "gradient_clipping": "Call accel.clip_grad_norm_(model, max_norm) before step().",
     "optimizer": "Give accel.setup the optimizer of your loop.",
     "scheduler": "Step a torch scheduler in your loop.",
     "torch_autocast": "Use precision='bf16-mixed'.",
@@ -43,7 +42,7 @@ _REFUSED: Final = {
     "zero_optimization.zero_quantized_weights": _LOSSY,
 }
 #: Values of refused keys that ask for nothing.
-_HARMLESS: Final = {"gradient_accumulation_steps": 1, "gradient_clipping": 0}
+_HARMLESS: Final = {"gradient_accumulation_steps": 1}
 #: Elements of a bucket. DeepSpeed allocates all of its 5e8. Gloo is faster with small buckets.
 _BUCKET: Final = 200_000_000
 _GLOO_BUCKET: Final = 8_000_000
@@ -98,7 +97,16 @@ class Configuration:
         self._offload_param = self._offloads("offload_param", options.offload_parameters)
         #: The optimizer updates fp32 copies of bfloat16 weights.
         self.masters = not _is_off(self._config.get("bf16"))
+        #: The norm to which every step clips. 0: no clipping.
+        self.clipping = self._clipping(self._config.get("gradient_clipping"))
         self._any_optimizer = self._config.get("zero_allow_untested_optimizer") is True
+
+    def _clipping(self, value: Any) -> float:
+        if _is_off(value):
+            return 0.0
+        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+            _refuse("gradient_clipping", value, "Pass a number of at least 0.")
+        return float(value)
 
     def _offloads(self, key: str, option: bool) -> bool:
         section = self._zero.get(key) or {}

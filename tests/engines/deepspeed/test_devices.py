@@ -123,7 +123,7 @@ def read_beside(config: dict[str, Any]) -> None:
     pair = Pair(
         DeepSpeed(stage=2, config={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 30, **config}})
     )
-    optimizer = registry.of_handle(pair.model).zero.zero
+    optimizer = registry.find_engine(pair.model).zero.zero
     events: list[Any] = []
     beside, main = Stream(None), Stream(lambda other: events.append(("waited", other is beside)))
     optimizer.reduction_stream = beside
@@ -171,7 +171,7 @@ def test_whole_states_lie_in_the_hosts_memory(stage: int) -> None:
 def flat_memory(stage: int) -> None:
     pair = Pair(zero(stage))
     pair.train()
-    flat = weakref.ref(registry.of_handle(pair.model).zero.zero.bit16_groups_flat[0])
+    flat = weakref.ref(registry.find_engine(pair.model).zero.zero.bit16_groups_flat[0])
     with mock.patch.object(gc, "collect"):
         gc.disable()
         try:

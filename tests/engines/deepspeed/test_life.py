@@ -270,7 +270,7 @@ def collected(stage: int) -> None:
     """The last reference to model and optimizer frees the engine and the weights."""
     pair = Pair(zero(stage))
     pair.train()
-    alive = [weakref.ref(pair.raw), weakref.ref(registry.of_handle(pair.model)), weakref.ref(pair.raw.left.weight)]
+    alive = [weakref.ref(pair.raw), weakref.ref(registry.find_engine(pair.model)), weakref.ref(pair.raw.left.weight)]
     del pair
     gc.collect()
     assert [ref() for ref in alive] == [None, None, None]
@@ -396,7 +396,7 @@ def cut_reduction(stage: int) -> None:
     pair.train(range(1))
     loss_of(pair.model(data(1, accel.rank()))).backward()
     pair.optimizer.zero_grad()
-    parts = registry.of_handle(pair.model).zero
+    parts = registry.find_engine(pair.model).zero
     loss = loss_of(pair.model(data(1, accel.rank())))
     if stage == 1:
         loss.backward()
@@ -416,7 +416,7 @@ def cut_spread(stage: int) -> None:
     """A step is stopped while the ranks give each other what they have stepped: the next forward has all of it."""
     pair = Pair(zero(stage))
     pair.train(range(1))
-    parts = registry.of_handle(pair.model).zero
+    parts = registry.find_engine(pair.model).zero
     with mock.patch.object(type(parts), "gather", stop), pytest.raises(KeyboardInterrupt):
         pair.train(range(1, 2))
     pair.plain_optimizer.step()

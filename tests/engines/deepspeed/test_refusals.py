@@ -130,7 +130,7 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning' is .*accel doesn't use it"),
     ({"zero_force_ds_cpu_optimizer": True}, {}, "Give accel.setup a deepspeed.ops.adam.DeepSpeedCPUAdam"),
     ({"gradient_accumulation_steps": 4}, {}, "'gradient_accumulation_steps' is 4"),
-    ({"gradient_clipping": 1.0}, {}, "'gradient_clipping' is 1.0. Call accel.clip_grad_norm_"),
+    ({"gradient_clipping": "big"}, {}, "'gradient_clipping' is 'big'. Pass a number"),
     ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
     ("/nowhere.json", {}, "is no JSON object"),
     ([1], {}, r"config \[1\] is no JSON object"),

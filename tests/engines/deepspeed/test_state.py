@@ -91,7 +91,7 @@ def state_verbs(stage: int) -> None:
     pair.train(range(5, 8))
     pair.check()
 
-    engine, raw = registry.of_handle(model), optimizer
+    engine, raw = registry.find_engine(model), optimizer
     full = {**whole(model)}
     for index, entries in accel.full_state_dict(optimizer)["state"].items():
         full.update({f"{engine.names[index]}/{k}": v for k, v in entries.items() if v.dim() or k != "step"})
@@ -110,7 +110,7 @@ def state_verbs(stage: int) -> None:
     merged = {"groups": values[0]["groups"], "state": {k: v for one in values for k, v in one["state"].items()}}
     third = Net(11)
     model, optimizer, _ = accel.setup(third, adamw(third), backend=zero(stage))
-    engine, raw = registry.of_handle(model), optimizer
+    engine, raw = registry.find_engine(model), optimizer
     for slot in [*engine.holdings.slots(None, manifest), *engine.holdings.slots(raw, manifest)]:
         slot.tensor.copy_(full[slot.name].reshape(-1).narrow(0, slot.start, slot.tensor.numel()).view_as(slot.tensor))
     engine.holdings.fill(raw, merged)

@@ -131,7 +131,7 @@ def bytes_per_rank(frozen: bool) -> float:
     for step in range(2):
         model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         handle.step()
-    engine = registry.of_handle(model)
+    engine = registry.find_engine(model)
     here = [s.tensor for s in engine.holdings.shards(None) + engine.holdings.shards(handle._accel_raw)]
     here += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
     gathered = sum(p.unsharded_param.untyped_storage().nbytes() for p in engine.sharded.params)

@@ -105,7 +105,7 @@ def shards() -> dict[str, Any]:
     """Return, by name, the range of elements on this rank and the number of all elements."""
     model, handle, _, raw = start()
     train(model, handle, range(2))
-    holdings = registry.of_handle(model).holdings
+    holdings = registry.find_engine(model).holdings
     full = {name: v for name, v in accel.full_state_dict(model).items() if name != "head.weight"}
     order = [holdings.parameter_names[id(p)] for g in raw.param_groups for p in g["params"]]
     for i, entries in accel.full_state_dict(handle)["state"].items():

@@ -100,7 +100,7 @@ def collected() -> None:
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=2))
     one_step(model, optimizer, 0)
-    engine, parameters = weakref.ref(registry.of_handle(model)), [weakref.ref(p) for p in raw.parameters()]
+    engine, parameters = weakref.ref(registry.find_engine(model)), [weakref.ref(p) for p in raw.parameters()]
     del raw, model, optimizer
     gc.collect()
     assert engine() is None

@@ -98,7 +98,7 @@ def freed() -> bool:
     handle.step()
     copied = copy.deepcopy(raw)
     assert not any(p._backward_hooks for p in copied.parameters())
-    engine = weakref.ref(registry.of_handle(model))
+    engine = weakref.ref(registry.find_engine(model))
     weight = weakref.ref(raw[0].weight)
     del raw, optimizer, model, handle
     gc.collect()
