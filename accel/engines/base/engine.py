@@ -95,7 +95,7 @@ class Engine(ABC):
         self._raw_parameters = dict(self.named)
         self.holdings = self.holdings_type(self)
         refreshes = getattr(self.options, "auto_refresh", True)
-        self._watches_mask = self.gradients.reduced and self.distributed and refreshes
+        self._watches_mask = self.distributed and refreshes
         self.restructured = self.started = False
         size = sequence_size(self.options, self.process)
         self.sequence = SequenceParallel(self, size) if size > 1 else None
@@ -324,7 +324,7 @@ class Engine(ABC):
             BackendError: gradients of ``no_sync`` are pending that a rebuild would lose.
         """
         mask = self.mask.now()
-        if self.gradients.reduced and self.distributed and mask != self.mask.known:
+        if self.distributed and mask != self.mask.known:
             self.compare("a change of requires_grad", mask, self._explain_masks)
             if self.gradients.pending() and not self.gradients.deferred:
                 if self.gradients.accumulating:
