@@ -9,20 +9,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
 from ..errors import CheckpointError
-from ..process import current
+from ..process import Process, current
 from ..process.control import agree, locked
 from . import folder, shards
 from .background import background
 from .match import check_engines, check_progress
 from .objects import RankObject, StateObject, engines_of, progress_of
-from .plan import Kind, Listing, Table, list_shards, make_plan
+from .plan import Kind, Listing, Plan, Table, list_shards, make_plan
 from .record import Record
-from .shards import Item, LocalShard, Written
+from .shards import Item, LocalShard, WriteItem, Written
 from .state import State, shards_of, value_shard
 from .steps import (
     Gather,
@@ -122,25 +123,40 @@ def save(
     plan = make_plan(contents.listings)
     items = shards.items_of(plan.entries(rank), contents.shards)
     writing = Writing(folder.absolute(dir), messages[0].save, rank, begin, keep)
-    # A thread must not keep the tensors of the state alive.
-    values = contents.values
-
-    def record(files: Sequence[Written | None]) -> Record:
-        numbers = [number for number, file in enumerate(files) if file is not None]
-        own = [message.own for message in messages]
-        return Record(
-            id=messages[0].save,
-            time=time.time(),
-            world_size=len(files),
-            files=[file for file in files if file is not None],
-            tensors=plan.stored({number: i for i, number in enumerate(numbers)}),
-            values=values,
-            ranks=own if any(own) else [],
-        )
-
+    # A thread must not keep the tensors of the state alive, so it gets only the values.
+    record = partial(_record_of, messages, plan, contents.values)
     if wait:
         writing.finish(lambda: items, record, commit, agree)
         return None
+    return _finish_in_background(process, writing, items, record, commit)
+
+
+def _record_of(
+    messages: Sequence[Message],
+    plan: Plan,
+    values: dict[str, Json],
+    files: Sequence[Written | None],
+) -> Record:
+    numbers = [number for number, file in enumerate(files) if file is not None]
+    own = [message.own for message in messages]
+    return Record(
+        id=messages[0].save,
+        time=time.time(),
+        world_size=len(files),
+        files=[file for file in files if file is not None],
+        tensors=plan.stored({number: i for i, number in enumerate(numbers)}),
+        values=values,
+        ranks=own if any(own) else [],
+    )
+
+
+def _finish_in_background(
+    process: Process,
+    writing: Writing,
+    items: Sequence[WriteItem],
+    record: Callable[[Sequence[Written | None]], Record],
+    commit: folder.Commit | None,
+) -> Future[None]:
     gather = background_gather(process)
     copies: Future[Sequence[Item]] = Future()
     try:
