@@ -203,6 +203,13 @@ class Watchdog:
     def tell_leave(self, how: str) -> None:
         """Tell all ranks that this rank won't join any more collectives."""
         self._tell(lambda: self._store.append("left", f"{self._rank} {how}\n"))
+        # The store may end with rank 0, so the other ranks must have heard it first.
+        deadline = time.monotonic() + 1.5 * self.interval
+        with contextlib.suppress(RuntimeError):
+            while self._rank == 0 and time.monotonic() < deadline:
+                if len(self._store.get("left").splitlines()) >= self._world:
+                    break
+                time.sleep(0.01)
 
     def _tell(self, write: Callable[[], object]) -> None:
         def tell() -> None:

@@ -224,7 +224,7 @@ model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=.1),
 model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
 try:
-    if accel.is_main():
+    if accel.rank() == {rank}:
         {act}
 except accel.AccelError as error:
     print(type(error).__name__, error)
@@ -232,25 +232,27 @@ except accel.AccelError as error:
 
 
 @pytest.mark.parametrize(
-    ("backend", "act", "where"),
+    ("backend", "act", "where", "rank"),
     [
-        ("ddp", "accel.save({'model': model}, '/nowhere/at/all')", "'accel.save'"),
-        ("fsdp", "model.state_dict()", "write state = model.state_dict() above"),
+        ("ddp", "accel.save({'model': model}, '/nowhere/at/all')", "'accel.save'", 0),
+        ("fsdp", "model.state_dict()", "write state = model.state_dict() above", 0),
+        ("ddp", "accel.barrier()", "'barrier'", 1),  # the store ends with rank 0
     ],
 )
-def test_a_rank_that_ends_its_program_is_named(backend: str, act: str, where: str) -> None:
+def test_a_rank_that_ends_its_program_is_named(backend: str, act: str, where: str, rank: int) -> None:
     port = free_port()
-    code = ENDING.format(backend=backend, act=act)
-    first, second = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port))
-    assert re.search(r"rank 1 \(host \S+\) ended its program, by its end or sys.exit", first.stdout)
-    assert where in first.stdout
-    assert "gloo" not in first.stdout
-    assert second.stdout == ""
+    code = ENDING.format(backend=backend, act=act, rank=rank)
+    results = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port))
+    waiting, ended = results[rank], results[1 - rank]
+    assert re.search(rf"rank {1 - rank} \(host \S+\) ended its program, by its end or sys.exit", waiting.stdout)
+    assert where in waiting.stdout
+    assert "gloo" not in waiting.stdout
+    assert ended.stdout == ""
 
 
 def test_a_rank_that_is_killed_is_named() -> None:
     port = free_port()
-    code = ENDING.format(backend="ddp", act="accel.barrier()") + "faults.reach('end')\n"
+    code = ENDING.format(backend="ddp", act="accel.barrier()", rank=0) + "faults.reach('end')\n"
     end = Fault("exit 9", at="end", rank=1)
     first, _ = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False, fails=[end])
     assert re.search(r"rank 0 cannot go on in 'barrier': rank 1 \(host \S+\) did not answer", first.stdout)
