@@ -56,10 +56,14 @@ def first_difference(
     return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""
 
 
-def values_by_rank(name: Any, facts_by_rank: Sequence[Mapping[Any, Any]]) -> str:
+def values_by_rank(
+    name: Any, facts_by_rank: Sequence[Mapping[Any, Any]], *, ignore_absent: bool = False
+) -> str:
     """Return the ranks' values of a fact, such as "0.1 on ranks 0, 1; 0.2 on rank 2"."""
     ranks_by_value: dict[Any, list[str]] = {}
     for rank, facts in enumerate(facts_by_rank):
+        if ignore_absent and name not in facts:
+            continue
         ranks_by_value.setdefault(facts.get(name, "absent"), []).append(str(rank))
     texts = []
     for value, ranks in ranks_by_value.items():

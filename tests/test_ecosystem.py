@@ -165,7 +165,7 @@ def optimize_two_models() -> None:
 
 def test_an_optimizer_over_two_models_is_told_of_a_module_dict() -> None:
     for text in refusals(2, optimize_two_models, error="OptimizerError"):
-        assert 'nn.ModuleDict({"a": a, "b": b})' in text
+        assert "nn.ModuleDict({'a': a, 'b': b})" in text
 
 
 def defer_from_pretrained(directory: Path) -> None:

@@ -390,18 +390,6 @@ def test_an_overflow_spares_fp32_models() -> None:
     run(2, overflow_beside_fp32)
 
 
-def test_two_scalers_on_one_optimizer() -> None:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, sgd(raw), precision="16-mixed")
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    accel.backward(model(batch(0)).square().mean())
-    with pytest.raises(accel.PrecisionError, match="one of the two"):
-        scaler.step(optimizer)
-    with pytest.raises(accel.AccelError, match="tensor"):
-        accel.backward(3.0)  # type: ignore[arg-type]
-
-
 # -- 8 bits by torchao ---------------------------------------------------------------------------------------------------
 
 

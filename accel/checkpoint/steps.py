@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from ..errors import AccelError, CheckpointError
-from ..process import Process, ended, rank, running
+from ..process import Process, rank, reason_of, running
 from ..process.control import agree, raise_together
 from ..process.packing import begin_gather, gather_framed, to_bytes
 
@@ -122,26 +122,12 @@ def background_gather(process: Process) -> Gather:
         try:
             return [pickle.loads(c) for c in gather_framed(pickle.dumps(value), send)]
         except RuntimeError as error:
-            raise CheckpointError(f"{step}: {_why_lost(process)}") from error
+            raise CheckpointError(f"{step}: {reason_of(error)}") from error
 
     return gather
 
 
 _GROUP: Final = "accel background"
-
-
-def _why_lost(process: Process) -> str:
-    """Return which rank ended, once the watchdog has noticed."""
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline:
-        left = {} if process.watchdog is None else process.watchdog.left
-        if left:
-            return "; ".join(f"rank {number} {how}" for number, how in sorted(left.items()))
-        if reason := ended():
-            return reason
-        time.sleep(0.05)
-    seconds = process.timeout.total_seconds()
-    return f"a rank ended, or did not finish within {seconds:g} s"
 
 
 # -- texts -----------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ def _cores() -> int:
 
 # -- env -------------------------------------------------------------------------------------------
 
-_PACKAGES = ["cloudpickle", "deepspeed", "fairscale", "fsspec", "horovod", "matplotlib", "numpy"]
-_PACKAGES += ["safetensors", "torch_xla", "torchao", "transformers", "xxhash"]
+_PACKAGES = ["cloudpickle", "fsspec", "matplotlib", "numpy", "safetensors", "torchao"]
+_PACKAGES += ["transformers", "xxhash"]
 _VARIABLES = re.compile(
     r"(ACCEL_|CUDA_|GLOO_|MASTER_|NCCL_|OMP_|TORCH).*|(LOCAL_)?(RANK|WORLD_SIZE)"
 )
@@ -80,7 +80,10 @@ def _machine() -> Iterator[tuple[str, str]]:
 
 
 def _packages() -> Iterator[tuple[str, str]]:
-    for package in _PACKAGES:
+    names = list(_PACKAGES)
+    for engine in ENGINES.values():
+        names += [re.split("[<=>]", requirement)[0] for requirement in engine.requires.values()]
+    for package in dict.fromkeys(names):
         try:
             yield package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

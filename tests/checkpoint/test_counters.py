@@ -100,7 +100,7 @@ def test_numbers_come_back_from_an_offload(flags: dict[str, Any]) -> None:
     state = {"step": torch.tensor(3.0), "mu_product": torch.tensor(0.5), "history": [torch.tensor(1.0)]}
 
     class Engine(Unchanged):
-        module, named = nn.Module(), {"p": parameter}
+        module, named, label = nn.Module(), {"p": parameter}, "Net"
 
         class process:
             device = META

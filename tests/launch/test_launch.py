@@ -347,8 +347,7 @@ def fail_together(how: str) -> None:
 TOGETHER = {
     "main_first": (r"rank 0 of 2 .*raised; its traceback:(?s:.*)OSError: no route$", OSError),
     "setup on rank 0": (
-        "rank 1 has returned from its function and does not come to accel.setup or accel.init, which every rank calls: not "
-        r"under accel.is_main\(\)",
+        r"rank 1 has returned from its function and does not come to accel.setup. Call it on every rank",
         accel.LaunchError,
     ),
 }

@@ -188,4 +188,4 @@ def _facts(engine: Engine) -> dict[str, str]:
 def _first_difference(facts_by_rank: Sequence[Mapping[str, str]]) -> str:
     name, *others = differing_names(facts_by_rank, ignore_absent=True)
     also = f" (also {', '.join(others[:5])})" if others else ""
-    return f"{name} is {values_by_rank(name, facts_by_rank)}{also}"
+    return f"{name} is {values_by_rank(name, facts_by_rank, ignore_absent=True)}{also}"

@@ -127,7 +127,7 @@ class Holdings(Raw):
         self,
         optimizer: Optimizer | None,
         *args: Any,
-        title: str = "write state = model.state_dict() above an `if` of one rank: the state",
+        title: str = "",
         keep: bool = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -139,7 +139,9 @@ class Holdings(Raw):
         """
         # After an interruption, ranks may have shards of different steps.
         name = self.engine.kind if optimizer is None else type(optimizer).__name__
-        title = f"{title} of {name} after {self.engine.drift.progress}"
+        variable = "model" if optimizer is None else "optimizer"
+        advice = f"write state = {variable}.state_dict() above an `if` of one rank: the state"
+        title = f"{title or advice} of {name} after {self.engine.drift.progress}"
         with Waiting(self.engine.process, title):
             if optimizer is not None:
                 return self._full_optimizer(title, optimizer, keep)

@@ -149,16 +149,12 @@ class Override:
         self._earlier = earlier = vars(raw).get(name)
         self._active = active = [True]
 
-        def original(*args: Any, **kwargs: Any) -> Any:
-            if earlier is not None:
-                return earlier(*args, **kwargs)
-            owner = reference()
-            return getattr(type(owner), name)(owner, *args, **kwargs)
-
         def method(_: Any, *args: Any, **kwargs: Any) -> Any:
-            if not active:
-                return original(*args, **kwargs)
-            return act(reference(), original, *args, **kwargs)
+            owner = reference()
+            original = earlier
+            if earlier is None:
+                original = MethodType(getattr(type(owner), name), owner)
+            return act(owner, original, *args, **kwargs) if active else original(*args, **kwargs)
 
         # Schedulers mark the function with attributes, and take ``optimizer.step.__func__``.
         vars(method).update(getattr(earlier, "__dict__", {}))

@@ -92,7 +92,6 @@ class Stepper:
         self.optimizer = optimizer
         self._num_parameters = len(parameters_of(optimizer))
         self._serial = engine.loss_scale.serial
-        self._finishes = engine.gradients.finishes_steps
         #: Parameters of a skipped step, with their gradients.
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: False if accel unscales the gradients for the user's GradScaler.
@@ -102,15 +101,19 @@ class Stepper:
             self._attributes[_PROTOCOL] = True
         vars(optimizer).update(self._attributes)
         HiddenAttribute.put(optimizer, self._engine)
+        # The user's hooks see final gradients and weights, also if they were registered before.
+        pre_hooks: Any = optimizer._optimizer_step_pre_hooks
+        post_hooks: Any = optimizer._optimizer_step_post_hooks
+        before = optimizer.register_step_pre_hook(self._before)
+        pre_hooks.move_to_end(before.id, last=False)
         self._hooks: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            before,
             optimizer.register_load_state_dict_pre_hook(self._loading),
         ]
-        # The user's hooks see final gradients and weights, also if they were registered before.
-        steps: Any = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-        for hooks, hook in zip(steps, self._hooks, strict=False):
-            hooks.move_to_end(hook.id, last=False)
+        if engine.gradients.finishes_steps:
+            after = optimizer.register_step_post_hook(self._after)
+            post_hooks.move_to_end(after.id, last=False)
+            self._hooks.append(after)
         self._overrides = [
             Override(optimizer, "step", self._step),
             Override(optimizer, "add_param_group", self._add_param_group),
@@ -143,6 +146,10 @@ class Stepper:
                 engine.drift.broken = engine.drift.steps
                 engine.gradients.break_step()
             raise
+        finally:
+            for parameter, grad in self._hidden:
+                parameter.grad = grad
+            self._hidden.clear()
 
     def _add_param_group(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -166,7 +173,10 @@ class Stepper:
         drift.steps += 1
         if drift.steps >= drift.next:
             drift.check()
-        if sum([len(group["params"]) for group in optimizer.param_groups]) != self._num_parameters:
+        num_parameters = 0
+        for group in optimizer.param_groups:
+            num_parameters += len(group["params"])
+        if num_parameters != self._num_parameters:
             self.look(engine)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
@@ -188,16 +198,11 @@ class Stepper:
         return None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._finishes and not self._hidden:
-            return
         if torch.compiler.is_compiling():
             _outside_graphs(self._after, optimizer, args, kwargs)
             return
-        for parameter, grad in self._hidden:
-            parameter.grad = grad
-        self._hidden.clear()
         engine = self._engine()
-        if engine is not None and self._finishes:
+        if engine is not None:
             with Waiting(engine.process, "the end of optimizer.step()"):
                 engine.gradients.after_step(optimizer)
 
@@ -223,8 +228,6 @@ class Stepper:
     def _prepare_for_scaler(self, engine: Engine, optimizer: Any) -> None:
         """Make gradients final for a step by the user's GradScaler, which may be skipped."""
         scale, found_inf = optimizer.grad_scale, optimizer.found_inf
-        if not self._fused:
-            optimizer.grad_scale = optimizer.found_inf = None
         try:
             if engine.gradients.pending() or engine.gradients.hidden():
                 raise PrecisionError(
@@ -236,6 +239,8 @@ class Stepper:
             # GradScaler deletes them only after a step. The next step would take them for its own.
             del optimizer.grad_scale, optimizer.found_inf
             raise
+        if not self._fused:
+            optimizer.grad_scale = optimizer.found_inf = None
         if self._fused:  # the optimizer unscales and skips by itself, without a synchronization
             self._count(found_inf > 0)
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -191,9 +190,8 @@ def state_verbs() -> None:
     full = accel.full_state_dict(model)
     assert full["head.weight"].data_ptr() == full["embed.weight"].data_ptr()
     assert not accel.full_state_dict(handle, rank0_only=True) or accel.is_main()
-    for call in (lambda: torch.save(net.blocks[1].state_dict(), os.devnull), lambda: pickle.dumps(net)):
-        with pytest.raises(accel.AccelError, match="accel.full_state_dict"):
-            call()
+    with pytest.raises(accel.AccelError, match="accel.full_state_dict"):
+        pickle.dumps(net)
     other, other_optimizer = build(seed=3)
     train(other, other_optimizer, range(5, 7), mean_loss)
     model.load_state_dict(other.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -64,12 +65,11 @@ def drift(wrong: int) -> None:
             raw[0].weight._local_tensor.data[0, 0] += 1  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"), [(3, "[3] is not what it is on rank 1"), (0, "[2] is not what it is on rank 0")]
-)
-def test_copies_that_drift_apart(wrong: int, named: str) -> None:
+@pytest.mark.parametrize(("wrong", "ranks"), [(3, (1, 3)), (0, (0, 2))])
+def test_copies_that_drift_apart(wrong: int, ranks: tuple[int, int]) -> None:
+    named = rf"0\.weight \(shard {wrong % 2}\) is \w+ on rank {ranks[0]}; \w+ on rank {ranks[1]}"
     for message in refusals(4, drift, wrong, error="RankMismatchError", breaks=True):
-        assert f"0.weight (shard {wrong % 2}) on ranks {named}" in message
+        assert re.search(named, message), message
 
 
 def groups_left() -> list[int]:

@@ -59,20 +59,20 @@ def two_optimizers(raw: Branches) -> list[torch.optim.Optimizer]:
 
 
 @contextlib.contextmanager
-def pieces_of(size: int, gathered: bool) -> Iterator[None]:
-    """Inside, a collective moves so many bytes; ``gathered``: as between accelerators, whose collectives gloo has too."""
-    before = packing._CPU_PIECE_BYTES, packing._calls_are_dear
-    packing._CPU_PIECE_BYTES, packing._calls_are_dear = size, lambda _: gathered
+def pieces_of(size: int) -> Iterator[None]:
+    """Inside, a collective moves at most so many bytes."""
+    before = packing._CPU_PIECE_BYTES
+    packing._CPU_PIECE_BYTES = size
     try:
         yield
     finally:
-        packing._CPU_PIECE_BYTES, packing._calls_are_dear = before
+        packing._CPU_PIECE_BYTES = before
 
 
-def branches(clip: bool, piece: int, gathered: bool) -> list[float]:
+def branches(clip: bool, piece: int) -> list[float]:
     """Each rank goes another way; in some steps one of them has no gradient at all, or one optimizer waits."""
     rank, world = accel.rank(), accel.world_size()
-    with pieces_of(piece, gathered):
+    with pieces_of(piece):
         raw, reference = Branches(), Branches()
         optimizers, plain = two_optimizers(raw), two_optimizers(reference)
         model, handles = sharded(raw, optimizers)
@@ -101,12 +101,9 @@ def branches(clip: bool, piece: int, gathered: bool) -> list[float]:
     return [distance(raw, reference), *states]
 
 
-@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize(("world", "clip", "piece"), [(2, False, 4 << 20), (2, True, 64), (4, True, 4 << 20)])
-def test_rank_dependent_branches_dtypes_layouts_and_optimizers(
-    world: int, clip: bool, piece: int, gathered: bool
-) -> None:
-    for found in run(world, branches, clip, piece, gathered):
+def test_rank_dependent_branches_dtypes_layouts_and_optimizers(world: int, clip: bool, piece: int) -> None:
+    for found in run(world, branches, clip, piece):
         assert max(found) <= 1e-5
 
 

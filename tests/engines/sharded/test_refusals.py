@@ -45,8 +45,8 @@ def refuse(case: str) -> None:
 
 
 REFUSALS = {
-    "copy": (accel.OptimizerError, "so it can't be copied"),
-    "pickle": (accel.OptimizerError, "so it can't be copied"),
+    "copy": (accel.OptimizerError, "holds only this rank's shard of its state"),
+    "pickle": (accel.OptimizerError, "holds only this rank's shard of its state"),
     "scaler": (accel.PrecisionError, "accel.backward"),
     "sparse": (accel.BackendError, "sparse gradients of 0.weight"),
     "norm": (accel.AccelError, "norm_type"),

@@ -87,7 +87,7 @@ def after_the_end() -> str:
 
 def test_a_part_of_the_state_is_never_taken_for_the_whole() -> None:
     for outcome in outcomes(2, after_the_end, breaks=True):
-        assert "only this rank's part" in outcome.value, outcome
+        assert "has lost a part of its state" in outcome.value, outcome
 
 
 def freed() -> bool:
