@@ -108,7 +108,7 @@ def test_numbers_come_back_from_an_offload(flags: dict[str, Any]) -> None:
     class Offloaded(Holdings):
         offloads = True
 
-        def _whole_state(self, *_: Any, **__: Any) -> dict[str, dict[Any, Any]]:
+        def _full_optimizer_state(self, *_: Any, **__: Any) -> dict[str, dict[Any, Any]]:
             return {"p": state}
 
     optimizer = torch.optim.SGD([parameter], lr=0.1)
