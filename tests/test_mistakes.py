@@ -127,7 +127,7 @@ def test_errors_name_environment_variables(monkeypatch: pytest.MonkeyPatch) -> N
         ("ACCEL_BACKEND", "fsdp:param_dtype=float16", accel.BackendError, "expected None or torch.bfloat16"),
         ("ACCEL_DEVICES", "some", accel.DeviceError, "'some' is not a device"),
         ("ACCEL_PRECISION", "bf16", accel.PrecisionError, "Use one of 32-true, bf16-mixed"),
-        ("ACCEL_PRECISION", "16-mixed", accel.PrecisionError, "weight of this Linear is float16. Call model.float()"),
+        ("ACCEL_PRECISION", "16-mixed", accel.PrecisionError, "weight is torch.float16. Call model.float()"),
     ):
         accel.teardown()
         with monkeypatch.context() as patch:

@@ -71,7 +71,7 @@ def test_effective_batch_size(world: int) -> None:
 def test_effective_batch_size_refuses_what_does_not_say() -> None:
     with pytest.raises(accel.LoaderError, match="has no batch_size"):
         accel.effective_batch_size(loader(None))
-    with pytest.raises(accel.LoaderError, match="expected a DataLoader or its handle, found a list"):
+    with pytest.raises(accel.LoaderError, match="a list has no batch_size"):
         accel.effective_batch_size([1, 2])  # type: ignore[arg-type]
 
 

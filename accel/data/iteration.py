@@ -88,7 +88,7 @@ class LoaderState:
         process = self.place.process
         if process is not None and running() is not process and not ended():
             raise LoaderError(
-                f"This LoaderHandle is sharded for {self.place.world} ranks, and accel.teardown() "
+                f"This LoaderHandle was set up for {self.place.world} ranks, and accel.teardown() "
                 "has ended them. Pass the raw DataLoader to accel.setup() again."
             )
 

@@ -200,7 +200,7 @@ def test_bad_skip_is_refused() -> None:
         list(short)
     with pytest.raises(LoaderError, match="a number of batches, found"):
         accel.accumulate(handle, 0)  # type: ignore[arg-type]
-    with pytest.raises(LoaderError, match="expected the loader that accel.setup returned"):
+    with pytest.raises(LoaderError, match="takes the loader that accel.setup returned"):
         accel.accumulate(numbers(4), 2)
 
 

@@ -151,8 +151,8 @@ class Override:
 
         def method(_: Any, *args: Any, **kwargs: Any) -> Any:
             owner = reference()
-            original = earlier
-            if earlier is None:
+            original: Any = earlier
+            if earlier is None and hasattr(type(owner), name):
                 original = MethodType(getattr(type(owner), name), owner)
             return act(owner, original, *args, **kwargs) if active else original(*args, **kwargs)
 
