@@ -32,9 +32,9 @@ from ..base.memory import MemoryUse, TensorSize
 from ..base.options import SequenceOptions
 from ..base.parts import PartsInGroups
 from ..base.placement import Placement, Placements
-from .config import Configuration, check_parameters, check_stage
+from .config import Configuration, check_parameters
 from .flat import Flat
-from .library import probe, release_groups
+from .library import probe
 from .partitions import Fragment, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings, put_zero_grad
@@ -62,10 +62,7 @@ class DeepSpeed(SequenceOptions):
     config: Mapping[str, Any] | str | Path | None = None
 
     leading = "stage"
-
-    def check_values(self) -> None:
-        if self.stage is not None:
-            check_stage(self.stage)
+    choices = {"stage": (1, 2, 3, None)}
 
 
 DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (1, 3))
@@ -85,7 +82,7 @@ class ZeROGradients(Gradients):
     _warned = False
 
     def holders(self) -> Sequence[Accumulator]:
-        """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
+        """The fragments too, because backward moves ``p.grad`` to them."""
         zero = self.engine.zero
         fragments = [] if zero is None else zero.fragments.values()
         return [*self.engine.parameters, *fragments]
@@ -112,7 +109,7 @@ class ZeROGradients(Gradients):
             if optimizer is not None:
                 self._clip(optimizer)
             return
-        if optimizer is not None and zero.eager:
+        if optimizer is not None:
             refuse_inside_backward()
         zero.recover()
         zero.refuse_incomplete()
@@ -120,7 +117,6 @@ class ZeROGradients(Gradients):
             self._reduce(zero)
         if optimizer is not None:
             self._clip(optimizer)
-            zero.unpublished = True
             for fragment in zero.fragments.values():
                 weights, grad = fragment.weights, fragment.grad
                 weights.grad = None if grad is None else grad.to(weights.dtype)
@@ -140,12 +136,9 @@ class ZeROGradients(Gradients):
         nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
     def _reduce(self, zero: Partitions) -> None:
-        # Stages 2 and 3 have reduced these in their order of arrival.
-        arrivals = tuple(zero.arrivals) if zero.eager else ()
-        assigned = zero.assigned()
         masks = self.engine.compare(
             "the gradients of a step",
-            hash((arrivals, tuple(assigned))),
+            hash((*zero.arrivals, None, *zero.assigned())),
             lambda _: "different parameters, or in a different order",
             zero.mask(),
         )
@@ -192,6 +185,7 @@ class ZeROGradients(Gradients):
     def before_step(self, optimizer: Optimizer) -> None:
         if self.engine.zero is not None:
             self.engine.zero.take_edits()
+            self.engine.zero.unpublished = True
             self.announce_step(optimizer)
 
     def break_step(self) -> None:
@@ -353,8 +347,3 @@ class DeepSpeedEngine(Engine):
             self.holdings.leave(zero, optimizers)
             if self.stage == 3:
                 raise lost_weights(self)
-
-    def abandon(self, reason: str) -> None:
-        super().abandon(reason)
-        if self.zero is not None and hasattr(self.zero, "library"):
-            release_groups([self.zero.library, *self.parameters])

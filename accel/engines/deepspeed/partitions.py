@@ -84,8 +84,6 @@ class Partitions(ABC):
         self._offloads = engine.configuration.offload_optimizer
         #: The optimizer updates copies of the homes: fp32 master weights, or weights in CPU memory.
         self.copies = self.masters or self._offloads
-        #: Stages 2 and 3: gradients are reduced while backward runs, and else in ``flush``.
-        self.eager = engine.stage > 1
         self._hooks: list[RemovableHandle] = []
         #: Parameters with gradients, in the order of arrival, since the last ``flush``.
         self.arrivals: list[int] = []
@@ -117,11 +115,13 @@ class Partitions(ABC):
             active = [p for i, p in self.floating.items() if trainable[i]]
             frozen = [p for i, p in self.floating.items() if not trainable[i]]
             groups = [group for group in (active, frozen) if group]
-            self.library = initialize(self.module, groups, config, device)
+            try:
+                self.library = initialize(self.module, groups, config, device)
+            finally:
+                for parameter in scalars:
+                    if parameter.data.numel():
+                        parameter.data = parameter.data.view(())
             self.zero = self.library.optimizer
-            for parameter in scalars:
-                if parameter.data.numel():
-                    parameter.data = parameter.data.view(())
             self.snapshot.changed()
             self.arrange()
             for index, parameter in self.floating.items():
@@ -169,9 +169,8 @@ class Partitions(ABC):
         if self.parameters[index].grad is None:  # frozen since the forward
             return
         self.arrivals.append(index)
-        if self.eager:
-            self.enter_backward()
-            self.take(index)
+        self.enter_backward()
+        self.take(index)
 
     def enter_backward(self) -> None:
         """Note the backward that runs. Its end reduces the rest.
@@ -199,9 +198,7 @@ class Partitions(ABC):
     @plainly
     def assigned(self) -> list[int]:
         """Return the parameters whose ``p.grad`` the program has set."""
-        from_backward = set() if self.eager else set(self.arrivals)
-        grads = [p.grad for p in self.parameters]
-        return [i for i, grad in enumerate(grads) if grad is not None and i not in from_backward]
+        return [i for i, p in enumerate(self.parameters) if p.grad is not None]
 
     def replace_assigned(self) -> None:
         """Let gradients that the program has set replace those from backward passes."""
@@ -216,7 +213,7 @@ class Partitions(ABC):
         return zlib.compress(held_here(self.floating.values()), level=1)
 
     def flush(self, masks: Iterable[bytes]) -> None:
-        """Reduce each ``p.grad`` that a rank has, by the masks of all ranks. Collective."""
+        """Reduce each ``p.grad`` that a rank has assigned, by the ranks' masks. Collective."""
         self.stale = self.incomplete = True  # until the reduction has ended
         indices = list(self.floating)
         what = f"the gradients of a step ({self.label})"
@@ -277,9 +274,20 @@ class Partitions(ABC):
 
     # -- weights ----------------------------------------------------------------------------------
 
-    @abstractmethod
+    @torch.no_grad()
     def take_edits(self) -> None:
-        """Take over what the program has written to the model's weights. Local."""
+        """Take over values that the program has written to the model's weights. Local."""
+        if self.unpublished:  # the model's weights are those from before the step
+            return
+        self.take_homes()
+        for fragment in self.fragments.values() if self.copies else ():
+            weights, home = fragment.weights, fragment.home.to(fragment.weights.device)
+            unchanged = weights.to(home.dtype) == home  # the copy may have more digits
+            weights.copy_(torch.where(unchanged, weights, home.to(weights.dtype)))
+
+    @abstractmethod
+    def take_homes(self) -> None:
+        """Write the values that the program has given a weight to its fragment's home. Local."""
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -6,12 +6,11 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
@@ -102,7 +101,7 @@ class Stage3(Partitions):
             if not parameter.is_contiguous() or parameter.stride()[-1:] not in ((), (1,)):
                 parameter.data = row_of(parameter.data.contiguous()).view(parameter.shape)
         super().start(config, device)
-        self._note_weights()
+        self._order_gathers()
 
     def arrange(self) -> None:
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
@@ -111,10 +110,6 @@ class Stage3(Partitions):
         self._watch_coordinator()
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
-        for module in self.module.modules():
-            for kind in filter(None, map(vars(module).get, ("pre_bwd_fn", "post_bwd_fn"))):
-                # torch asks for it in each forward.
-                kind.forward.__signature__ = inspect.signature(kind.forward)
         self._tables: list[Any] = [module._parameters for module in self.module.modules()]
         # A module that stays on DeepSpeed's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
@@ -220,46 +215,31 @@ class Stage3(Partitions):
     # -- weights ----------------------------------------------------------------------------------
 
     @plainly
-    def take_edits(self) -> None:
-        """Take over writes to small weights, which each rank has in full."""
-        weights = self.parameters
-        versions = zip(weights, self._versions, strict=True)
-        self.take_over([w for w, version in versions if w._version != version])
-        self._note_weights()
-
-    @plainly
-    @torch.no_grad()
-    def take_over(self, weights: Iterable[Any]) -> None:
-        """Copy this rank's part of gathered weights to what the optimizer updates."""
-        for weight in weights:
+    def take_homes(self) -> None:
+        # DeepSpeed keeps small weights in full, so WGAN's clamping writes to their full values.
+        for weight in self.zero.persistent_parameters:
             fragment = self.fragments.get(self.numbers[id(weight)])
-            if fragment is None or weight.ds_status is not weight.available:
-                continue
-            values = weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
-            for tensor in (fragment.home, fragment.weights):
-                tensor.copy_(values)
+            if fragment is not None and weight.ds_status is weight.available:
+                values = weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
+                fragment.home.copy_(values)
+        self._order_gathers()
 
-    @plainly
-    def _note_weights(self) -> None:
-        """Note the weights as they are, for gathers and to find later writes."""
-        self._versions = [p._version for p in self.parameters]
-        # DeepSpeed's stream for gathers waits for nothing by itself.
+    def _order_gathers(self) -> None:
+        """Let DeepSpeed's stream for gathers wait for writes, which it doesn't by itself."""
         if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
             stream.wait_stream(accelerator().current_stream())
 
     @plainly
     def gather(self) -> None:
-        """Release old gathered weights, and gather small weights again, in buckets."""
+        """Release old gathered weights, and gather small weights again."""
         self._release_weights()
-        buckets: dict[Any, list[Any]] = {}
-        end = 0
-        for weight in self.zero.persistent_parameters:
-            end += weight.ds_numel
-            place = end // self.zero.reduce_bucket_size, weight.ds_tensor.dtype
-            buckets.setdefault(place, []).append(weight)
-        for bucket in buckets.values():
-            self._gather_bucket(bucket)
-        self._note_weights()
+        small = self.zero.persistent_parameters
+        for weight in small:
+            weight.ds_status = type(weight.available).NOT_AVAILABLE
+        if small:
+            gather = self.announced(small[0].all_gather_coalesced, "the gathering of small weights")
+            gather(small).wait()
+        self._order_gathers()
 
     def _release_weights(self) -> None:
         """Release all but the small weights, also those that are being gathered."""
@@ -277,17 +257,6 @@ class Stage3(Partitions):
                 getattr(self._coordinator, f"{OF_COORDINATOR}release_param")(weight)
             # The second copy that `zero_hpz_partition_size` keeps for backward.
             weight.ds_secondary_tensor = None
-
-    def _gather_bucket(self, weights: Sequence[Any]) -> None:
-        world = weights[0].ds_zero_partition_world_size
-        shard = torch.cat([weight.ds_tensor for weight in weights])
-        full = shard.new_empty(world * shard.numel())
-        gather = self.announced(dist.all_gather_into_tensor, "the gathering of small weights")
-        gather(full, shard, group=weights[0].ds_process_group)
-        columns = full.view(world, -1).split([weight.ds_tensor.ds_numel for weight in weights], 1)
-        for weight, values in zip(weights, columns, strict=True):
-            weight.data = values.reshape(-1)[: weight.ds_numel].view(weight.ds_shape)
-            weight.ds_status = weight.available
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -64,14 +64,6 @@ class Stage3Weight(Absent, nn.Parameter):
                 "outside of a forward. Use accel.full_state_dict(model), or a method of the model."
             )
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if all_here(args) and all_here(kwargs.values()):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
-
     @property
     def data(self) -> torch.Tensor:
         """The values. A write to them counts as a write to the weight, so that it is seen."""
@@ -90,17 +82,6 @@ class Stage3Weight(Absent, nn.Parameter):
         kind = vars(self)["ds_class"]
         copied = memo[id(self)] = kind(self.detach().clone(), self.requires_grad)
         return copied
-
-
-def all_here(values: Iterable[Any]) -> bool:
-    """True if the values of all weights among a function's arguments are here."""
-    for value in values:
-        if type(value) is Stage3Weight:
-            if not value.is_here():
-                return False
-        elif type(value) in (list, tuple) and not all_here(value):
-            return False
-    return True
 
 
 def by_library(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,10 +108,8 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     Stage3Weight.by_user = home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
     facts, owner, partition = vars(weight), weakref.ref(stage3), vars(weight)["partition"]
 
-    def release(param_list: Any = None, has_been_updated: bool = False, **options: Any) -> None:
+    def release(param_list: Any = None, **options: Any) -> None:
         weights = param_list or [weight]
-        if has_been_updated and (stage3 := owner()) is not None:
-            stage3.take_over(weights)  # GatheredParameters(..., modifier_rank=0)
         # Small weights stay gathered, as DeepSpeed often leaves them.
         partition([w for w in weights if not w.ds_persist], **options)
 
