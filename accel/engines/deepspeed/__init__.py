@@ -94,11 +94,6 @@ class ZeROGradients(Gradients):
     def hidden(self) -> bool:
         return self.engine.zero is not None
 
-    def backward_begins(self) -> None:
-        super().backward_begins()
-        if self.engine.zero is not None:
-            self.engine.zero.replace_assigned()
-
     # -- final gradients --------------------------------------------------------------------------
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
@@ -136,13 +131,12 @@ class ZeROGradients(Gradients):
         nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
     def _reduce(self, zero: Partitions) -> None:
-        masks = self.engine.compare(
+        assigned = zero.assigned()
+        self.engine.compare(
             "the gradients of a step",
-            hash((*zero.arrivals, None, *zero.assigned())),
+            hash((*zero.arrivals, None, *assigned)),
             lambda _: "different parameters, or in a different order",
-            zero.mask(),
         )
-        zero.replace_assigned()
         # for p in model.parameters(): p.grad = None
         if not self._warned and not zero.used.isdisjoint(zero.arrivals):
             self._warned = True
@@ -150,7 +144,7 @@ class ZeROGradients(Gradients):
                 "backend='deepspeed' adds new gradients to those of an earlier step, which "
                 "p.grad = None doesn't drop. Call optimizer.zero_grad() or model.zero_grad()."
             )
-        zero.flush(masks)
+        zero.flush(assigned)
         self.buffers.synchronize()  # a method, or the raw module, may have changed them
 
     def _average(self) -> None:

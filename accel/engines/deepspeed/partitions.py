@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -20,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
 from ...gradients.hooks import at_end_of_backward, remove_hooks
-from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.raw_objects import Snapshot
@@ -200,27 +198,16 @@ class Partitions(ABC):
         """Return the parameters whose ``p.grad`` the program has set."""
         return [i for i, p in enumerate(self.parameters) if p.grad is not None]
 
-    def replace_assigned(self) -> None:
-        """Let gradients that the program has set replace those from backward passes."""
-        for index in self.assigned():
+    def flush(self, assigned: Sequence[int]) -> None:
+        """Reduce assigned gradients, which replace those of backward passes. Collective."""
+        self.stale = self.incomplete = True  # until the reduction has ended
+        for index in assigned:
             self.used.discard(index)
             if (fragment := self.fragments.get(index)) is not None:
                 fragment.grad = None
-
-    @plainly
-    def mask(self) -> bytes:
-        """Return which parameters have a ``p.grad``, in a few bytes."""
-        return zlib.compress(held_here(self.floating.values()), level=1)
-
-    def flush(self, masks: Iterable[bytes]) -> None:
-        """Reduce each ``p.grad`` that a rank has assigned, by the ranks' masks. Collective."""
-        self.stale = self.incomplete = True  # until the reduction has ended
-        indices = list(self.floating)
-        what = f"the gradients of a step ({self.label})"
-        given = held_by_any(what, map(zlib.decompress, masks), [self.names[i] for i in indices])
-        for number in given:
-            self.take(indices[number])
-        if given:
+        for index in assigned:
+            self.take(index)
+        if assigned:
             self.finish()
         self.arrivals.clear()
         self.stale = self.incomplete = False

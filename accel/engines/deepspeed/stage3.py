@@ -18,7 +18,7 @@ from ...process.packing import row_of
 from ...trees import exchange
 from ..base.absent import plainly
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
-from .partitions import Fragment, Partitions
+from .partitions import Partitions
 from .weights import by_library, mark, unmark
 
 if TYPE_CHECKING:
@@ -55,39 +55,12 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     return exchange(give, tree, lambda tensor: tensor if tensor.grad_fn is None else give(tensor))
 
 
-class _Gradients(dict[int, torch.Tensor]):
-    """The memory to which DeepSpeed adds reduced gradients, made when DeepSpeed asks for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: By DeepSpeed's number of a parameter: this rank's shard, and the fragment in it.
-        self.owned: dict[int, tuple[Any, Fragment]] = {}
-
-    def __missing__(self, ds_id: int) -> torch.Tensor:
-        shard, fragment = self.owned[ds_id]
-        weights, pins = fragment.weights, fragment.weights.is_pinned()
-        grad = torch.zeros_like(shard, device=weights.device, pin_memory=pins)
-        return self.setdefault(ds_id, grad)
-
-    def hand_out(self) -> None:
-        """Give each fragment its gradient, without the padding."""
-        for ds_id, grad in self.items():
-            _, fragment = self.owned[ds_id]
-            grad = grad.narrow(0, 0, fragment.home.numel())
-            if fragment.grad is None:
-                fragment.grad = grad
-            else:
-                fragment.accumulate(grad)
-        self.clear()
-
-
 @final
 class Stage3(Partitions):
     """The parameters of a model at stage 3."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         super().__init__(engine)
-        self._gradients = _Gradients()
         #: Forwards that run, inside of each other.
         self._forwards = 0
         #: Modules and the weights that they read from other modules, by DeepSpeed's numbers.
@@ -127,14 +100,13 @@ class Stage3(Partitions):
             numel = min(shard.ds_numel, shape.numel() - start)
             if numel > 0:
                 self.own(index, start, shard.data.narrow(0, 0, numel))
-                self._gradients.owned[parameter.ds_id] = shard, self.fragments[index]
 
     def _take_over_gradients(self) -> None:
-        """Let DeepSpeed add gradients to accel's memory, and announce its reductions."""
+        """Collect reduced gradients in the fragments, and announce DeepSpeed's reductions."""
         zero = self.zero
-        setattr(zero, f"{OF_STAGE3}param_id_to_grad_partition", self._gradients)
-        zero.micro_step_id = 1  # not 0, at which it overwrites
+        zero.partition_grads = self._collect
         # The memory of its own gradients and master weights.
+        setattr(zero, f"{OF_STAGE3}param_id_to_grad_partition", {})
         zero.grad_partitions_flat_buffer = None
         zero.offload_optimizer = False
         for flat in zero.fp32_partitioned_groups_flat:
@@ -186,6 +158,18 @@ class Stage3(Partitions):
     def take(self, index: int) -> None:
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
+    def _collect(self, parameters: Sequence[Any], shards: Sequence[torch.Tensor]) -> None:
+        """Take this rank's shards of gradients that DeepSpeed has reduced, without the padding."""
+        stream = self.zero.reduce_and_partition_stream
+        for parameter, shard in zip(parameters, shards, strict=True):
+            fragment = self.fragments.get(self.numbers[id(parameter)])
+            if fragment is not None:
+                fragment.accumulate(shard.reshape(-1).narrow(0, 0, fragment.home.numel()))
+            if stream is not None:
+                # DeepSpeed's stream still reads the memory, which backward has allocated.
+                parameter.grad.record_stream(stream)
+            parameter.grad = None
+
     @plainly
     def finish(self) -> None:
         """Reduce what is in the buckets, and release modules whose own hook did not fire."""
@@ -194,7 +178,6 @@ class Stage3(Partitions):
             getattr(zero, f"{OF_STAGE3}reduce_and_partition_ipg_grads")(dtype)
         if (stream := zero.reduce_and_partition_stream) is not None:
             stream.synchronize()
-        self._gradients.hand_out()
         # The backward around that of a reentrant checkpoint still needs its weights.
         if len(self.running) <= 1:
             zero.parameter_offload.release_backward_leftovers()
@@ -202,7 +185,6 @@ class Stage3(Partitions):
     @plainly
     def reset(self) -> None:
         self._stack.clear()
-        self._gradients.clear()
         for bucket in self.zero.ipg_buckets.values():
             bucket.clear_params()
         for module in self.module.modules():
@@ -216,12 +198,15 @@ class Stage3(Partitions):
 
     @plainly
     def take_homes(self) -> None:
+        homes, values = [], []
         # DeepSpeed keeps small weights in full, so WGAN's clamping writes to their full values.
         for weight in self.zero.persistent_parameters:
             fragment = self.fragments.get(self.numbers[id(weight)])
             if fragment is not None and weight.ds_status is weight.available:
-                values = weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
-                fragment.home.copy_(values)
+                homes.append(fragment.home)
+                values.append(weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel()))
+        if homes:
+            torch._foreach_copy_(homes, values)
         self._order_gathers()
 
     def _order_gathers(self) -> None:

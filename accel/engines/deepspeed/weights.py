@@ -23,8 +23,6 @@ from .library import library
 if TYPE_CHECKING:
     from .stage3 import Stage3
 
-_DATA: Any = torch.Tensor.data
-
 
 @final
 class Stage3Weight(Absent, nn.Parameter):
@@ -64,20 +62,6 @@ class Stage3Weight(Absent, nn.Parameter):
                 "outside of a forward. Use accel.full_state_dict(model), or a method of the model."
             )
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The values. A write to them counts as a write to the weight, so that it is seen."""
-        if torch._C._is_torch_function_enabled():
-            return self.detach()
-        return _DATA.__get__(self)  # type: ignore[no-any-return]
-
-    @data.setter
-    def data(self, value: Any) -> None:
-        if not torch._C._is_torch_function_enabled():
-            _DATA.__set__(self, value)
-        elif value is not self:  # EMA swaps weights in and out
-            self.detach().copy_(value)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = vars(self)["ds_class"]
         copied = memo[id(self)] = kind(self.detach().clone(), self.requires_grad)
@@ -106,20 +90,14 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     home = library("deepspeed.runtime.zero.partition_parameters")
     Stage3Weight.available = home.ZeroParamStatus.AVAILABLE
     Stage3Weight.by_user = home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
-    facts, owner, partition = vars(weight), weakref.ref(stage3), vars(weight)["partition"]
-
-    def release(param_list: Any = None, **options: Any) -> None:
-        weights = param_list or [weight]
-        # Small weights stay gathered, as DeepSpeed often leaves them.
-        partition([w for w in weights if not w.ds_persist], **options)
-
+    facts = vars(weight)
     facts.update(
-        ds_owner=owner,
+        ds_owner=weakref.ref(stage3),
         ds_name=name,
         ds_class=type(weight),
         all_gather=by_library(stage3.announced(facts["all_gather"], f"the gathering of {name}")),
         all_gather_coalesced=by_library(facts["all_gather_coalesced"]),
-        partition=by_library(release),
+        partition=by_library(facts["partition"]),
     )
     facts.pop("item", None)  # it gathers, which hangs if one rank asks for a number to print
     weight.__class__ = Stage3Weight
