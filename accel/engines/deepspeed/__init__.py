@@ -82,7 +82,7 @@ class ZeROGradients(Gradients):
     _warned = False
 
     def holders(self) -> Sequence[Accumulator]:
-        """The fragments too, because backward moves ``p.grad`` to them."""
+        """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
         zero = self.engine.zero
         fragments = [] if zero is None else zero.fragments.values()
         return [*self.engine.parameters, *fragments]
@@ -104,7 +104,7 @@ class ZeROGradients(Gradients):
             if optimizer is not None:
                 self._clip(optimizer)
             return
-        if optimizer is not None:
+        if optimizer is not None and zero.eager:
             refuse_inside_backward()
         zero.recover()
         zero.refuse_incomplete()
@@ -131,11 +131,14 @@ class ZeROGradients(Gradients):
         nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
     def _reduce(self, zero: Partitions) -> None:
+        # Stages 2 and 3 have reduced these in their order of arrival.
+        arrivals = zero.arrivals if zero.eager else ()
         assigned = zero.assigned()
-        self.engine.compare(
+        masks = self.engine.compare(
             "the gradients of a step",
-            hash((*zero.arrivals, None, *assigned)),
+            hash((*arrivals, None, *assigned)),
             lambda _: "different parameters, or in a different order",
+            zero.mask(),
         )
         # for p in model.parameters(): p.grad = None
         if not self._warned and not zero.used.isdisjoint(zero.arrivals):
@@ -144,7 +147,7 @@ class ZeROGradients(Gradients):
                 "backend='deepspeed' adds new gradients to those of an earlier step, which "
                 "p.grad = None doesn't drop. Call optimizer.zero_grad() or model.zero_grad()."
             )
-        zero.flush(assigned)
+        zero.flush(assigned, masks)
         self.buffers.synchronize()  # a method, or the raw module, may have changed them
 
     def _average(self) -> None:

@@ -44,7 +44,8 @@ class Flat(Partitions):
 
     def take(self, index: int) -> None:
         parameter, zero = self.parameters[index], self.zero
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
         if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
             # DeepSpeed drops it before it has reduced it, so its memory must stay reserved.
             parameter.grad.record_stream(self._stream)

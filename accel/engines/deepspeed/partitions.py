@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import BackendError
 from ...gradients.hooks import at_end_of_backward, remove_hooks
+from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce
 from ..base.absent import plainly
 from ..base.raw_objects import Snapshot
@@ -82,6 +84,8 @@ class Partitions(ABC):
         self._offloads = engine.configuration.offload_optimizer
         #: The optimizer updates copies of the homes: fp32 master weights, or weights in CPU memory.
         self.copies = self.masters or self._offloads
+        #: Stages 2 and 3: gradients are reduced while backward runs, and else in ``flush``.
+        self.eager = engine.stage > 1
         self._hooks: list[RemovableHandle] = []
         #: Parameters with gradients, in the order of arrival, since the last ``flush``.
         self.arrivals: list[int] = []
@@ -167,8 +171,9 @@ class Partitions(ABC):
         if self.parameters[index].grad is None:  # frozen since the forward
             return
         self.arrivals.append(index)
-        self.enter_backward()
-        self.take(index)
+        if self.eager:
+            self.enter_backward()
+            self.take(index)
 
     def enter_backward(self) -> None:
         """Note the backward that runs. Its end reduces the rest.
@@ -196,18 +201,31 @@ class Partitions(ABC):
     @plainly
     def assigned(self) -> list[int]:
         """Return the parameters whose ``p.grad`` the program has set."""
-        return [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        from_backward = set() if self.eager else set(self.arrivals)
+        grads = [p.grad for p in self.parameters]
+        return [i for i, grad in enumerate(grads) if grad is not None and i not in from_backward]
 
-    def flush(self, assigned: Sequence[int]) -> None:
-        """Reduce assigned gradients, which replace those of backward passes. Collective."""
+    @plainly
+    def mask(self) -> bytes:
+        """Return which parameters have a ``p.grad``, in a few bytes."""
+        return zlib.compress(held_here(self.floating.values()), level=1)
+
+    def flush(self, assigned: Sequence[int], masks: Iterable[bytes]) -> None:
+        """Reduce each ``p.grad`` that a rank has, by the masks of all ranks. Collective.
+
+        ``assigned`` gradients replace those of backward passes.
+        """
         self.stale = self.incomplete = True  # until the reduction has ended
         for index in assigned:
             self.used.discard(index)
             if (fragment := self.fragments.get(index)) is not None:
                 fragment.grad = None
-        for index in assigned:
-            self.take(index)
-        if assigned:
+        indices = list(self.floating)
+        what = f"the gradients of a step ({self.label})"
+        given = held_by_any(what, map(zlib.decompress, masks), [self.names[i] for i in indices])
+        for number in given:
+            self.take(indices[number])
+        if given:
             self.finish()
         self.arrivals.clear()
         self.stale = self.incomplete = False
