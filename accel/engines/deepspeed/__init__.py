@@ -34,7 +34,7 @@ from ..base.parts import PartsInGroups
 from ..base.placement import Placement, Placements
 from .config import Configuration, check_parameters
 from .flat import Flat
-from .library import probe
+from .library import probe, release_groups
 from .partitions import Fragment, Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings, put_zero_grad
@@ -94,6 +94,11 @@ class ZeROGradients(Gradients):
     def hidden(self) -> bool:
         return self.engine.zero is not None
 
+    def backward_begins(self) -> None:
+        super().backward_begins()
+        if self.engine.zero is not None:
+            self.engine.zero.replace_assigned()
+
     # -- final gradients --------------------------------------------------------------------------
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
@@ -140,6 +145,7 @@ class ZeROGradients(Gradients):
             lambda _: "different parameters, or in a different order",
             zero.mask(),
         )
+        zero.replace_assigned()
         # for p in model.parameters(): p.grad = None
         if not self._warned and not zero.used.isdisjoint(zero.arrivals):
             self._warned = True
@@ -147,7 +153,7 @@ class ZeROGradients(Gradients):
                 "backend='deepspeed' adds new gradients to those of an earlier step, which "
                 "p.grad = None doesn't drop. Call optimizer.zero_grad() or model.zero_grad()."
             )
-        zero.flush(assigned, masks)
+        zero.flush(masks)
         self.buffers.synchronize()  # a method, or the raw module, may have changed them
 
     def _average(self) -> None:
@@ -344,3 +350,8 @@ class DeepSpeedEngine(Engine):
             self.holdings.leave(zero, optimizers)
             if self.stage == 3:
                 raise lost_weights(self)
+
+    def abandon(self, reason: str) -> None:
+        super().abandon(reason)
+        if self.zero is not None and hasattr(self.zero, "library"):
+            release_groups([self.zero.library, *self.parameters])

@@ -9,7 +9,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -190,3 +191,25 @@ def forget_groups() -> None:
         groups._ALL_TO_ALL_GROUP = {}
     if comm is not None:
         comm.cdb = None
+
+
+def release_groups(roots: Iterable[Any]) -> None:
+    """Drop the process groups that DeepSpeed's objects hold as attributes or in closures.
+
+    Gloo closes its connections, so that waiting peers wake up, only when nothing holds the group.
+    """
+    todo, seen = list(roots), set()
+    while todo:
+        owner = todo.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        attributes = getattr(owner, "__dict__", {})
+        for name, value in list(attributes.items()):
+            values = value if isinstance(value, list) else [value]
+            if any(isinstance(v, dist.ProcessGroup) for v in values):
+                attributes[name] = None
+        cells = [cell.cell_contents for cell in getattr(owner, "__closure__", None) or ()]
+        for value in (*attributes.values(), *cells):
+            if isinstance(value, FunctionType) or type(value).__module__.startswith("deepspeed."):
+                todo.append(value)

@@ -205,21 +205,21 @@ class Partitions(ABC):
         grads = [p.grad for p in self.parameters]
         return [i for i, grad in enumerate(grads) if grad is not None and i not in from_backward]
 
+    def replace_assigned(self) -> None:
+        """Let gradients that the program has set replace those from backward passes."""
+        for index in self.assigned():
+            self.used.discard(index)
+            if (fragment := self.fragments.get(index)) is not None:
+                fragment.grad = None
+
     @plainly
     def mask(self) -> bytes:
         """Return which parameters have a ``p.grad``, in a few bytes."""
         return zlib.compress(held_here(self.floating.values()), level=1)
 
-    def flush(self, assigned: Sequence[int], masks: Iterable[bytes]) -> None:
-        """Reduce each ``p.grad`` that a rank has, by the masks of all ranks. Collective.
-
-        ``assigned`` gradients replace those of backward passes.
-        """
+    def flush(self, masks: Iterable[bytes]) -> None:
+        """Reduce each ``p.grad`` that a rank has, by the masks of all ranks. Collective."""
         self.stale = self.incomplete = True  # until the reduction has ended
-        for index in assigned:
-            self.used.discard(index)
-            if (fragment := self.fragments.get(index)) is not None:
-                fragment.grad = None
         indices = list(self.floating)
         what = f"the gradients of a step ({self.label})"
         given = held_by_any(what, map(zlib.decompress, masks), [self.names[i] for i in indices])

@@ -90,14 +90,19 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     home = library("deepspeed.runtime.zero.partition_parameters")
     Stage3Weight.available = home.ZeroParamStatus.AVAILABLE
     Stage3Weight.by_user = home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
-    facts = vars(weight)
+    facts, partition = vars(weight), vars(weight)["partition"]
+
+    def release(param_list: Any = None, **options: Any) -> None:
+        # Small weights stay gathered, so that a penalty outside of forward can read them.
+        partition([w for w in param_list or [weight] if not w.ds_persist], **options)
+
     facts.update(
         ds_owner=weakref.ref(stage3),
         ds_name=name,
         ds_class=type(weight),
         all_gather=by_library(stage3.announced(facts["all_gather"], f"the gathering of {name}")),
         all_gather_coalesced=by_library(facts["all_gather_coalesced"]),
-        partition=by_library(facts["partition"]),
+        partition=by_library(release),
     )
     facts.pop("item", None)  # it gathers, which hangs if one rank asks for a number to print
     weight.__class__ = Stage3Weight

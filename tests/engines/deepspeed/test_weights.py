@@ -75,7 +75,7 @@ EDITS: list[Use] = [
 #: What does not look at values.
 FACTS: list[Use] = [
     lambda m, w: (w.shape, w.size(), w.size(0), w.dim(), w.ndim, len(w), w.numel(), w.nelement(), w.nbytes),
-    lambda m, w: (w.dtype, w.device, w.layout, w.is_leaf, w.requires_grad, w.is_floating_point(), w.type()),
+    lambda m, w: (w.dtype, w.device, w.layout, w.is_leaf, w.requires_grad, w.is_floating_point()),
     lambda m, w: (w.stride(), w.is_contiguous(), w.element_size(), isinstance(w, nn.Parameter)),
     lambda m, w: (sum(p.numel() for p in m.parameters()), [tuple(p.shape) for p in m.parameters()]),
     lambda m, w: (torch.zeros_like(w).tolist(), torch.full_like(w, 2.0).device, w.new_zeros(3).tolist()),
@@ -436,12 +436,6 @@ VALUES: tuple[Any, ...] = (5, 0.5, "s", True, None, b"x", {1}, frozenset({2}), r
     numpy.ones(2), {1: 2, (3,): {4}}, Color.RED, Closed(1), len, int, object(), torch.Size([2]))  # fmt: skip
 
 
-def in_a_circle(y: Any) -> list[Any]:
-    made = [y]
-    made.append(made)
-    return made
-
-
 #: Around a tensor, and how to get at it.
 AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "numbers": (lambda y: {1: y, 2: None}, lambda out: out[1]),
@@ -450,7 +444,6 @@ AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dataclass": (Open, lambda out: out.y),
     "frozen": (Closed, lambda out: out.y),
     "object": (Own, lambda out: out.y),
-    "circle": (in_a_circle, lambda out: out[0]),
     "nested": (lambda y: [3, {"a": (Closed(y), "s")}], lambda out: out[1]["a"][0].y),
 }
 
