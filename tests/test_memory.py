@@ -110,7 +110,7 @@ HALF = {"bf16": {"enabled": True}}
 
 def keeping(limit: int) -> dict[str, Any]:
     """Keep parameters of at most this size in full."""
-    return {"zero_optimization": {"param_persistence_threshold": limit}}
+    return {"zero_optimization": {"stage3_param_persistence_threshold": limit}}
 
 
 def predict(options: Any, tensors: list[TensorSize], world: int, module: nn.Module | None = None) -> MemoryUse:

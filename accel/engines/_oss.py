@@ -18,21 +18,15 @@ from torch.optim import Optimizer
 
 @final
 class FlatOSS(OSS):  # type: ignore[misc,unused-ignore]
-    """An OSS whose partition, refresh and broadcast are fairscale's, with a buffer per dtype.
+    """An OSS whose partition, refresh and broadcast are fairscale's, with a buffer per dtype."""
 
-    ``ranks`` are the ranks in the order in which OSS gives them parameters.
-    """
-
-    def __init__(
-        self, parameters: list[nn.Parameter], optimizer: Optimizer, ranks: list[int]
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
         #: The parameters that are views of the buffers, and their addresses.
         self.flat: list[nn.Parameter] = []
         self._addresses: list[int] = []
         super().__init__([{"params": parameters}], optim=lambda groups, **defaults: optimizer)
-        self._local_to_global_rank = ranks
         #: The owner of each parameter, by its ``id``.
-        self.rank_of = {id(p): ranks[rank] for p, rank in self._param_to_rank.items()}
+        self.rank_of = {id(p): rank for p, rank in self._param_to_rank.items()}
         self.group = None  # A reference to the default group would keep it from its end.
 
     @torch.no_grad()

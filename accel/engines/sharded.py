@@ -65,30 +65,26 @@ class Owners:
         #: The optimizers that step only the parameters of this rank.
         self.optimizers: set[Optimizer] = set()
         self._engine = weakref.proxy(engine)
-        self._rank = engine.process.place.rank
-        #: The number of elements that each rank owns.
-        self._loads = [0] * engine.process.place.world_size
+        self._place = engine.process.place
         self._parts: list[FlatOSS] = []
 
     def add(self, optimizer: Optimizer) -> None:
         """Give owners to an optimizer's trainable parameters that have none. Local."""
-        known = self._engine.known
-        new = {
-            id(p): p
-            for p in parameters_of(optimizer)
-            if p.requires_grad and id(p) not in self.rank_of and id(p) in known
-        }
-        if not new or optimizer not in self.optimizers:
+        if optimizer not in self.optimizers:
+            return
+        new = []
+        for parameter in parameters_of(optimizer):
+            known = id(parameter) in self._engine.known
+            if known and parameter.requires_grad and id(parameter) not in self.rank_of:
+                new.append(parameter)
+        if not new:
             return
         with unseen_group():
             from ._oss import FlatOSS
-        ranks = sorted(range(len(self._loads)), key=self._loads.__getitem__)
         # From large to small, which balances best.
-        part = FlatOSS(sorted(new.values(), key=lambda p: -p.numel()), optimizer, ranks)
+        part = FlatOSS(sorted(new, key=lambda p: -p.numel()), optimizer)
         self._parts.append(part)
         self.rank_of |= part.rank_of
-        for key, rank in part.rank_of.items():
-            self._loads[rank] += new[key].numel()
         self._engine.holdings.drop_others(optimizer)
 
     def refresh(self, *, moved_only: bool = False) -> None:
@@ -105,16 +101,16 @@ class Owners:
             if part.rank_of.keys().isdisjoint(rest):
                 continue
             part._broadcast_params()
-            received = [p for p in part.flat if self.rank_of[id(p)] != self._rank]
+            received = [p for p in part.flat if self.rank_of[id(p)] != self._place.rank]
             # backward() of a graph from before the step must raise on all ranks.
             torch.autograd.graph.increment_version(received)
             for parameter in part.flat:
                 rest.pop(id(parameter), None)
         # Parameters in channels_last are in no buffer, and frozen ones that have a gradient.
-        by_owner: list[list[torch.Tensor]] = [[] for _ in self._loads]
+        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._place.world_size)]
         for key, parameter in rest.items():
             by_owner[self.rank_of[key]].append(parameter)
-        broadcast_from_owners(by_owner, self._rank, None)
+        broadcast_from_owners(by_owner, self._place.rank, None)
 
     def release(self) -> None:
         """Give each parameter memory of its own again."""

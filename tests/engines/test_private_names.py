@@ -89,10 +89,7 @@ _OF: dict[str, Names] = {
     "ddp2": _REDUCER,
     "fsdp": _FSDP2,
     "sharded": (("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),),
-    "deepspeed": (
-        ("torch._C:", "_is_torch_function_enabled", "parameters whose values are on other ranks"),
-        ("torch.nn:Module.", _HOOKS, "modules as they were"),
-    ),
+    "deepspeed": (("torch.nn:Module.", _HOOKS, "modules as they were"),),
 }
 _ENGINE: Final = "deepspeed.runtime.engine:DeepSpeedEngine."
 _ZERO12: Final = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer."
@@ -126,7 +123,7 @@ DEEPSPEED: Names = (
     ("deepspeed.runtime.utils:", "all_gather_dp_groups", "the weights after a step"),
     (_ZERO3, "_grad_acc_hooks _leaf_module_hooks", "which gradients exist"),
     (_ZERO3, f"{OF_STAGE3}param_id_to_grad_partition", "reduced gradients"),
-    (_ZERO3, "grad_partitions_flat_buffer micro_step_id", "reduced gradients"),
+    (_ZERO3, "grad_partitions_flat_buffer partition_grads", "reduced gradients"),
     (_ZERO3, f"{OF_STAGE3}reduce_and_partition_ipg_grads ipg_buckets", "its buckets"),
     (_ZERO3, "reduce_independent_p_g_buckets_and_remove_grads reduce_and_partition_stream", "its buckets"),
     (_ZERO3, "offload_optimizer fp32_partitioned_groups_flat", "weights that are stepped elsewhere"),
@@ -145,14 +142,18 @@ DEEPSPEED: Names = (
     (_COORDINATOR, "assert_ints_same_as_other_ranks", "a comparison that accel makes itself"),
     ("deepspeed.runtime.zero.linear:", "zero3_linear_wrap", "gathered weights"),
     ("deepspeed.runtime.zero:", "register_external_parameter", "weights that one module reads from another"),
-    ("deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.", "AVAILABLE INFLIGHT", "what is gathered"),
+    (
+        "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus.",
+        "AVAILABLE INFLIGHT NOT_AVAILABLE",
+        "what is gathered",
+    ),
     ("deepspeed.runtime.zero.partition_parameters:", "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", "what is gathered"),
     (_PARAMETER, "ds_status ds_tensor ds_numel ds_shape ds_id ds_persist item", "what this rank has of a weight"),
-    (_PARAMETER, "ds_active_sub_modules ds_zero_partition_world_size", "what this rank has of a weight"),
+    (_PARAMETER, "ds_active_sub_modules ds_zero_partition_rank", "what this rank has of a weight"),
     (_PARAMETER, "ds_secondary_tensor all_gather all_gather_coalesced partition", "what this rank has of a weight"),
 )
 FAIRSCALE: Names = (
-    ("fairscale.optim.oss:OSS.", "_param_to_rank _local_to_global_rank", "which rank owns which parameter"),
+    ("fairscale.optim.oss:OSS.", "_param_to_rank", "which rank owns which parameter"),
     ("fairscale.optim.oss:OSS.", "_setup_flat_buffers buckets", "weights in flat buffers"),
     ("fairscale.optim.oss:OSS.", "_broadcast_params _default_device", "the owners' weights on all ranks"),
     ("fairscale.nn.misc:ParamBucket.", "add_param", "weights in flat buffers"),

@@ -32,7 +32,7 @@ from ..base.memory import MemoryUse, TensorSize
 from ..base.options import SequenceOptions
 from ..base.parts import PartsInGroups
 from ..base.placement import Placement, Placements
-from .config import Configuration, check_parameters, check_stage
+from .config import Configuration, check_parameters
 from .flat import Flat
 from .library import probe, release_groups
 from .partitions import Fragment, Partitions
@@ -62,10 +62,7 @@ class DeepSpeed(SequenceOptions):
     config: Mapping[str, Any] | str | Path | None = None
 
     leading = "stage"
-
-    def check_values(self) -> None:
-        if self.stage is not None:
-            check_stage(self.stage)
+    choices = {"stage": (1, 2, 3, None)}
 
 
 DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (1, 3))
@@ -120,7 +117,6 @@ class ZeROGradients(Gradients):
             self._reduce(zero)
         if optimizer is not None:
             self._clip(optimizer)
-            zero.unpublished = True
             for fragment in zero.fragments.values():
                 weights, grad = fragment.weights, fragment.grad
                 weights.grad = None if grad is None else grad.to(weights.dtype)
@@ -141,11 +137,11 @@ class ZeROGradients(Gradients):
 
     def _reduce(self, zero: Partitions) -> None:
         # Stages 2 and 3 have reduced these in their order of arrival.
-        arrivals = tuple(zero.arrivals) if zero.eager else ()
+        arrivals = zero.arrivals if zero.eager else ()
         assigned = zero.assigned()
         masks = self.engine.compare(
             "the gradients of a step",
-            hash((arrivals, tuple(assigned))),
+            hash((*arrivals, None, *assigned)),
             lambda _: "different parameters, or in a different order",
             zero.mask(),
         )
@@ -192,6 +188,7 @@ class ZeROGradients(Gradients):
     def before_step(self, optimizer: Optimizer) -> None:
         if self.engine.zero is not None:
             self.engine.zero.take_edits()
+            self.engine.zero.unpublished = True
             self.announce_step(optimizer)
 
     def break_step(self) -> None:

@@ -15,34 +15,30 @@ from torch.optim import Optimizer
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.parts import elementwise
-from .library import library
 
 #: Sections that DeepSpeed gets as they are, and keys that accel reads or that a loop doesn't need.
 _PASSED: Final = {"activation_checkpointing", "comms_logger", "communication_data_type"}
 _READ: Final = {"bf16", "gradient_clipping", "zero_allow_untested_optimizer", "zero_optimization"}
 _IGNORED: Final = {"steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"}
-_LOSSY: Final = "Remove it, because quantized communication changes the result."
-_OFFLOAD: Final = "Use 'offload_optimizer' or 'offload_param' with {'device': 'cpu'}."
-_UNUSED: Final = "Remove it, because accel doesn't use it."
-#: Refused keys, and what to write instead.
-_REFUSED: Final = {
+#: Keys that a raw loop contradicts, and what to write instead.
+_ADVICE: Final = {
     "amp": "Use precision='16-mixed'.",
     "fp16": "Use precision='bf16-mixed' or '16-mixed'.",
     "gradient_accumulation_steps": "Call backward() several times before step().",
     "optimizer": "Give accel.setup the optimizer of your loop.",
     "scheduler": "Step a torch scheduler in your loop.",
     "torch_autocast": "Use precision='bf16-mixed'.",
-    "zero_force_ds_cpu_optimizer": "Give accel.setup a deepspeed.ops.adam.DeepSpeedCPUAdam.",
-    "zero_optimization.cpu_offload": _OFFLOAD,
-    "zero_optimization.cpu_offload_param": _OFFLOAD,
-    "zero_optimization.mics_shard_size": "Use 'zero_hpz_partition_size'.",
-    "zero_optimization.zenflow": _UNUSED,
-    "zero_optimization.zero_quantized_gradients": _LOSSY,
-    "zero_optimization.zero_quantized_nontrainable_weights": _LOSSY,
-    "zero_optimization.zero_quantized_weights": _LOSSY,
 }
-#: Values of refused keys that ask for nothing.
-_HARMLESS: Final = {"gradient_accumulation_steps": 1}
+#: Keys of ``zero_optimization`` that need DeepSpeed's own step, or change the result.
+_UNSUPPORTED: Final = {
+    "cpu_offload",
+    "cpu_offload_param",
+    "mics_shard_size",
+    "zenflow",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_weights",
+}
 #: Elements of a bucket. DeepSpeed allocates all of its 5e8. Gloo is faster with small buckets.
 _BUCKET: Final = 200_000_000
 _GLOO_BUCKET: Final = 8_000_000
@@ -71,12 +67,6 @@ def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
         raise BackendError(f"DeepSpeed's config {config!r} is no JSON object: {error}") from error
 
 
-def check_stage(stage: Any) -> None:
-    """Raise BackendError if ``stage`` is not 1, 2 or 3."""
-    if type(stage) is not int or stage not in (1, 2, 3):
-        _refuse("stage", stage, "Use 1, 2 or 3. Stage 0 shards nothing, so use backend='ddp'.")
-
-
 class Configuration:
     """The options and the user's configuration together."""
 
@@ -89,8 +79,9 @@ class Configuration:
         given = self._zero.get("stage")
         if options.stage is not None and given not in (None, options.stage):
             _refuse("zero_optimization.stage", given, f"Or remove stage={options.stage}.")
-        self.stage: int = options.stage or (2 if given is None else given)
-        check_stage(self.stage)
+        self.stage: int = options.stage or self._zero.get("stage", 2)
+        if self.stage not in (1, 2, 3):
+            _refuse("stage", self.stage, "Use 1, 2 or 3, or backend='ddp' instead of 0.")
         #: The weights that the optimizer updates are in CPU memory.
         self.offload_optimizer = self._offloads("offload_optimizer", options.offload_optimizer)
         #: The shards of the model's weights are in CPU memory.
@@ -118,23 +109,17 @@ class Configuration:
     def check(self, world_size: int) -> None:
         """Raise BackendError for keys that contradict the loop or would be ignored."""
         known = _PASSED | _READ | _IGNORED
-        keys = {key: value for key, value in self._config.items() if key not in known}
-        for name in self._zero:
-            if (key := f"zero_optimization.{name}") in _REFUSED:
-                keys[key] = self._zero[name]
-        for key, value in keys.items():
-            if not _is_off(value) and value != _HARMLESS.get(key):
-                _refuse(key, value, _REFUSED.get(key, _UNUSED))
+        for key, value in self._config.items():
+            accumulates_once = key == "gradient_accumulation_steps" and value == 1
+            if key not in known and not _is_off(value) and not accumulates_once:
+                _refuse(key, value, _ADVICE.get(key, "Remove it, because accel doesn't use it."))
+        for key in _UNSUPPORTED & self._zero.keys():
+            if not _is_off(self._zero[key]):
+                _refuse(f"zero_optimization.{key}", self._zero[key], "Remove it.")
         if self._offload_param and self.stage != 3:
             _refuse("zero_optimization.offload_param", "cpu", "Use stage=3 with it.")
         if world_size == 1 and (self.offload_optimizer or self._offload_param or self.masters):
             _refuse("world size", 1, "Offload and fp32 master weights need at least 2 ranks.")
-        if self._zero:  # without it, an estimate of memory doesn't need the library
-            schema = library("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
-            try:
-                schema(**{**self._zero, "stage": self.stage})
-            except (AssertionError, TypeError, ValueError) as error:
-                raise BackendError(f"DeepSpeed's 'zero_optimization': {error}") from error
 
     def check_precision(self, name: str) -> None:
         """Raise PrecisionError for master weights with a precision other than bf16-true."""
@@ -168,7 +153,7 @@ class Configuration:
             return add_uses(tensor.use() for tensor in tensors)
         if self.masters:
             tensors = [_with_master(tensor) for tensor in tensors]
-        threshold = self._number("stage3_param_persistence_threshold", 100_000)
+        threshold = int(self._zero.get("stage3_param_persistence_threshold", 100_000))
         share = 1 / world_size
         uses = []
         for tensor in tensors:
@@ -180,12 +165,8 @@ class Configuration:
             return use
         parameters = [tensor for tensor in tensors if not tensor.is_buffer]
         numel = sum(p.numel for p in parameters)
-        bucket = min(self._number("reduce_bucket_size", _BUCKET), numel + numel % 2)
+        bucket = min(int(self._zero.get("reduce_bucket_size", _BUCKET)), numel + numel % 2)
         return replace(use, buckets=bucket * max((p.itemsize for p in parameters), default=0))
-
-    def _number(self, key: str, default: int) -> int:
-        value: Any = self._zero.get(key, self._zero.get(key.removeprefix("stage3_")))
-        return int(value) if isinstance(value, int | float) else default
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
         """Return the configuration for ``deepspeed.initialize`` and weights of this size and dtype.

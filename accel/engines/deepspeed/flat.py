@@ -96,21 +96,13 @@ class Flat(Partitions):
 
     # -- weights ----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def take_edits(self) -> None:
-        """Take over ``p.data = values``, and writes that copies of the weights don't have.
-
-        Without copies, a write in place reaches what the optimizer updates.
-        """
+    def take_homes(self) -> None:
+        # A write in place reaches the home by itself, but p.data = average doesn't.
         for index, place in self._places.items():
             parameter = self.parameters[index]
             if parameter.data_ptr() != place.data_ptr():
                 place.copy_(parameter.data)
                 parameter.data = place
-        for fragment in self.fragments.values() if self.copies else ():
-            weights, home = fragment.weights, fragment.home.to(fragment.weights.device)
-            unchanged = weights.to(home.dtype) == home  # the copy may have more digits
-            weights.copy_(torch.where(unchanged, weights, home.to(weights.dtype)))
 
     def gather(self) -> None:
         zero = self.zero

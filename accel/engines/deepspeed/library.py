@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -136,7 +136,9 @@ def initialize(
 
 def end(engine: Any) -> None:
     """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
-    engine.destroy()
+    # It logs, and asks for its rank first, which fails after the end of the process group.
+    if library("deepspeed.comm.comm").cdb is not None:
+        engine.destroy()
     _efficient_linear.drop(engine)
 
 
@@ -211,10 +213,3 @@ def release_groups(roots: Iterable[Any]) -> None:
         for value in (*attributes.values(), *cells):
             if isinstance(value, FunctionType) or type(value).__module__.startswith("deepspeed."):
                 todo.append(value)
-
-
-def without_groups() -> contextlib.AbstractContextManager[None]:
-    """Let DeepSpeed log without process groups: it asks for its rank first."""
-    comm = vars(library("deepspeed.comm.comm"))
-    nobody = SimpleNamespace(is_initialized=lambda: True, get_rank=lambda group=None: -1)
-    return replaced(comm, "cdb", nobody) if comm["cdb"] is None else contextlib.nullcontext()

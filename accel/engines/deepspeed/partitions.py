@@ -117,11 +117,13 @@ class Partitions(ABC):
             active = [p for i, p in self.floating.items() if trainable[i]]
             frozen = [p for i, p in self.floating.items() if not trainable[i]]
             groups = [group for group in (active, frozen) if group]
-            self.library = initialize(self.module, groups, config, device)
+            try:
+                self.library = initialize(self.module, groups, config, device)
+            finally:
+                for parameter in scalars:
+                    if parameter.data.numel():
+                        parameter.data = parameter.data.view(())
             self.zero = self.library.optimizer
-            for parameter in scalars:
-                if parameter.data.numel():
-                    parameter.data = parameter.data.view(())
             self.snapshot.changed()
             self.arrange()
             for index, parameter in self.floating.items():
@@ -277,9 +279,20 @@ class Partitions(ABC):
 
     # -- weights ----------------------------------------------------------------------------------
 
-    @abstractmethod
+    @torch.no_grad()
     def take_edits(self) -> None:
-        """Take over what the program has written to the model's weights. Local."""
+        """Take over values that the program has written to the model's weights. Local."""
+        if self.unpublished:  # the model's weights are those from before the step
+            return
+        self.take_homes()
+        for fragment in self.fragments.values() if self.copies else ():
+            weights, home = fragment.weights, fragment.home.to(fragment.weights.device)
+            unchanged = weights.to(home.dtype) == home  # the copy may have more digits
+            weights.copy_(torch.where(unchanged, weights, home.to(weights.dtype)))
+
+    @abstractmethod
+    def take_homes(self) -> None:
+        """Write the values that the program has given a weight to its fragment's home. Local."""
 
     @torch.no_grad()
     def publish(self) -> None:

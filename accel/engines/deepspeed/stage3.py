@@ -6,12 +6,11 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
@@ -19,7 +18,7 @@ from ...process.packing import row_of
 from ...trees import exchange
 from ..base.absent import plainly
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
-from .partitions import Fragment, Partitions
+from .partitions import Partitions
 from .weights import by_library, mark, unmark
 
 if TYPE_CHECKING:
@@ -56,39 +55,12 @@ def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     return exchange(give, tree, lambda tensor: tensor if tensor.grad_fn is None else give(tensor))
 
 
-class _Gradients(dict[int, torch.Tensor]):
-    """The memory to which DeepSpeed adds reduced gradients, made when DeepSpeed asks for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: By DeepSpeed's number of a parameter: this rank's shard, and the fragment in it.
-        self.owned: dict[int, tuple[Any, Fragment]] = {}
-
-    def __missing__(self, ds_id: int) -> torch.Tensor:
-        shard, fragment = self.owned[ds_id]
-        weights, pins = fragment.weights, fragment.weights.is_pinned()
-        grad = torch.zeros_like(shard, device=weights.device, pin_memory=pins)
-        return self.setdefault(ds_id, grad)
-
-    def hand_out(self) -> None:
-        """Give each fragment its gradient, without the padding."""
-        for ds_id, grad in self.items():
-            _, fragment = self.owned[ds_id]
-            grad = grad.narrow(0, 0, fragment.home.numel())
-            if fragment.grad is None:
-                fragment.grad = grad
-            else:
-                fragment.accumulate(grad)
-        self.clear()
-
-
 @final
 class Stage3(Partitions):
     """The parameters of a model at stage 3."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         super().__init__(engine)
-        self._gradients = _Gradients()
         #: Forwards that run, inside of each other.
         self._forwards = 0
         #: Modules and the weights that they read from other modules, by DeepSpeed's numbers.
@@ -102,7 +74,7 @@ class Stage3(Partitions):
             if not parameter.is_contiguous() or parameter.stride()[-1:] not in ((), (1,)):
                 parameter.data = row_of(parameter.data.contiguous()).view(parameter.shape)
         super().start(config, device)
-        self._note_weights()
+        self._order_gathers()
 
     def arrange(self) -> None:
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
@@ -111,10 +83,6 @@ class Stage3(Partitions):
         self._watch_coordinator()
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, among_tensors)
-        for module in self.module.modules():
-            for kind in filter(None, map(vars(module).get, ("pre_bwd_fn", "post_bwd_fn"))):
-                # torch asks for it in each forward.
-                kind.forward.__signature__ = inspect.signature(kind.forward)
         self._tables: list[Any] = [module._parameters for module in self.module.modules()]
         # A module that stays on DeepSpeed's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
@@ -132,14 +100,13 @@ class Stage3(Partitions):
             numel = min(shard.ds_numel, shape.numel() - start)
             if numel > 0:
                 self.own(index, start, shard.data.narrow(0, 0, numel))
-                self._gradients.owned[parameter.ds_id] = shard, self.fragments[index]
 
     def _take_over_gradients(self) -> None:
-        """Let DeepSpeed add gradients to accel's memory, and announce its reductions."""
+        """Collect reduced gradients in the fragments, and announce DeepSpeed's reductions."""
         zero = self.zero
-        setattr(zero, f"{OF_STAGE3}param_id_to_grad_partition", self._gradients)
-        zero.micro_step_id = 1  # not 0, at which it overwrites
+        zero.partition_grads = self._collect
         # The memory of its own gradients and master weights.
+        setattr(zero, f"{OF_STAGE3}param_id_to_grad_partition", {})
         zero.grad_partitions_flat_buffer = None
         zero.offload_optimizer = False
         for flat in zero.fp32_partitioned_groups_flat:
@@ -191,6 +158,18 @@ class Stage3(Partitions):
     def take(self, index: int) -> None:
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
+    def _collect(self, parameters: Sequence[Any], shards: Sequence[torch.Tensor]) -> None:
+        """Take this rank's shards of gradients that DeepSpeed has reduced, without the padding."""
+        stream = self.zero.reduce_and_partition_stream
+        for parameter, shard in zip(parameters, shards, strict=True):
+            fragment = self.fragments.get(self.numbers[id(parameter)])
+            if fragment is not None:
+                fragment.accumulate(shard.reshape(-1).narrow(0, 0, fragment.home.numel()))
+            if stream is not None:
+                # DeepSpeed's stream still reads the memory, which backward has allocated.
+                parameter.grad.record_stream(stream)
+            parameter.grad = None
+
     @plainly
     def finish(self) -> None:
         """Reduce what is in the buckets, and release modules whose own hook did not fire."""
@@ -199,7 +178,6 @@ class Stage3(Partitions):
             getattr(zero, f"{OF_STAGE3}reduce_and_partition_ipg_grads")(dtype)
         if (stream := zero.reduce_and_partition_stream) is not None:
             stream.synchronize()
-        self._gradients.hand_out()
         # The backward around that of a reentrant checkpoint still needs its weights.
         if len(self.running) <= 1:
             zero.parameter_offload.release_backward_leftovers()
@@ -207,7 +185,6 @@ class Stage3(Partitions):
     @plainly
     def reset(self) -> None:
         self._stack.clear()
-        self._gradients.clear()
         for bucket in self.zero.ipg_buckets.values():
             bucket.clear_params()
         for module in self.module.modules():
@@ -220,46 +197,34 @@ class Stage3(Partitions):
     # -- weights ----------------------------------------------------------------------------------
 
     @plainly
-    def take_edits(self) -> None:
-        """Take over writes to small weights, which each rank has in full."""
-        weights = self.parameters
-        versions = zip(weights, self._versions, strict=True)
-        self.take_over([w for w, version in versions if w._version != version])
-        self._note_weights()
-
-    @plainly
-    @torch.no_grad()
-    def take_over(self, weights: Iterable[Any]) -> None:
-        """Copy this rank's part of gathered weights to what the optimizer updates."""
-        for weight in weights:
+    def take_homes(self) -> None:
+        homes, values = [], []
+        # DeepSpeed keeps small weights in full, so WGAN's clamping writes to their full values.
+        for weight in self.zero.persistent_parameters:
             fragment = self.fragments.get(self.numbers[id(weight)])
-            if fragment is None or weight.ds_status is not weight.available:
-                continue
-            values = weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel())
-            for tensor in (fragment.home, fragment.weights):
-                tensor.copy_(values)
+            if fragment is not None and weight.ds_status is weight.available:
+                homes.append(fragment.home)
+                values.append(weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel()))
+        if homes:
+            torch._foreach_copy_(homes, values)
+        self._order_gathers()
 
-    @plainly
-    def _note_weights(self) -> None:
-        """Note the weights as they are, for gathers and to find later writes."""
-        self._versions = [p._version for p in self.parameters]
-        # DeepSpeed's stream for gathers waits for nothing by itself.
+    def _order_gathers(self) -> None:
+        """Let DeepSpeed's stream for gathers wait for writes, which it doesn't by itself."""
         if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
             stream.wait_stream(accelerator().current_stream())
 
     @plainly
     def gather(self) -> None:
-        """Release old gathered weights, and gather small weights again, in buckets."""
+        """Release old gathered weights, and gather small weights again."""
         self._release_weights()
-        buckets: dict[Any, list[Any]] = {}
-        end = 0
-        for weight in self.zero.persistent_parameters:
-            end += weight.ds_numel
-            place = end // self.zero.reduce_bucket_size, weight.ds_tensor.dtype
-            buckets.setdefault(place, []).append(weight)
-        for bucket in buckets.values():
-            self._gather_bucket(bucket)
-        self._note_weights()
+        small = self.zero.persistent_parameters
+        for weight in small:
+            weight.ds_status = type(weight.available).NOT_AVAILABLE
+        if small:
+            gather = self.announced(small[0].all_gather_coalesced, "the gathering of small weights")
+            gather(small).wait()
+        self._order_gathers()
 
     def _release_weights(self) -> None:
         """Release all but the small weights, also those that are being gathered."""
@@ -277,17 +242,6 @@ class Stage3(Partitions):
                 getattr(self._coordinator, f"{OF_COORDINATOR}release_param")(weight)
             # The second copy that `zero_hpz_partition_size` keeps for backward.
             weight.ds_secondary_tensor = None
-
-    def _gather_bucket(self, weights: Sequence[Any]) -> None:
-        world = weights[0].ds_zero_partition_world_size
-        shard = torch.cat([weight.ds_tensor for weight in weights])
-        full = shard.new_empty(world * shard.numel())
-        gather = self.announced(dist.all_gather_into_tensor, "the gathering of small weights")
-        gather(full, shard, group=weights[0].ds_process_group)
-        columns = full.view(world, -1).split([weight.ds_tensor.ds_numel for weight in weights], 1)
-        for weight, values in zip(weights, columns, strict=True):
-            weight.data = values.reshape(-1)[: weight.ds_numel].view(weight.ds_shape)
-            weight.ds_status = weight.available
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:

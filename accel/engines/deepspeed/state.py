@@ -20,7 +20,6 @@ from ..base.holdings import Holdings
 from ..base.raw_objects import Snapshot
 from ..base.step import take_added_groups
 from .config import Configuration
-from .library import without_groups
 from .partitions import Partitions
 
 if TYPE_CHECKING:
@@ -122,11 +121,10 @@ class DeepSpeedHoldings(Holdings):
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
-        with without_groups():
-            if self.engine.stage == 3:
-                zero.end([without_values(p, p.device) for p in self.engine.parameters])
-            else:
-                zero.end([p.detach().clone() for p in self.engine.parameters])
+        if self.engine.stage == 3:
+            zero.end([without_values(p, p.device) for p in self.engine.parameters])
+        else:
+            zero.end([p.detach().clone() for p in self.engine.parameters])
 
 
 @final

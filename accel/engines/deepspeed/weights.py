@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -22,8 +22,6 @@ from .library import library
 
 if TYPE_CHECKING:
     from .stage3 import Stage3
-
-_DATA: Any = torch.Tensor.data
 
 
 @final
@@ -64,43 +62,10 @@ class Stage3Weight(Absent, nn.Parameter):
                 "outside of a forward. Use accel.full_state_dict(model), or a method of the model."
             )
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if all_here(args) and all_here(kwargs.values()):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The values. A write to them counts as a write to the weight, so that it is seen."""
-        if torch._C._is_torch_function_enabled():
-            return self.detach()
-        return _DATA.__get__(self)  # type: ignore[no-any-return]
-
-    @data.setter
-    def data(self, value: Any) -> None:
-        if not torch._C._is_torch_function_enabled():
-            _DATA.__set__(self, value)
-        elif value is not self:  # EMA swaps weights in and out
-            self.detach().copy_(value)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         kind = vars(self)["ds_class"]
         copied = memo[id(self)] = kind(self.detach().clone(), self.requires_grad)
         return copied
-
-
-def all_here(values: Iterable[Any]) -> bool:
-    """True if the values of all weights among a function's arguments are here."""
-    for value in values:
-        if type(value) is Stage3Weight:
-            if not value.is_here():
-                return False
-        elif type(value) in (list, tuple) and not all_here(value):
-            return False
-    return True
 
 
 def by_library(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,17 +90,14 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     home = library("deepspeed.runtime.zero.partition_parameters")
     Stage3Weight.available = home.ZeroParamStatus.AVAILABLE
     Stage3Weight.by_user = home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
-    facts, owner, partition = vars(weight), weakref.ref(stage3), vars(weight)["partition"]
+    facts, partition = vars(weight), vars(weight)["partition"]
 
-    def release(param_list: Any = None, has_been_updated: bool = False, **options: Any) -> None:
-        weights = param_list or [weight]
-        if has_been_updated and (stage3 := owner()) is not None:
-            stage3.take_over(weights)  # GatheredParameters(..., modifier_rank=0)
-        # Small weights stay gathered, as DeepSpeed often leaves them.
-        partition([w for w in weights if not w.ds_persist], **options)
+    def release(param_list: Any = None, **options: Any) -> None:
+        # Small weights stay gathered, so that a penalty outside of forward can read them.
+        partition([w for w in param_list or [weight] if not w.ds_persist], **options)
 
     facts.update(
-        ds_owner=owner,
+        ds_owner=weakref.ref(stage3),
         ds_name=name,
         ds_class=type(weight),
         all_gather=by_library(stage3.announced(facts["all_gather"], f"the gathering of {name}")),

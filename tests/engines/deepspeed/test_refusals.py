@@ -128,7 +128,6 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ({"scheduler": {"type": "WarmupLR"}}, {}, "'scheduler'"),
     ({"fp16": {"enabled": True}}, {}, "'fp16' is .*precision="),
     ({"curriculum_learning": {"enabled": True}}, {}, "'curriculum_learning' is .*accel doesn't use it"),
-    ({"zero_force_ds_cpu_optimizer": True}, {}, "Give accel.setup a deepspeed.ops.adam.DeepSpeedCPUAdam"),
     ({"gradient_accumulation_steps": 4}, {}, "'gradient_accumulation_steps' is 4"),
     ({"gradient_clipping": "big"}, {}, "'gradient_clipping' is 'big'. Pass a number"),
     ({"bf16": {"enabled": True}}, {}, "precision='bf16-true'"),
@@ -136,14 +135,12 @@ CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
     ([1], {}, r"config \[1\] is no JSON object"),
     ({"zero_optimization": 3}, {}, "'zero_optimization' is 3. Use a dict"),
     ({"zero_optimization": {"stage": 1}}, {"stage": 2}, "zero_optimization.stage"),
-    ({"zero_optimization": {"stage": 0}}, {}, "'stage' is 0. .*use backend='ddp'"),
+    ({"zero_optimization": {"stage": 0}}, {}, "'stage' is 0. .*backend='ddp'"),
     ({"zero_optimization": {"stage": 5}}, {}, "Use 1, 2 or 3"),
     ({}, {"stage": 2, "offload_parameters": True}, "Use stage=3"),
     ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {}, "Use {'device': 'cpu'}"),
     ({"zero_optimization": {"stage": 3, "cpu_offload": True}}, {}, "zero_optimization.cpu_offload"),
-    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {}, "quantized communication changes"),
-    ({"zero_optimization": {"overlap_com": True}}, {}, "'zero_optimization': 1 validation error(.|\\n)*overlap_com"),
-    ({"zero_optimization": {"reduce_bucket_size": "big"}}, {}, "'zero_optimization': 1 validation error(.|\\n)*big"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {}, "zero_quantized_weights"),
 ]
 
 
@@ -169,7 +166,7 @@ def test_a_contradiction_is_refused_by_its_key() -> None:
 
 def test_options_are_checked(tmp_path: Path) -> None:
     for stage in (0, 5):
-        with pytest.raises(accel.BackendError, match=f"'stage' is {stage}. Use 1, 2 or 3"):
+        with pytest.raises(accel.BackendError, match=f"stage={stage}.*expected 1 or 2 or 3"):
             DeepSpeed(stage=stage)
     (tmp_path / "list.json").write_text("[1]")
     with pytest.raises(accel.BackendError, match="is no JSON object"):
@@ -183,7 +180,7 @@ def divided_by_the_library() -> None:
         divided = nn.Linear(4, 2)
     experts = library("deepspeed.moe.layer").MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2)
     experts.set_deepspeed_parallelism()
-    for model, text in ((divided, "weight is already sharded"), (experts, "different experts in")):
+    for model, text in ((divided, "weight is already sharded"), (experts, "Ranks have different experts")):
         for backend in ("ddp", zero(2), zero(3)):
             with pytest.raises(accel.BackendError, match=text):
                 accel.setup(model, torch.optim.SGD(model.parameters(), lr=0.1), backend=backend)
