@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from ..process.control import Waiting
 from .patches import Attributes, Patch, around
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-_DTYPE: Final = operator.attrgetter("dtype")
 
 
 class Gradients(Protocol):
@@ -92,16 +90,15 @@ def _norm_over_ranks(
         if math.isinf(order):
             # A maximum over the ranks may lose a nan, so the ranks tell it separately.
             largest = flat.max()
-            nan = largest.isnan()
-            pair = torch.stack([largest.masked_fill(nan, 0.0), nan.double()])
+            pair = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().double()])
             dist.all_reduce(pair, dist.ReduceOp.MAX, group=process.group)
             norm = pair[0].masked_fill(pair[1] > 0, math.nan)
         else:
-            total = flat.pow(order).sum()
-            dist.all_reduce(total, group=process.group)
-            norm = total.pow(1.0 / order)
+            norm = flat.pow(order).sum()
+            dist.all_reduce(norm, group=process.group)
+            norm = norm.pow(1.0 / order)
     # The parameters tell the dtype, because this rank may count no gradient.
-    is_double = torch.float64 in map(_DTYPE, parameters)
+    is_double = any(parameter.dtype is torch.float64 for parameter in parameters)
     return norm if is_double else norm.float()
 
 
@@ -155,7 +152,8 @@ def _clip_by_value(
     for gradients, own in owners:
         counted, copies = gradients.parts(own)
         local += counted + copies
-    if local:  # torch can't clip an empty list, which may be all that this rank has
+    # A stage of a pipeline may have no gradients, and torch can't clip an empty list.
+    if local:
         original([SimpleNamespace(grad=gradient) for gradient in local], *args, **kwargs)
 
 
@@ -164,20 +162,19 @@ def _total_norm(
 ) -> torch.Tensor:
     given = _as_list(tensors)
     keys = set(map(id, given))
+    norm: Any = original(given, *args, **kwargs)
     for engine in registry.in_order():
         if not (engine.distributed and engine.gradients.in_parts):
             continue
         is_hidden = not given and engine.gradients.hidden()
-        if not is_hidden and keys.isdisjoint([id(p.grad) for p in engine.parameters]):
-            continue
-        if given and hasattr(given[0], "full_tensor"):  # torch has the norm of DTensors
-            norm: Any = original(given, *args, **kwargs)
-            return norm.full_tensor()  # type: ignore[no-any-return]
-        raise BackendError(
-            "torch.nn.utils.get_total_norm sees only this rank's gradients. Call "
-            'accel.clip_grad_norm_(model, float("inf")) for the norm over all ranks.'
-        )
-    return original(given, *args, **kwargs)
+        if is_hidden or not keys.isdisjoint([id(p.grad) for p in engine.parameters]):
+            if hasattr(norm, "full_tensor"):  # torch has the norm of DTensors
+                return norm.full_tensor()  # type: ignore[no-any-return]
+            raise BackendError(
+                "torch.nn.utils.get_total_norm sees only this rank's gradients. Call "
+                'accel.clip_grad_norm_(model, float("inf")) for the norm over all ranks.'
+            )
+    return norm  # type: ignore[no-any-return]
 
 
 def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[torch.Tensor]]:
@@ -196,7 +193,7 @@ def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[
                 "Use accel.clip_grad_norm_(model, max_norm)."
             )
         own = [p for p in rest if id(p) in engine.known]
-        # A stage of a pipeline may have no gradients, and takes part in the norm of all stages.
+        # A stage of a pipeline without gradients takes part in the norm of all stages.
         if engine.distributed and (own or (gradients.spread and not given)):
             rest = [p for p in rest if id(p) not in engine.known]
             gradients.finalize(what, own)

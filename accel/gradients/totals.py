@@ -60,9 +60,11 @@ def average_gradients_(
     gradients: list[torch.Tensor] = []
     for index in held_by_any(what, agree(what, held_here(parameters)), names):
         parameter = parameters[index]
+        # A rank may have no gradient of an expert or head that its batch didn't use.
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad.detach())  # create_graph=True gives it a graph
+        # A gradient penalty makes gradients with create_graph=True, which have a graph.
+        gradients.append(parameter.grad.detach())
     add = add or (lambda flat: dist.all_reduce(flat, group=process.group))
     average_(gradients, process.place.world_size, add)
     return bool(gradients)
@@ -103,10 +105,13 @@ def mean_over(
 
     Its gradients are right once they are averaged over the ranks.
     """
+    # float16 can't hold the loss sum of a long sequence.
     total = total.float() if total.itemsize < 4 else total
-    wide = torch.float32 if total.device.type == "mps" else torch.float64  # mps has no float64
+    # mps has no float64.
+    wide = torch.float32 if total.device.type == "mps" else torch.float64
     both = torch.stack([total.detach().to(wide), count.to(total.device, wide)])
     if ranks > 1:
         dist.all_reduce(both, group=group)
+    # The value is the mean of all ranks, and the gradient is that of this rank's sum.
     local = total * (ranks / both[1]).to(total.dtype)
     return local + ((both[0] / both[1]).to(total.dtype) - local).detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 from abc import ABC, abstractmethod
@@ -263,6 +264,7 @@ class Engine(ABC):
         which may use parameters.
         """
 
+    @final
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model in place, until ``teardown``."""
         before = vars(self.module).get("_compiled_call_impl")
@@ -280,6 +282,7 @@ class Engine(ABC):
             with self.sequence.forward(function, args, kwargs):
                 return self.call(function, args, kwargs)
         watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
+        # LoRA and GAN loops freeze and unfreeze parameters between forwards.
         if watches_mask:
             # Inline, because every forward comes here.
             with torch._C.DisableTorchFunctionSubclass():
@@ -293,9 +296,7 @@ class Engine(ABC):
                 return self.run(function, args, kwargs)
             return self.precision.call(self.run, (function, args, kwargs), {})
         except RuntimeError as error:
-            method = getattr(function, "__name__", function)
-            call = "a forward" if function is self.entry else f"the method {method}"
-            raise_lost(f"{call} ({self.label})", error)
+            raise_lost(f"a forward ({self.label})", error)
             raise
 
     @final
@@ -325,7 +326,8 @@ class Engine(ABC):
         """
         mask = self.mask.now()
         if self.distributed and mask != self.mask.known:
-            self.compare("a change of requires_grad", mask, self._explain_masks)
+            explain_masks = functools.partial(explain, names=self.names)
+            self.compare("a change of requires_grad", mask, explain_masks)
             if self.gradients.pending() and not self.gradients.deferred:
                 if self.gradients.accumulating:
                     raise BackendError(
@@ -335,9 +337,6 @@ class Engine(ABC):
                 self.gradients.settle()
             self.rebuild()
         self.mask.known = mask
-
-    def _explain_masks(self, masks: list[Any]) -> str:
-        return explain(masks, self.names)
 
     # -- agreement between ranks -----------------------------------------------------------------
 

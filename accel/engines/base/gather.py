@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -19,6 +19,7 @@ from ...trees import TensorPlace, map_tensors, put_back, to_device
 
 #: The bytes that travel at a time.
 _BATCH_BYTES: Final = 64 << 20
+_CPU: Final = torch.device("cpu")
 
 #: The name of a parameter, buffer or extra state, the key of an optimizer's state or "", the value.
 Item = tuple[str, Any, Any]
@@ -35,8 +36,8 @@ def gather(
 ) -> dict[tuple[str, Any], Any]:
     """Return the full values of all ranks by name and key. Collective.
 
-    A value may hold tensors in nested containers. If several ranks have the same elements, those of
-    the lowest rank count. Values that are not tensors are this rank's own if it has them.
+    A value may hold tensors in nested containers. If several ranks have a value that is not a
+    tensor, or the same elements of a tensor, those of the lowest rank count.
 
     Args:
         title: names the gathering in messages.
@@ -49,61 +50,57 @@ def gather(
     Raises:
         AccelError: if no rank has some of the elements, or as ``agree`` does.
     """
-    forms, shards = _take_apart(held, part)
-    rows = {key: _row_of(shard, process.device, device) for key, shard in shards.items()}
-    is_tensor = {}
-    for key, form in forms.items():
-        is_tensor[key] = type(form) is TensorPlace and form.number == key
-    by_rank = agree(title, (rows, is_tensor))
-    # Values that are not tensors, and not on all ranks, are sent by the lowest rank.
-    senders: dict[tuple[str, Any], int] = {}
-    for rank, (_, keys) in enumerate(by_rank):
-        for key, alone in keys.items():
-            if not alone and not all(key in others for _, others in by_rank):
-                senders.setdefault(key, rank)
-    if senders:
-        # In host memory, because the device of a pickled tensor would be the sender's.
-        own = [key for key, sender in senders.items() if sender == process.place.rank]
-        for sent in agree(f"{title}: values", {key: to_device(forms[key], "cpu") for key in own}):
-            for key, form in sent.items():
-                forms.setdefault(key, to_device(form, device or process.device))
-    fulls = _describe([rows for rows, _ in by_rank], process, keep)
-    _send(list(fulls.values()), shards, process)
+    forms: dict[tuple[str, Any], Any] = {}
+    shards: dict[Any, Shard] = {}
+    for name, key, value in held:
+        forms[name, key] = _without_tensors(name, key, value, part, shards)
+    rows = {}
+    for key, shard in shards.items():
+        # Offloaded shards and step counters are in host memory.
+        on_device = shard.tensor.device.type == process.device.type
+        rows[key] = _Row(shard.shape, shard.tensor.dtype, on_device, shard.region)
+    # In host memory, because the device of a pickled tensor would be the sender's.
+    by_rank = agree(title, (rows, to_device(forms, "cpu")))
+    fulls: dict[Any, _FullTensor] = {}
+    values: dict[tuple[str, Any], Any] = {}
+    for rank, (rows_of_rank, forms_of_rank) in enumerate(by_rank):
+        for key, row in rows_of_rank.items():
+            if key not in fulls:
+                target = process.device if row.on_device else _CPU
+                if device is not None and (device == _CPU or row.shape):
+                    target = device
+                fulls[key] = _FullTensor(key, row, target if keep else None)
+            fulls[key].add(rank, row.region)
+        for key, form in forms_of_rank.items():
+            values.setdefault(key, form)
+    _send(fulls.values(), shards, process)
     if not keep:
         return {}
     tensors = {key: full.tensor for key, full in fulls.items()}
-    names = dict.fromkeys(key for _, keys in by_rank for key in keys)
-    return {key: put_back(forms.get(key, TensorPlace(key)), tensors) for key in names}
+    full: dict[tuple[str, Any], Any] = to_device(values, device or process.device)
+    return put_back(full, tensors)  # type: ignore[no-any-return]
 
 
-def _take_apart(
-    held: Iterable[Item], part: Callable[[str, torch.Tensor, Any], Shard | None]
-) -> tuple[dict[tuple[str, Any], Any], dict[Any, Shard]]:
-    """Return the values without their tensors, and the shards of the tensors."""
-    forms: dict[tuple[str, Any], Any] = {}
-    shards: dict[Any, Shard] = {}
-    # Values keep their tensors alive. A tensor that is in several values stays one.
-    places: dict[int, tuple[torch.Tensor, TensorPlace]] = {}
+def _without_tensors(
+    name: str,
+    key: Any,
+    value: Any,
+    part: Callable[[str, torch.Tensor, Any], Shard | None],
+    shards: dict[Any, Shard],
+) -> Any:
+    """Return a value with placeholders for its tensors, and add their shards to ``shards``."""
+    numbers = count()
 
-    def add(name: str, key: Any, value: Any) -> Any:
-        numbers = count()
+    def visit(tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return tensor
+        number = (name, key) if tensor is value else (name, key, next(numbers))
+        shard = part(name, tensor, key)
+        if shard is not None:
+            shards[number] = shard
+        return TensorPlace(number)
 
-        def visit(tensor: torch.Tensor) -> Any:
-            if tensor.layout is not torch.strided:
-                return tensor
-            if id(tensor) not in places:
-                number = (name, key) if tensor is value else (name, key, next(numbers))
-                places[id(tensor)] = tensor, TensorPlace(number)
-                shard = part(name, tensor, key)
-                if shard is not None:
-                    shards[number] = shard
-            return places[id(tensor)][1]
-
-        return map_tensors(visit, value, others=True)
-
-    for name, key, value in held:
-        forms[name, key] = add(name, key, value)
-    return forms, shards
+    return map_tensors(visit, value, others=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,43 +109,41 @@ class _Row:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    #: True if the full tensor goes to the process's device.
     on_device: bool
     region: Box
-
-
-def _row_of(shard: Shard, own: torch.device, device: torch.device | None) -> _Row:
-    target = shard.tensor.device
-    # Step counters stay in host memory.
-    if device is not None and (device.type == "cpu" or shard.tensor.dim()):
-        target = device
-    return _Row(shard.shape, shard.tensor.dtype, target.type == own.type, shard.region)
 
 
 class _FullTensor:
     """A tensor that is put together, and the ranks that send its boxes."""
 
-    def __init__(self, key: Any, row: _Row, process: Process, keep: bool) -> None:
+    def __init__(self, key: Any, row: _Row, device: torch.device | None) -> None:
         self.key, self.dtype, self.numel = key, row.dtype, math.prod(row.shape)
+        #: The lowest rank that has each box.
         self.boxes: dict[Box, int] = {}
-        device = process.device if row.on_device else torch.device("cpu")
-        self.tensor = torch.empty(row.shape, dtype=row.dtype, device=device) if keep else None
+        #: True if a rank has the full tensor.
+        self.is_complete = False
+        self.tensor: torch.Tensor | None = None
+        if device is not None:
+            self.tensor = torch.empty(row.shape, dtype=row.dtype, device=device)
 
-    def add(self, rank: int, row: _Row) -> None:
-        """Add a shard of a rank, unless a lower rank has it."""
-        size = math.prod(shape_of(row.region))
-        if size and self.numel not in map(math.prod, map(shape_of, self.boxes)):
-            # Ranks with full tensors need no shards of others.
-            self.boxes = (
-                {row.region: rank} if size == self.numel else {row.region: rank, **self.boxes}
-            )
+    def add(self, rank: int, box: Box) -> None:
+        """Add the box of a rank, unless a lower rank has it."""
+        size = math.prod(shape_of(box))
+        if not size or self.is_complete:
+            return
+        # The full cache of an attention may have a different length on each rank.
+        if size == self.numel:
+            self.is_complete = True
+            self.boxes.clear()
+        self.boxes.setdefault(box, rank)
 
     def pieces(self) -> Iterator[tuple[Box, Box]]:
         """Give boxes that fit into a batch, each with the box around it that a rank has."""
-        found = sum(math.prod(shape_of(box)) for box in self.boxes)
-        if found != self.numel:
+        num_elements = sum(math.prod(shape_of(box)) for box in self.boxes)
+        if num_elements != self.numel:
             raise AccelError(
-                f"{self.key} can't be put together: ranks have {found} of {self.numel} elements."
+                f"{self.key} can't be put together: ranks have {num_elements} of {self.numel} "
+                "elements. Load a checkpoint."
             )
         step = max(1, _BATCH_BYTES // self.dtype.itemsize)
         for held in self.boxes:
@@ -158,28 +153,15 @@ class _FullTensor:
                     yield held, box
 
     def view(self, box: Box) -> torch.Tensor | None:
-        """Return the elements of a box."""
+        """Return the elements of a box, or None if this rank keeps nothing."""
         if self.tensor is None:
             return None
         flat = len(box) == 1 and self.tensor.dim() != 1
         return (self.tensor.view(-1) if flat else self.tensor)[slices(box)]
 
 
-def _describe(
-    by_rank: Sequence[Mapping[Any, _Row]], process: Process, keep: bool
-) -> dict[Any, _FullTensor]:
-    """Return the full tensors, by their keys."""
-    fulls: dict[Any, _FullTensor] = {}
-    for rank, rows in enumerate(by_rank):
-        for key, row in rows.items():
-            if key not in fulls:
-                fulls[key] = _FullTensor(key, row, process, keep)
-            fulls[key].add(rank, row)
-    return fulls
-
-
 @torch.no_grad()
-def _send(fulls: Sequence[_FullTensor], shards: Mapping[Any, Shard], process: Process) -> None:
+def _send(fulls: Iterable[_FullTensor], shards: Mapping[Any, Shard], process: Process) -> None:
     """Broadcast all boxes from the ranks that have them, in batches. Collective."""
     by_rank: dict[int, list[torch.Tensor]] = {}
     received: list[tuple[torch.Tensor | None, torch.Tensor]] = []
@@ -202,11 +184,8 @@ def _send(fulls: Sequence[_FullTensor], shards: Mapping[Any, Shard], process: Pr
                 flush()
                 room = _BATCH_BYTES
             room -= nbytes
-            if target is not None and target.device == process.carrier and target.is_contiguous():
-                values = target
-            else:
-                values = torch.empty(shape_of(box), dtype=full.dtype, device=process.carrier)
-                received.append((target, values))
+            values = torch.empty(shape_of(box), dtype=full.dtype, device=process.carrier)
+            received.append((target, values))
             by_rank.setdefault(source, []).append(values)
             if source == process.place.rank:
                 local = shards[full.key].tensor.reshape(shape_of(held))

@@ -57,16 +57,19 @@ class Gradients:
         self.finishes_steps = kind.after_step is not Gradients.after_step
 
     @property
+    @final
     def partial(self) -> bool:
         """True if a rank lacks some weights, gradients or optimizer state."""
         return self.engine.placements.sharded
 
     @property
+    @final
     def spread(self) -> bool:
         """True if ranks have different parameters."""
         return self.engine.placements.weights is Placement.BY_PARAMETER
 
     @property
+    @final
     def watched(self) -> bool:
         """True if backwards, torch's clipping and unknown optimizers concern these gradients."""
         reduces = self.engine.distributed and (self.reduced or self.spread)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError
-from ...process.control import Waiting, agree
+from ...process.control import Waiting
 from ...process.packing import broadcast_, writable
 from ...shard import (
     Raw,
@@ -28,8 +28,7 @@ from ...shard import (
     parameters_of,
     state_device,
 )
-from ...trees import inner_tensors, map_tensors, to_device
-from .digest import digest, digest_values
+from ...trees import inner_tensors, map_tensors
 from .gather import Item, gather
 from .raw_objects import Guard, Snapshot, Target, as_author_made, copied_to, in_place_of
 from .step import take_added_groups
@@ -99,6 +98,7 @@ class Holdings(Raw):
         return False
 
     @property
+    @final
     def parameter_names(self) -> dict[int, str]:
         """Names by the identity of the optimizers' parameters."""
         return {id(p): name for name, p in self.engine.named.items()}
@@ -133,11 +133,10 @@ class Holdings(Raw):
     ) -> dict[str, Any]:
         """Return the full state for ``state_dict(...)`` of a sharded object. Collective.
 
-        It is what the raw method returns while full tensors replace shards, so hooks and the order
-        of keys are the object's own. The tensors are in host memory, because a device may be too
-        small for them.
+        The raw method runs while full tensors replace shards, so hooks and the order of keys are
+        the object's own. The tensors are in host memory, because a device may be too small.
         """
-        # After an interruption, ranks may have shards of different steps.
+        # If an exception ended a step on one rank, the ranks have shards of different steps.
         name = self.engine.kind if optimizer is None else type(optimizer).__name__
         variable = "model" if optimizer is None else "optimizer"
         advice = f"write state = {variable}.state_dict() above an `if` of one rank: the state"
@@ -150,8 +149,10 @@ class Holdings(Raw):
                 return {}
             with self.guard.opened(), in_place_of(self.module, full):
                 state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-            keys = {kwargs.get("prefix", "") + name: value for name, value in extra.items()}
-            state.update({key: value for key, value in keys.items() if key in state})
+            for name, value in extra.items():
+                key = kwargs.get("prefix", "") + name
+                if key in state:
+                    state[key] = value
             return state
 
     def _full_tensors(
@@ -161,15 +162,21 @@ class Holdings(Raw):
         self.prepare(writing=False)
         tensors = dict(self.module.named_buffers()) | _first_names(self.module)
         held: list[Item] = [(name, "", tensor) for name, tensor in tensors.items()]
-        if type(self).has is not Holdings.has:  # extra state may be on other ranks
+        # A pipeline has the extra state of a module on the module's stage.
+        if type(self).has is not Holdings.has:
             held += [(name, "extra", value) for name, value in self.values(None).items()]
-        values = self.gather(title, held, device=_CPU, keep=keep)
-        extra = {name: value for (name, key), value in values.items() if key == "extra"}
         full: dict[int, torch.Tensor] = {}
-        for name, tensor in tensors.items() if keep else ():
-            value = values[name, ""].to(tensor.dtype)  # a master copy is more precise
-            is_parameter = isinstance(tensor, nn.Parameter)
-            full[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+        extra: dict[str, Any] = {}
+        for (name, key), value in self.gather(title, held, device=_CPU, keep=keep).items():
+            if key == "extra":
+                extra[name] = value
+                continue
+            tensor = tensors[name]
+            # DeepSpeed's master copies are in float32.
+            value = value.to(tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                value = nn.Parameter(value, tensor.requires_grad)
+            full[id(tensor)] = value
         return full, extra
 
     def _full_optimizer(self, title: str, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
@@ -177,9 +184,10 @@ class Holdings(Raw):
         if not keep:
             return {}
         names = self.parameter_names
-        by_name = {names[id(p)]: p for p in parameters_of(optimizer)}
-        state: Any = {by_name[name]: s for name, s in full.items() if name in by_name}
-        shards, optimizer.state = optimizer.state, defaultdict(dict, state)
+        shards, optimizer.state = optimizer.state, defaultdict(dict)
+        for parameter in parameters_of(optimizer):
+            if names[id(parameter)] in full:
+                optimizer.state[parameter] = full[names[id(parameter)]]
         try:
             with self.guard.opened():
                 return optimizer.state_dict()
@@ -224,8 +232,6 @@ class Holdings(Raw):
 
         Hooks, checks and messages are the raw object's. Each rank keeps its own shards.
         """
-        if not self.partial(optimizer):
-            return (optimizer or self.module).load_state_dict(*args, **kwargs)
         if optimizer is None:
             return self._load_model(args, kwargs)
         return self._load_optimizer(optimizer, *args, **kwargs)
@@ -236,18 +242,17 @@ class Holdings(Raw):
                 "load_state_dict(assign=True) would replace shards. Leave out assign."
             )
         self.prepare(writing=True)
-        targets: dict[int, torch.Tensor] = {}
-        places: list[tuple[str, torch.Tensor, Target]] = []
-        for name, tensor in _first_names(self.module).items():
-            target = targets[id(tensor)] = Target.of(tensor, self.shapes.get(name))
-            places.append((name, tensor, target))
+        tensors = _first_names(self.module)
+        targets = {id(t): Target.of(t, self.shapes.get(name)) for name, t in tensors.items()}
 
         @torch.no_grad()
         def fill() -> None:
-            for name, tensor, target in places:
+            for name, tensor in tensors.items():
+                target = targets[id(tensor)]
                 value: Any = target.given
                 target.given = None
-                if value is not None and (shard := self.part(name, tensor)) is not None:
+                shard = None if value is None else self.part(name, tensor)
+                if shard is not None:
                     shard.fill(value.full_tensor() if hasattr(value, "full_tensor") else value)
                     # Autograd may have saved the parameter, whose memory may not be the shard's.
                     torch.autograd.graph.increment_version(tensor)
@@ -265,17 +270,20 @@ class Holdings(Raw):
         for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
             if number in state:
                 full[names[id(parameter)]] = state.pop(number)
-        with self.guard.opened():  # torch checks and loads the groups
+        # torch checks and loads the groups, and keeps the state of other parameters.
+        with self.guard.opened():
             optimizer.load_state_dict({**state_dict, "state": state})
         self.take(optimizer, full)
 
+    @final
     @torch.no_grad()
     def take(self, optimizer: Optimizer, full: Mapping[str, Mapping[Any, Any]]) -> None:
         """Keep this rank's part of the full state of parameters, by name. Local."""
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             state = full.get(entry.name)
-            if state:  # other parameters keep their state
+            # Parameters that are not in the loaded state keep theirs.
+            if state:
                 optimizer.state[entry.parameter] = {
                     key: self.own_part(entry, key, value, groups[entry.name])
                     for key, value in state.items()
@@ -287,7 +295,8 @@ class Holdings(Raw):
         like = entry.parameter
 
         def shard(tensor: torch.Tensor) -> torch.Tensor:
-            if hasattr(tensor, "full_tensor"):  # a shard already
+            # A state of torch.distributed.checkpoint has DTensors.
+            if hasattr(tensor, "full_tensor"):
                 return tensor
             if key == "step" and tensor.numel() == 1:
                 return tensor.to(state_device(key, like.device, group), copy=True)
@@ -314,15 +323,14 @@ class Holdings(Raw):
     def _full_optimizer_state(
         self, title: str, optimizer: Optimizer, **options: Any
     ) -> dict[str, dict[Any, Any]]:
-        """Return the full state by parameter name, in the same order on all ranks. Collective."""
-        entries, names = self.entries(optimizer), self.parameter_names
-        order = [names[id(p)] for p in parameters_of(optimizer)] + list(names.values())
-        full: dict[str, dict[Any, Any]] = {name: {} for name in order}
+        """Return the full state by name, in the order of the parameters. Collective."""
         held: list[Item] = []
-        for entry in entries:
+        for entry in self.entries(optimizer):
             held += [(entry.name, key, value) for key, value in entry.state.items()]
+        names = self.parameter_names
+        full: dict[str, dict[Any, Any]] = {names[id(p)]: {} for p in parameters_of(optimizer)}
         for (name, key), value in self.gather(title, held, **options).items():
-            full[name][key] = value
+            full.setdefault(name, {})[key] = value
         return {name: state for name, state in full.items() if state}
 
     @final
@@ -331,15 +339,10 @@ class Holdings(Raw):
     ) -> None:
         """Make a raw optimizer's state full on every rank. Collective."""
         full = self._full_optimizer_state(title, optimizer)
-        groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
             optimizer.state.pop(entry.parameter, None)
-        device = self.engine.process.device
         for name, values in full.items():
             optimizer.state[parameters[name]] = values
-            for key in values if self.offloads else ():  # numbers are still beside the shards
-                target = state_device(key, device, groups.get(name, {}))
-                values[key] = to_device(values[key], target)
 
     @final
     def gather(self, title: str, held: Iterable[Item], **options: Any) -> dict[Any, Any]:
@@ -365,12 +368,7 @@ class Holdings(Raw):
                     "broadcast. Keep it in a plain attribute of the module."
                 )
         values = inner_tensors(weights) + writable(engine.module.buffers())
-        # In host memory a digest takes less time than a broadcast, and weights are usually equal.
-        plain = all(type(t) is torch.Tensor and t.layout is torch.strided for t in values)
-        on_host = plain and all(t.device.type == "cpu" for t in values)
-        own = digest_values([digest(t) for t in values]) if on_host else None
-        digests = agree(f"the weights of {engine.label}", own)
-        if digests[0] is None or len(set(digests)) > 1:
+        with Waiting(engine.process, f"the weights of {engine.label}"):
             broadcast_(values, engine.process.group, source)
 
 

@@ -14,13 +14,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
-from types import MethodType
 from typing import Any, Final, final
 
 import torch
 from torch.optim import Optimizer
 
 from ...precision import here
+from .raw_objects import Override
 
 #: Optimizers that treat each element by itself, so a part is stepped as in the full parameter.
 _NAMES: Final = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Rprop Adagrad Adadelta ASGD"
@@ -40,8 +40,9 @@ def _is_elementwise(kind: Any) -> bool:
     base = next((c for c in kind.__mro__ if c in ELEMENTWISE), None)
     step = kind.step
     while base is not None and step is not None:
+        # schedulefree's AdamW has a step of its own.
         if not step.__module__.startswith("torch.optim."):
-            return False  # such as a schedule-free step
+            return False
         step = getattr(step, "__wrapped__", None)
     own_classes = kind.__mro__[: kind.__mro__.index(base)] if base is not None else ()
     names = {name for c in own_classes for name in vars(c) if not name.startswith("__")}
@@ -64,39 +65,24 @@ class PartsInGroups:
         self._after = optimizer.register_step_post_hook(self._end_step)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._after.id, last=False)
-        self._closed = False
-        #: The program's own method, such as a scheduler's wrapper.
-        self._earlier = vars(optimizer).get("step")
-
-        @functools.wraps(self._earlier or type(optimizer).step)
-        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._step(*args, **kwargs)
-
-        # Schedulers wrap ``optimizer.step.__func__``.
-        self._method = vars(optimizer)["step"] = MethodType(step, self._reference)
+        self._override = Override(optimizer, "step", self._step)
 
     def close(self) -> None:
-        """Leave the optimizer as it was. A scheduler that has wrapped ``step`` calls torch's."""
-        self._closed = True
+        """Leave the optimizer as it was."""
         self.take_out()
         self._before.remove()
         self._after.remove()
-        optimizer = self._reference()
-        if optimizer is not None and vars(optimizer).get("step") is self._method:
-            del vars(optimizer)["step"]
-            if self._earlier is not None:
-                vars(optimizer)["step"] = self._earlier
+        self._override.remove()
 
-    def _step(self, *args: Any, **kwargs: Any) -> Any:
-        optimizer: Any = self._reference()
-        step = self._earlier or functools.partial(type(optimizer).step, optimizer)
-        if self._closed or torch.compiler.is_compiling():
-            return step(*args, **kwargs)
+    def _step(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
         # The user's pre-hooks run before, and may edit ``p.grad``.
         optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
         try:
-            return step(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
+            # A step that raised has run no post-hook.
             self.take_out()
 
     def put_in(self, optimizer: Optimizer) -> None:
@@ -122,7 +108,8 @@ class PartsInGroups:
             return None
 
         def closure_with_parameters() -> Any:
-            self.take_out()  # an optimizer may call it twice
+            # An optimizer may call the closure several times.
+            self.take_out()
             loss = closure()
             self.put_in(optimizer)
             return loss
@@ -149,7 +136,8 @@ def parts_of(tensors: Sequence[Any]) -> list[Any]:
     """Return ``local_of`` of each."""
     try:
         return list(map(_LOCAL, tensors))
-    except AttributeError:  # every rank holds a scalar
+    except AttributeError:
+        # FSDP2 doesn't shard a scalar, such as CLIP's logit_scale.
         return list(map(local_of, tensors))
 
 
@@ -182,7 +170,8 @@ class LocalSteps(PartsInGroups):
         self._stepping(written)
         local: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, values in optimizer.state.items():
-            kind = type(parameter)  # `local_of` of each value would be slow
+            # `local_of` of each value would be slow.
+            kind = type(parameter)
             local[local_of(parameter)] = {
                 key: local_of(value) if type(value) is kind else value
                 for key, value in values.items()
@@ -226,7 +215,8 @@ def _local_gradient(gradient: Any, parameter: Any) -> torch.Tensor:
     spec = getattr(gradient, "_spec", None)
     if spec is parameter._spec or spec == parameter._spec:
         return local_of(gradient)  # type: ignore[no-any-return]
-    return here(torch.empty_like(parameter).copy_(gradient))  # assigned by hand
+    # A program has assigned a full tensor to p.grad.
+    return here(torch.empty_like(parameter).copy_(gradient))
 
 
 def _like(parameter: Any, value: Any) -> Any:
