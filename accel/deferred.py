@@ -21,11 +21,10 @@ _ORIGIN: Final = "_accel_origin"
 
 
 class Source(NamedTuple):
-    """A directory of weights, the model's name there, and True if other weights are an error."""
+    """A directory of weights, and the model's name in it."""
 
     weights: str
     name: str | None
-    strict: bool
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class Origin:
 
 @contextlib.contextmanager
 def deferred_init(
-    weights: str | os.PathLike[str] | None = None, *, name: str | None = None, strict: bool = True
+    weights: str | os.PathLike[str] | None = None, *, name: str | None = None
 ) -> Iterator[None]:
     """Build modules without allocating their parameters.
 
@@ -55,10 +54,8 @@ def deferred_init(
             model's dtypes, and no method is called. The directory must have all parameters and
             persistent buffers. Other buffers stay as they were built.
         name: the name of the model, if the checkpoint has several.
-        strict: with False, ``weights`` may have other tensors, and may lack buffers. A warning
-            lists both.
     """
-    source = None if weights is None else Source(os.fspath(weights), name, strict)
+    source = None if weights is None else Source(os.fspath(weights), name)
     recorder = _Recorder()
 
     def defer(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

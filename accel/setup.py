@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -39,7 +39,7 @@ from .handles import Dataloaders, Handles, HiddenAttribute, Model, Optimizers
 from .precision import Precision, convert_module, convert_optimizer
 from .process import Process, current, running, use_devices
 from .process.control import Waiting, agree, locked, raise_together
-from .registry import hint, registry, resolve_module
+from .registry import registry, resolve_module
 from .shard import parameters_of
 from .trees import map_leaves
 
@@ -99,7 +99,7 @@ def setup(
     except Exception as caught:
         # The other ranks wait in agree_on_plan, so this rank reports its error there.
         error = caught
-    if error is not None or plan.changes_anything:
+    if error or plan.builds or plan.new_optimizers or plan.new_loaders:
         seeds = agree_on_plan(plan, error)
         if plan.module is not None:
             build_engine(plan)
@@ -136,10 +136,6 @@ class Plan:
     builds: bool = False
     #: Fills a deferred model from a directory of weights.
     fill: Callable[[nn.Module], None] | None = None
-
-    @property
-    def changes_anything(self) -> bool:
-        return bool(self.builds or self.new_optimizers or self.new_loaders)
 
 
 def make_plan(
@@ -188,14 +184,10 @@ def make_plan(
 def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> None:
     plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
     options = engine.options if backend == "auto" else engines.resolve(backend)[1]
-    conflict = ""
-    if options != engine.options:
-        conflict = f"{engine.options}, not {options}"
-    elif precision not in ("auto", engine.precision.name):
-        conflict = f"precision {engine.precision.name!r}, not {precision!r}"
-    if conflict:
+    if options != engine.options or precision not in ("auto", engine.precision.name):
         raise AlreadySetUpError(
-            f"{engine.kind} is already set up with {conflict}. "
+            f"{engine.kind} is already set up with {engine.options} and precision "
+            f"{engine.precision.name!r}, not {options} and {precision!r}. "
             "To change it, call raw = accel.teardown(model) first."
         )
 
@@ -206,38 +198,26 @@ def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) 
     registry.check_new(module)
     check_deferred(module)
     process = plan.process
-    with _from_environment("ACCEL_PRECISION", precision, "32-true") as name:
-        plan.precision = Precision(name, process.device)
-        plan.precision.check(module)
-    with _from_environment("ACCEL_BACKEND", backend, engines.default(process)) as name:
-        plan.engine_type, plan.options = engines.resolve(name)
-        if process.place.world_size > 1:
-            engines.check_torch(plan.engine_type.name)
-        plan.engine_type.check(module, plan.options, process)
-        # It raises if the options don't fit the number of ranks.
-        plan.engine_type.replica(plan.options, process)
+    if precision == "auto":
+        precision = os.environ.get("ACCEL_PRECISION") or "auto"
+    plan.precision = Precision("32-true" if precision == "auto" else precision, process.device)
+    plan.precision.check(module)
+    if backend == "auto":
+        backend = os.environ.get("ACCEL_BACKEND") or "auto"
+    if backend == "auto":
+        backend = engines.default(process)
+    plan.engine_type, plan.options = engines.resolve(backend)
+    if process.place.world_size > 1:
+        engines.check_torch(plan.engine_type.name)
+    plan.engine_type.check(module, plan.options, process)
+    # It raises if the options don't fit the number of ranks.
+    plan.engine_type.replica(plan.options, process)
     plan.builds = True
-
-
-@contextlib.contextmanager
-def _from_environment(variable: str, argument: Any, default: Any) -> Iterator[Any]:
-    """Give the argument, or the variable if it is "auto", or the default. Errors name it."""
-    value = os.environ.get(variable, "") if argument == "auto" else argument
-    if argument == "auto" and value in ("", "auto"):
-        value = default
-    try:
-        yield value
-    except AccelError as error:
-        if argument != "auto" or value == default:
-            raise
-        raise type(error)(f"{variable}={value!r}: {error}") from None
 
 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(
-            f"{path} is {described(optimizer)}. Pass a torch.optim.Optimizer. {hint(optimizer)}"
-        )
+        raise OptimizerError(f"{path} is {described(optimizer)}. Pass a torch.optim.Optimizer.")
     engine = registry.find_engine_of(optimizer)
     is_known = engine is not None and engine is plan.engine
     if is_known or any(optimizer is other for other in plan.new_optimizers):
@@ -266,9 +246,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
 
 def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: str) -> None:
     if not isinstance(loader, LoaderHandle | DataLoader):
-        raise LoaderError(
-            f"{path} is {described(loader)}. Pass a torch.utils.data.DataLoader. {hint(loader)}"
-        )
+        raise LoaderError(f"{path} is {described(loader)}. Pass a torch.utils.data.DataLoader.")
     loader = raw_loader(loader)
     handle = find_handle(loader, plan.place)
     if handle is None:
@@ -302,8 +280,7 @@ def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
     raise_together("accel.setup", error, [text for _, text, _ in answers])
     if any(other != digest for other, _, _ in answers):
         facts_by_rank = agree("accel.setup (comparing the models)", facts)
-        # Parameters come first, because other differences often follow from them.
-        difference = first_difference(facts_by_rank, _is_no_tensor)
+        difference = first_difference(facts_by_rank)
         difference = difference or "their parameters come in a different order"
         raise RankMismatchError(f"accel.setup got different arguments: {difference}.")
     for number, by_rank in enumerate(zip(*[loaders for _, _, loaders in answers], strict=True)):
@@ -317,13 +294,17 @@ def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
     return [seed for seed, _ in answers[0][2]]
 
 
-def _is_no_tensor(name: str) -> bool:
-    return not name.startswith(("parameter", "buffer"))
-
-
 def describe(plan: Plan) -> dict[str, str]:
     """Return everything that must be equal on all ranks, as text by name."""
-    facts = {
+    facts = {}
+    # Parameters come first, because other differences often follow from them.
+    if plan.module is not None:
+        for name, parameter in plan.module.named_parameters():
+            trainable = "trainable" if parameter.requires_grad else "frozen"
+            facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {trainable}"
+        for name, buffer in plan.module.named_buffers():
+            facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    facts |= {
         "backend": plan.engine_type.name if plan.module is not None else "absent",
         "precision": plan.precision.name if plan.precision is not None else "absent",
         "values from a directory": str(plan.fill is not None),
@@ -335,11 +316,6 @@ def describe(plan: Plan) -> dict[str, str]:
         for option in dataclasses.fields(plan.options):
             value = getattr(plan.options, option.name)
             facts[f"{option.name} of accel.{type(plan.options).__name__}"] = comparable_text(value)
-        for name, parameter in plan.module.named_parameters():
-            trainable = "trainable" if parameter.requires_grad else "frozen"
-            facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {trainable}"
-        for name, buffer in plan.module.named_buffers():
-            facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
         names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
         for number, optimizer in enumerate(plan.new_optimizers):
             facts |= _describe_optimizer(optimizer, f"optimizer {number}", names)

@@ -179,10 +179,7 @@ def _changed(tree: Any, changes: Mapping[Any, Any]) -> Any:
         if hasattr(tree, "n_fields"):  # what torch.max returns
             return type(tree)(values)
         # A constructor of a namedtuple's subclass may have different arguments.
-        new = tuple.__new__(type(tree), values)
-        if hasattr(tree, "__dict__"):
-            vars(new).update(vars(tree))
-        return new
+        return tuple.__new__(type(tree), values)
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return type(tree)({**tree, **changes})  # type: ignore[call-arg]
     new_container = copy.copy(tree)

@@ -100,14 +100,11 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.step()
             optimizer.zero_grad()
 
-    ``len(group)`` is the number of its batches, which is smaller at the end of an epoch.
-    ``len(accel.accumulate(loader, n))`` is the number of steps. If it saves communication,
-    gradients are only reduced in the last backward of a group. A ``break`` drops the rest of a
-    group. The grouping follows ``itertools.batched``.
+    The last group of an epoch may be smaller. If it saves communication, gradients are only reduced
+    in the last backward of a group. A ``break`` drops the rest of a group.
 
     Args:
-        loader: a loader's handle. For an iterable dataset a group is read ahead, because only the
-            dataset knows its end.
+        loader: a loader's handle. The batches of an iterable dataset are read one group ahead.
         n: batches of each rank for one step.
 
     Raises:
@@ -220,8 +217,7 @@ def data_parallel_place(model: nn.Module) -> DataParallelPlace:
 def mesh(model: nn.Module) -> DeviceMesh | None:
     """Return the device mesh of a model, or None. Its axes are "replicate", "shard" and "tensor".
 
-    If accel was started again after ``accel.teardown()``, the names of the axes end in the number
-    of the start.
+    After ``accel.teardown()`` and a new start, the names end in the number of the start.
     """
     return registry.find_engine(model).holdings.mesh
 
@@ -229,15 +225,13 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """Return this rank's shard of a batch for a model with ``sequence_parallel``. Collective.
 
-    Tensors that are as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first
-    tensor are cut. Others are kept. For models of transformers, ``position_ids`` and
-    ``shift_labels`` of the full sequence are added if they are missing, and an ``attention_mask``
-    without padding is removed. For other models this returns the batch.
+    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first tensor are
+    cut. For models of transformers, ``position_ids`` and ``shift_labels`` of the full sequence are
+    added, and an ``attention_mask`` without padding is removed. Other models get the batch itself.
 
     Args:
         model: a handle or its raw module.
-        batch: a tensor, or nested dicts, lists and tuples of them, the same on all ranks of a
-            sequence.
+        batch: tensors in nested dicts, lists and tuples, the same on all ranks of a sequence.
         dim: the dimension of the sequence.
 
     Raises:
@@ -327,12 +321,12 @@ def end_all() -> None:
     together = bool(registry.divided) and running() is not None
     reasons: dict[int, str] = {}
     problem: Exception | None = None
-    try:
-        if together:
+    if together:
+        try:
             reasons = _reasons_to_end_alone(engines)
-    except AccelError as error:
-        problem, together = error, False
-        reasons = {engine.serial: str(error) for engine in engines}
+        except AccelError as error:
+            problem, together = error, False
+            reasons = {engine.serial: str(error) for engine in engines}
     for engine in engines:
         registry.remove(engine)
         try:
