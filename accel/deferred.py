@@ -42,17 +42,15 @@ def deferred_init(
 ) -> Iterator[None]:
     """Build modules without allocating their parameters.
 
-    Parameters are created on the meta device, and ``accel.setup`` gives them memory and values.
-    Buffers are real. The values come from each module's ``reset_parameters()`` (or
-    ``_reset_parameters()``), and are the same on all ranks. Backends that shard do this one module
-    at a time. ``setup`` raises if no such method gives a parameter values, or if other code in the
-    context has written to it, because that write would be lost.
+    Parameters are created on the meta device, and ``accel.setup`` gives them memory and values from
+    each module's ``reset_parameters()`` or ``_reset_parameters()``. Buffers are real. ``setup``
+    raises if no such method gives a parameter values, or if other code in the context has written
+    to it, because that write would be lost.
 
     Args:
         weights: a checkpoint with one model, or a directory with ``model.safetensors`` or its index
             (diffusers' names work too). Each rank reads only what it needs, converted to the
-            model's dtypes, and no method is called. The directory must have all parameters and
-            persistent buffers. Other buffers stay as they were built.
+            model's dtypes. The directory must have all parameters and persistent buffers.
         name: the name of the model, if the checkpoint has several.
     """
     source = None if weights is None else Source(os.fspath(weights), name)

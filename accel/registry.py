@@ -155,8 +155,7 @@ class Registry:
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
         """Return the engine of a raw module, or None."""
-        engine: Engine | None = HiddenAttribute.get(module)
-        return engine
+        return HiddenAttribute.get(module)  # type: ignore[no-any-return]
 
     @staticmethod
     def find_engine_of(optimizer: Optimizer) -> Engine | None:

@@ -63,19 +63,18 @@ def setup(
     """Distribute a model, its optimizers and dataloaders, and return them for the same loop.
 
     Call it with the same arguments on every rank. All ranks start from rank 0's weights and
-    buffers. Optimizers come back as they are. A second call with the same objects returns the same
-    handles. A later call may add optimizers and dataloaders.
+    buffers. A second call returns the same handles, and may add optimizers and dataloaders.
 
     Args:
         model: a module, its handle, or its ``torch.compile`` wrapper. None distributes dataloaders
             alone, for example to evaluate a model that is not trained.
         optimizers: an optimizer of ``model``'s parameters, or a list, tuple or dict of them.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
-        backend: the name of a backend or its options, such as ``accel.DDP(...)``. "auto" is the
-            backend of the model's engine if it has one, else ``ACCEL_BACKEND``, else "ddp" at world
-            size > 1, "dp" in a notebook with several accelerators, and "single" otherwise.
-        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is the
-            precision of the model's engine if it has one, else ``ACCEL_PRECISION``, else "32-true".
+        backend: the name of a backend or its options, such as ``accel.DDP(...)``. "auto" is
+            ``ACCEL_BACKEND``, else "ddp" at world size > 1, "dp" in a notebook with several
+            accelerators, and "single" otherwise. In a later call it is the backend of the first.
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is
+            ``ACCEL_PRECISION``, else "32-true". In a later call it is the precision of the first.
         devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators.
         loader_options: how these dataloaders are distributed. None keeps those of known loaders.
 
@@ -224,9 +223,9 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
         return
     assert plan.module is not None
     kind, model_kind = type(optimizer).__name__, type(plan.module).__name__
-    known: Any = {id(p) for p in plan.module.parameters()}
+    known: Any = set(map(id, plan.module.parameters()))
     if plan.engine is not None:
-        known, model_kind = plan.engine.known, plan.engine.kind
+        known = plan.engine.known
     parameters = parameters_of(optimizer)
     if not any(id(p) in known for p in parameters):
         raise OptimizerError(
@@ -253,8 +252,7 @@ def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: s
         if not any(loader is other for other in plan.new_loaders):
             data.check(loader, plan.loader_options, plan.place.world)
             plan.new_loaders.append(loader)
-    elif options not in (handle._accel.options, None):
-        before = handle._accel.options
+    elif options not in (before := handle._accel.options, None):
         raise AlreadySetUpError(f"{path} is already set up with {before}, not {options}.")
 
 

@@ -132,18 +132,14 @@ def walk(
     A container is a leaf too if ``is_leaf`` says so.
     """
     items = None if isinstance(tree, Tensor) or is_leaf(tree) else _items(tree)
-    new_tree: Any = tree
     if items is None:
-        new_tree = visit(path, tree)
-    else:
-        changes: dict[Any, Any] = {}
-        for key, place, value in items:
-            new_value = walk(visit, value, f"{path}{place}", is_leaf)
-            if new_value is not value:
-                changes[key] = new_value
-        if changes:
-            new_tree = _changed(tree, changes)
-    return new_tree  # type: ignore[no-any-return]
+        return visit(path, tree)  # type: ignore[no-any-return]
+    changes: dict[Any, Any] = {}
+    for key, place, value in items:
+        new_value = walk(visit, value, f"{path}{place}", is_leaf)
+        if new_value is not value:
+            changes[key] = new_value
+    return _changed(tree, changes) if changes else tree
 
 
 def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:

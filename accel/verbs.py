@@ -51,9 +51,9 @@ def backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Call ``loss.backward()`` with the same arguments. Under "16-mixed" the loss is scaled first.
+    """Call ``loss.backward()`` with the same arguments.
 
-    Gradients are unscaled before this returns, so clipping and logging see true gradients.
+    Under "16-mixed" the loss is scaled first, and gradients are unscaled before this returns.
 
     Raises:
         PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or the
@@ -83,8 +83,7 @@ def backward(
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate gradients without synchronization, for the forwards inside. Can be nested.
 
-    You don't need to leave it for the last backward pass: ``optimizer.step()`` synchronizes what
-    hasn't been.
+    You don't need to leave it for the last backward pass, because ``optimizer.step()`` synchronizes.
     """
     return registry.find_engine(model).no_sync()
 
@@ -175,8 +174,7 @@ def unwrap(model: Model) -> Model:
     """Return the raw module of a handle or of a ``torch.compile`` wrapper, or the module itself."""
     handle: Any = model  # to a type checker a handle is its module
     module: Any = raw(handle) if type(handle) is ModelHandle else resolve_module(handle)[0]
-    unwrapped: Model = module
-    return unwrapped
+    return module  # type: ignore[no-any-return]
 
 
 @locked
@@ -240,10 +238,8 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """
     engine = registry.find_engine(model)
     if engine.sequence is None:
-        shard: Batch = prepared(engine.module, batch)
-    else:
-        shard = engine.sequence.shard(batch, dim)
-    return shard
+        return prepared(engine.module, batch)  # type: ignore[no-any-return]
+    return engine.sequence.shard(batch, dim)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -274,15 +270,12 @@ def teardown(model: Any = None) -> Any:
     The optimizers work again as before ``setup``. Without a model, tear down every engine and the
     process group that accel created, and return None.
 
-    Note:
-        If some ranks have dropped a model whose weights are sharded, its weights can't be gathered:
-        they become NaN, and this raises.
-
     Raises:
         RankMismatchError: the ranks tear down different models, or a sharded one after different
             numbers of steps. Nothing has changed.
         OptimizerError: an optimizer has parameters that aren't the model's. Nothing has changed.
-        AccelError: weights could not be gathered. The engines have ended all the same.
+        AccelError: sharded weights could not be gathered, for example because a rank has dropped
+            the model. They are NaN, and the engines have ended.
     """
     process.refuse_fork()
     if model is None:
