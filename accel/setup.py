@@ -183,10 +183,14 @@ def make_plan(
 def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> None:
     plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
     options = engine.options if backend == "auto" else engines.resolve(backend)[1]
-    if options != engine.options or precision not in ("auto", engine.precision.name):
+    conflict = ""
+    if options != engine.options:
+        conflict = f"{engine.options}, not {options}"
+    elif precision not in ("auto", engine.precision.name):
+        conflict = f"precision {engine.precision.name!r}, not {precision!r}"
+    if conflict:
         raise AlreadySetUpError(
-            f"{engine.kind} is already set up with {engine.options} and precision "
-            f"{engine.precision.name!r}, not {options} and {precision!r}. "
+            f"{engine.kind} is already set up with {conflict}. "
             "To change it, call raw = accel.teardown(model) first."
         )
 
