@@ -229,7 +229,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     kind, model_kind = type(optimizer).__name__, type(plan.module).__name__
     known: Any = set(map(id, plan.module.parameters()))
     if plan.engine is not None:
-        known = plan.engine.known
+        known, model_kind = plan.engine.known, plan.engine.kind
     parameters = parameters_of(optimizer)
     if not any(id(p) in known for p in parameters):
         raise OptimizerError(
