@@ -101,7 +101,7 @@ def refuse_url(path: str, error: type[AccelError]) -> str:
     """Return a path. Raise ``error`` if it is a URL, which would create a directory ``s3:``."""
     if _URL.match(path):
         raise error(
-            f"{path} can't be used as a local path. Pass a path on this machine, or a URL as a "
-            "string instead of a Path."
+            f"{path} can't be used as a local path. Pass a URL as a string such as "
+            "'s3://bucket/run', or a path on this machine."
         )
     return path

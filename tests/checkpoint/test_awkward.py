@@ -131,7 +131,7 @@ def test_a_url_in_a_path_object_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     url = Path("s3://bucket/x")
     for call in (lambda: accel.save({"a": 1}, url), lambda: accel.load(url), lambda: accel.latest(url)):
-        with pytest.raises(CheckpointError, match="as a string instead of a Path"):
+        with pytest.raises(CheckpointError, match="Pass a URL as a string"):
             call()
     assert not os.listdir(tmp_path)
 

@@ -112,8 +112,7 @@ def copies(backend: Any) -> None:
     for each in made:
         check_copy(each, plain, full)
     assert equal(accel.full_state_dict(model), full)  # it has its own memory
-    assert "copy.deepcopy(handle)" in refusal(lambda: pickle.dumps(loader))
-    assert type(pickled(copy.deepcopy(loader))) is DataLoader
+    assert "Pickle its state_dict()" in refusal(lambda: pickle.dumps(loader))
     assert accel.teardown(model) is raw
     for way in (pickled, saved, copy.deepcopy):
         assert equal(way(raw).state_dict(), full)
