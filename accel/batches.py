@@ -35,12 +35,11 @@ def split(items: T, pad: bool = False) -> T:
     """Return this rank's consecutive share of items that every rank has. Collective.
 
     ``gather_for_metrics(rows, items)`` brings results for the shares back into the order of
-    ``items``, with one row for each item. Ranks that read the same batch, as in
-    ``data_parallel_place``, get the same share. No model is needed.
+    ``items``. Ranks that read the same batch, as in ``data_parallel_place``, get the same share.
 
     Args:
         items: a list, tuple, range, array or tensor (cut along its first dimension), or nested
-            dicts of them with equal lengths. Every rank passes the same items in the same order.
+            dicts of them with equal lengths, the same on every rank.
         pad: repeat the last item so that all shares are equally long, for models whose forwards
             communicate.
 
@@ -104,13 +103,12 @@ _MEMORY_TEXTS: Final = (
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
     """Call ``fn(batch_size)`` with half the size each time a rank runs out of memory. Collective.
 
-    Build the model, optimizers and loaders inside ``fn``. If ``fn`` raises on a rank, accel ends
-    the process groups, tears everything down on all ranks and starts the groups again. If the rank
-    ran out of memory, accel restores the random generators and calls ``fn`` with half the size.
+    Build the model, optimizers and loaders inside ``fn``. If a rank runs out of memory, accel tears
+    everything down on all ranks, starts the process groups again, restores the random generators
+    and calls ``fn`` with half the size.
 
     Args:
-        fn: takes the batch size of one rank. If it raises an error other than out of memory, every
-            rank raises.
+        fn: takes the batch size of one rank. If it raises a different error, every rank raises.
         start: the first size, at least 1.
 
     Returns:

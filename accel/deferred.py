@@ -21,11 +21,10 @@ _ORIGIN: Final = "_accel_origin"
 
 
 class Source(NamedTuple):
-    """A directory of weights, the model's name there, and True if other weights are an error."""
+    """A directory of weights, and the model's name in it."""
 
     weights: str
     name: str | None
-    strict: bool
 
 
 @dataclass(eq=False)
@@ -39,26 +38,22 @@ class Origin:
 
 @contextlib.contextmanager
 def deferred_init(
-    weights: str | os.PathLike[str] | None = None, *, name: str | None = None, strict: bool = True
+    weights: str | os.PathLike[str] | None = None, *, name: str | None = None
 ) -> Iterator[None]:
     """Build modules without allocating their parameters.
 
-    Parameters are created on the meta device, and ``accel.setup`` gives them memory and values.
-    Buffers are real. The values come from each module's ``reset_parameters()`` (or
-    ``_reset_parameters()``), and are the same on all ranks. Backends that shard do this one module
-    at a time. ``setup`` raises if no such method gives a parameter values, or if other code in the
-    context has written to it, because that write would be lost.
+    Parameters are created on the meta device, and ``accel.setup`` gives them memory and values from
+    each module's ``reset_parameters()`` or ``_reset_parameters()``. Buffers are real. ``setup``
+    raises if no such method gives a parameter values, or if other code in the context has written
+    to it, because that write would be lost.
 
     Args:
         weights: a checkpoint with one model, or a directory with ``model.safetensors`` or its index
             (diffusers' names work too). Each rank reads only what it needs, converted to the
-            model's dtypes, and no method is called. The directory must have all parameters and
-            persistent buffers. Other buffers stay as they were built.
+            model's dtypes. The directory must have all parameters and persistent buffers.
         name: the name of the model, if the checkpoint has several.
-        strict: with False, ``weights`` may have other tensors, and may lack buffers. A warning
-            lists both.
     """
-    source = None if weights is None else Source(os.fspath(weights), name, strict)
+    source = None if weights is None else Source(os.fspath(weights), name)
     recorder = _Recorder()
 
     def defer(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

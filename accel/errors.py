@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import dataclasses
-import difflib
 import operator
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 
@@ -84,26 +81,6 @@ def whole_number(value: Any) -> int:
         return -1
 
 
-def refuse_unknown(
-    kind: type, args: Sequence[object], names: Iterable[str], error: type[AccelError]
-) -> None:
-    """Raise ``error`` if a dataclass of options is given unknown options, or some without names."""
-    known = [option.name for option in dataclasses.fields(kind)]
-    unknown = [name for name in names if name not in known]
-    if not args and not unknown:
-        return
-    hint = f"Its options are {', '.join(known)}."
-    # sync_batchnorm_if is more like sync_batchnorm than difflib finds.
-    similar = [option for option in known for name in unknown if name.startswith(f"{option}_")]
-    for name in unknown:
-        similar += difflib.get_close_matches(name, known, 1)
-    if similar:
-        hint = f"Did you mean {similar[0]}?"
-    if args:
-        raise error(f"accel.{kind.__name__}({args[0]!r}): options need their names. {hint}")
-    raise error(f"accel.{kind.__name__}({unknown[0]}=...): there is no such option. {hint}")
-
-
 def text_of_error(error: BaseException | None) -> str:
     """Return an error as the other ranks show it, or an empty text if there is none."""
     return "" if error is None else f"{type(error).__name__}: {error}"
@@ -123,8 +100,8 @@ def is_url(path: str) -> bool:
 def refuse_url(path: str, error: type[AccelError]) -> str:
     """Return a path. Raise ``error`` if it is a URL, which would create a directory ``s3:``."""
     if _URL.match(path):
-        hint = "Pass a path on this machine."
-        if not is_url(path):  # Path("s3://bucket") has one slash
-            hint = "Pass a URL as a string such as 's3://bucket/run', and no Path."
-        raise error(f"{path} can't be used as a local path. {hint}")
+        raise error(
+            f"{path} can't be used as a local path. Pass a URL as a string such as "
+            "'s3://bucket/run', or a path on this machine."
+        )
     return path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,12 @@ def differing_names(
     return [name for name, seen in values.items() if len(seen) > 1]
 
 
-def first_difference(
-    facts_by_rank: Sequence[Mapping[str, Any]], order: Callable[[str], Any] = lambda name: 0
-) -> str:
+def first_difference(facts_by_rank: Sequence[Mapping[str, Any]]) -> str:
     """Return the first name whose values differ, with the ranks' values, or an empty text.
 
     An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2".
     """
-    names = sorted(differing_names(facts_by_rank), key=order)
+    names = differing_names(facts_by_rank)
     return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""
 
 

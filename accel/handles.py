@@ -92,10 +92,6 @@ class ModelHandle(nn.Module):
         module = _engine(self).module
         if name == "_orig_mod" and module._compiled_call_impl is not None:
             return module  # nanoGPT takes it from the result of torch.compile
-        if name == "_ddp_params_and_buffers_to_ignore":  # DistributedDataParallel asks for it
-            raise AccelError(
-                "accel.setup() has already distributed this model. Don't wrap it again."
-            )
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -131,16 +127,9 @@ def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Python looks up operators on the class. A module without them raises.
-_OPERATORS: Final[dict[str, Callable[..., Any]]] = {
-    "__len__": len,
-    "__iter__": iter,
-    "__contains__": operator.contains,
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-    "__delitem__": operator.delitem,
-}
-for _name, _function in _OPERATORS.items():
-    setattr(ModelHandle, _name, _on_module(_function))
+_ITEMS: Any = operator.contains, operator.getitem, operator.setitem, operator.delitem
+for _function in (len, iter, *_ITEMS):
+    setattr(ModelHandle, f"__{_function.__name__}__", _on_module(_function))
 
 _TORCH_NAMES: Final = frozenset(vars(nn.Module))
 

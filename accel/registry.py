@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import operator
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, final
 
 import torch
@@ -17,7 +16,6 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,12 +25,11 @@ from .errors import AccelError, OptimizerError, SharedParametersError, described
 from .gradients.clip import clip_patches
 from .gradients.hooks import remove_hooks
 from .gradients.patches import BackwardListener, Patch, backward_patches, changing, compile_patch
-from .handles import Handles, HiddenAttribute, ModelHandle, engine_behind, raw
+from .handles import HiddenAttribute, ModelHandle, engine_behind, raw
 from .precision import LossScale
 from .shard import parameters_of
 
 logger = logging.getLogger("accel")
-_SERIAL: Final = operator.attrgetter("serial")
 
 
 @final
@@ -132,7 +129,7 @@ class Registry:
 
         They include engines that nobody references any more, until a garbage collection.
         """
-        return sorted(self.engines, key=_SERIAL)
+        return sorted(self.engines, key=lambda engine: engine.serial)
 
     def sweep(self) -> None:
         """Collect garbage, because engines that nobody references are in reference cycles."""
@@ -158,8 +155,7 @@ class Registry:
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
         """Return the engine of a raw module, or None."""
-        engine: Engine | None = HiddenAttribute.get(module)
-        return engine
+        return HiddenAttribute.get(module)  # type: ignore[no-any-return]
 
     @staticmethod
     def find_engine_of(optimizer: Optimizer) -> Engine | None:
@@ -253,27 +249,10 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
             raise AccelError("This model was torn down. Pass the raw module, accel.unwrap(model).")
         return raw(model), raw(model)
     if not isinstance(model, nn.Module):
-        raise AccelError(
-            f"Expected a torch.nn.Module as the model, got {described(model)}. {hint(model)}"
-        )
+        raise AccelError(f"The model is {described(model)}. Pass a torch.nn.Module.")
     if type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules:
         return resolve_module(model._modules["_orig_mod"])[0], model
     return model, model
-
-
-def hint(value: object) -> str:
-    """Return a sentence that tells what to pass to ``setup`` instead of a wrong argument."""
-    if isinstance(value, Handles):
-        return "Unpack the result: model, optimizer, loader = accel.setup(...)."
-    if isinstance(value, type):
-        return f"Pass an object of this class: {value.__name__}(...)."
-    if isinstance(getattr(value, "optimizer", None), Optimizer):
-        return "Pass the scheduler's optimizer, and keep the scheduler in the loop."
-    if isinstance(value, Dataset):
-        return "Wrap the dataset: DataLoader(dataset, batch_size=...)."
-    if isinstance(value, Iterator):
-        return "Pass the object itself, not an iterator such as model.parameters()."
-    return "The order is accel.setup(model, optimizers, dataloaders)."
 
 
 registry: Final = Registry()

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -39,7 +39,7 @@ from .handles import Dataloaders, Handles, HiddenAttribute, Model, Optimizers
 from .precision import Precision, convert_module, convert_optimizer
 from .process import Process, current, running, use_devices
 from .process.control import Waiting, agree, locked, raise_together
-from .registry import hint, registry, resolve_module
+from .registry import registry, resolve_module
 from .shard import parameters_of
 from .trees import map_leaves
 
@@ -63,19 +63,18 @@ def setup(
     """Distribute a model, its optimizers and dataloaders, and return them for the same loop.
 
     Call it with the same arguments on every rank. All ranks start from rank 0's weights and
-    buffers. Optimizers come back as they are. A second call with the same objects returns the same
-    handles. A later call may add optimizers and dataloaders.
+    buffers. A second call returns the same handles, and may add optimizers and dataloaders.
 
     Args:
         model: a module, its handle, or its ``torch.compile`` wrapper. None distributes dataloaders
             alone, for example to evaluate a model that is not trained.
         optimizers: an optimizer of ``model``'s parameters, or a list, tuple or dict of them.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
-        backend: the name of a backend or its options, such as ``accel.DDP(...)``. "auto" is the
-            backend of the model's engine if it has one, else ``ACCEL_BACKEND``, else "ddp" at world
-            size > 1, "dp" in a notebook with several accelerators, and "single" otherwise.
-        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is the
-            precision of the model's engine if it has one, else ``ACCEL_PRECISION``, else "32-true".
+        backend: the name of a backend or its options, such as ``accel.DDP(...)``. "auto" is
+            ``ACCEL_BACKEND``, else "ddp" at world size > 1, "dp" in a notebook with several
+            accelerators, and "single" otherwise. In a later call it is the backend of the first.
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is
+            ``ACCEL_PRECISION``, else "32-true". In a later call it is the precision of the first.
         devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators.
         loader_options: how these dataloaders are distributed. None keeps those of known loaders.
 
@@ -99,7 +98,7 @@ def setup(
     except Exception as caught:
         # The other ranks wait in agree_on_plan, so this rank reports its error there.
         error = caught
-    if error is not None or plan.changes_anything:
+    if error or plan.builds or plan.new_optimizers or plan.new_loaders:
         seeds = agree_on_plan(plan, error)
         if plan.module is not None:
             build_engine(plan)
@@ -136,10 +135,6 @@ class Plan:
     builds: bool = False
     #: Fills a deferred model from a directory of weights.
     fill: Callable[[nn.Module], None] | None = None
-
-    @property
-    def changes_anything(self) -> bool:
-        return bool(self.builds or self.new_optimizers or self.new_loaders)
 
 
 def make_plan(
@@ -206,45 +201,33 @@ def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) 
     registry.check_new(module)
     check_deferred(module)
     process = plan.process
-    with _from_environment("ACCEL_PRECISION", precision, "32-true") as name:
-        plan.precision = Precision(name, process.device)
-        plan.precision.check(module)
-    with _from_environment("ACCEL_BACKEND", backend, engines.default(process)) as name:
-        plan.engine_type, plan.options = engines.resolve(name)
-        if process.place.world_size > 1:
-            engines.check_torch(plan.engine_type.name)
-        plan.engine_type.check(module, plan.options, process)
-        # It raises if the options don't fit the number of ranks.
-        plan.engine_type.replica(plan.options, process)
+    if precision == "auto":
+        precision = os.environ.get("ACCEL_PRECISION") or "auto"
+    plan.precision = Precision("32-true" if precision == "auto" else precision, process.device)
+    plan.precision.check(module)
+    if backend == "auto":
+        backend = os.environ.get("ACCEL_BACKEND") or "auto"
+    if backend == "auto":
+        backend = engines.default(process)
+    plan.engine_type, plan.options = engines.resolve(backend)
+    if process.place.world_size > 1:
+        engines.check_torch(plan.engine_type.name)
+    plan.engine_type.check(module, plan.options, process)
+    # It raises if the options don't fit the number of ranks.
+    plan.engine_type.replica(plan.options, process)
     plan.builds = True
-
-
-@contextlib.contextmanager
-def _from_environment(variable: str, argument: Any, default: Any) -> Iterator[Any]:
-    """Give the argument, or the variable if it is "auto", or the default. Errors name it."""
-    value = os.environ.get(variable, "") if argument == "auto" else argument
-    if argument == "auto" and value in ("", "auto"):
-        value = default
-    try:
-        yield value
-    except AccelError as error:
-        if argument != "auto" or value == default:
-            raise
-        raise type(error)(f"{variable}={value!r}: {error}") from None
 
 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(
-            f"{path} is {described(optimizer)}. Pass a torch.optim.Optimizer. {hint(optimizer)}"
-        )
+        raise OptimizerError(f"{path} is {described(optimizer)}. Pass a torch.optim.Optimizer.")
     engine = registry.find_engine_of(optimizer)
     is_known = engine is not None and engine is plan.engine
     if is_known or any(optimizer is other for other in plan.new_optimizers):
         return
     assert plan.module is not None
     kind, model_kind = type(optimizer).__name__, type(plan.module).__name__
-    known: Any = {id(p) for p in plan.module.parameters()}
+    known: Any = set(map(id, plan.module.parameters()))
     if plan.engine is not None:
         known, model_kind = plan.engine.known, plan.engine.kind
     parameters = parameters_of(optimizer)
@@ -266,17 +249,14 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
 
 def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: str) -> None:
     if not isinstance(loader, LoaderHandle | DataLoader):
-        raise LoaderError(
-            f"{path} is {described(loader)}. Pass a torch.utils.data.DataLoader. {hint(loader)}"
-        )
+        raise LoaderError(f"{path} is {described(loader)}. Pass a torch.utils.data.DataLoader.")
     loader = raw_loader(loader)
     handle = find_handle(loader, plan.place)
     if handle is None:
         if not any(loader is other for other in plan.new_loaders):
             data.check(loader, plan.loader_options, plan.place.world)
             plan.new_loaders.append(loader)
-    elif options not in (handle._accel.options, None):
-        before = handle._accel.options
+    elif options not in (before := handle._accel.options, None):
         raise AlreadySetUpError(f"{path} is already set up with {before}, not {options}.")
 
 
@@ -302,8 +282,7 @@ def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
     raise_together("accel.setup", error, [text for _, text, _ in answers])
     if any(other != digest for other, _, _ in answers):
         facts_by_rank = agree("accel.setup (comparing the models)", facts)
-        # Parameters come first, because other differences often follow from them.
-        difference = first_difference(facts_by_rank, _is_no_tensor)
+        difference = first_difference(facts_by_rank)
         difference = difference or "their parameters come in a different order"
         raise RankMismatchError(f"accel.setup got different arguments: {difference}.")
     for number, by_rank in enumerate(zip(*[loaders for _, _, loaders in answers], strict=True)):
@@ -317,13 +296,17 @@ def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
     return [seed for seed, _ in answers[0][2]]
 
 
-def _is_no_tensor(name: str) -> bool:
-    return not name.startswith(("parameter", "buffer"))
-
-
 def describe(plan: Plan) -> dict[str, str]:
     """Return everything that must be equal on all ranks, as text by name."""
-    facts = {
+    facts = {}
+    # Parameters come first, because other differences often follow from them.
+    if plan.module is not None:
+        for name, parameter in plan.module.named_parameters():
+            trainable = "trainable" if parameter.requires_grad else "frozen"
+            facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {trainable}"
+        for name, buffer in plan.module.named_buffers():
+            facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
+    facts |= {
         "backend": plan.engine_type.name if plan.module is not None else "absent",
         "precision": plan.precision.name if plan.precision is not None else "absent",
         "values from a directory": str(plan.fill is not None),
@@ -335,11 +318,6 @@ def describe(plan: Plan) -> dict[str, str]:
         for option in dataclasses.fields(plan.options):
             value = getattr(plan.options, option.name)
             facts[f"{option.name} of accel.{type(plan.options).__name__}"] = comparable_text(value)
-        for name, parameter in plan.module.named_parameters():
-            trainable = "trainable" if parameter.requires_grad else "frozen"
-            facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {trainable}"
-        for name, buffer in plan.module.named_buffers():
-            facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
         names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
         for number, optimizer in enumerate(plan.new_optimizers):
             facts |= _describe_optimizer(optimizer, f"optimizer {number}", names)

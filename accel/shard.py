@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
@@ -182,10 +181,6 @@ def module_shards(
             raise CheckpointError(
                 f"the state_dict() of this {kind} has {name!r} ({type(value).__name__}), which is "
                 "not one of its parameters or buffers. Save model.state_dict() as a value instead."
-            )
-        if is_lazy(value):
-            raise CheckpointError(
-                f"{name!r} of this {kind} has no shape yet. Run one forward before."
             )
         tensors.setdefault(id(value), (name, value))
     shards = [make(name, tensor) for name, tensor in tensors.values()]

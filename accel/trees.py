@@ -132,18 +132,14 @@ def walk(
     A container is a leaf too if ``is_leaf`` says so.
     """
     items = None if isinstance(tree, Tensor) or is_leaf(tree) else _items(tree)
-    new_tree: Any = tree
     if items is None:
-        new_tree = visit(path, tree)
-    else:
-        changes: dict[Any, Any] = {}
-        for key, place, value in items:
-            new_value = walk(visit, value, f"{path}{place}", is_leaf)
-            if new_value is not value:
-                changes[key] = new_value
-        if changes:
-            new_tree = _changed(tree, changes)
-    return new_tree  # type: ignore[no-any-return]
+        return visit(path, tree)  # type: ignore[no-any-return]
+    changes: dict[Any, Any] = {}
+    for key, place, value in items:
+        new_value = walk(visit, value, f"{path}{place}", is_leaf)
+        if new_value is not value:
+            changes[key] = new_value
+    return _changed(tree, changes) if changes else tree
 
 
 def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
@@ -179,10 +175,7 @@ def _changed(tree: Any, changes: Mapping[Any, Any]) -> Any:
         if hasattr(tree, "n_fields"):  # what torch.max returns
             return type(tree)(values)
         # A constructor of a namedtuple's subclass may have different arguments.
-        new = tuple.__new__(type(tree), values)
-        if hasattr(tree, "__dict__"):
-            vars(new).update(vars(tree))
-        return new
+        return tuple.__new__(type(tree), values)
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return type(tree)({**tree, **changes})  # type: ignore[call-arg]
     new_container = copy.copy(tree)

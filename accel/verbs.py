@@ -51,9 +51,9 @@ def backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """Call ``loss.backward()`` with the same arguments. Under "16-mixed" the loss is scaled first.
+    """Call ``loss.backward()`` with the same arguments.
 
-    Gradients are unscaled before this returns, so clipping and logging see true gradients.
+    Under "16-mixed" the loss is scaled first, and gradients are unscaled before this returns.
 
     Raises:
         PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or the
@@ -83,8 +83,7 @@ def backward(
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate gradients without synchronization, for the forwards inside. Can be nested.
 
-    You don't need to leave it for the last backward pass: ``optimizer.step()`` synchronizes what
-    hasn't been.
+    You don't need to leave it for the last backward pass, because ``optimizer.step()`` synchronizes.
     """
     return registry.find_engine(model).no_sync()
 
@@ -100,14 +99,11 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.step()
             optimizer.zero_grad()
 
-    ``len(group)`` is the number of its batches, which is smaller at the end of an epoch.
-    ``len(accel.accumulate(loader, n))`` is the number of steps. If it saves communication,
-    gradients are only reduced in the last backward of a group. A ``break`` drops the rest of a
-    group. The grouping follows ``itertools.batched``.
+    The last group of an epoch may be smaller. If it saves communication, gradients are only reduced
+    in the last backward of a group. A ``break`` drops the rest of a group.
 
     Args:
-        loader: a loader's handle. For an iterable dataset a group is read ahead, because only the
-            dataset knows its end.
+        loader: a loader's handle. The batches of an iterable dataset are read one group ahead.
         n: batches of each rank for one step.
 
     Raises:
@@ -178,8 +174,7 @@ def unwrap(model: Model) -> Model:
     """Return the raw module of a handle or of a ``torch.compile`` wrapper, or the module itself."""
     handle: Any = model  # to a type checker a handle is its module
     module: Any = raw(handle) if type(handle) is ModelHandle else resolve_module(handle)[0]
-    unwrapped: Model = module
-    return unwrapped
+    return module  # type: ignore[no-any-return]
 
 
 @locked
@@ -220,8 +215,7 @@ def data_parallel_place(model: nn.Module) -> DataParallelPlace:
 def mesh(model: nn.Module) -> DeviceMesh | None:
     """Return the device mesh of a model, or None. Its axes are "replicate", "shard" and "tensor".
 
-    If accel was started again after ``accel.teardown()``, the names of the axes end in the number
-    of the start.
+    After ``accel.teardown()`` and a new start, the names end in the number of the start.
     """
     return registry.find_engine(model).holdings.mesh
 
@@ -229,15 +223,13 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """Return this rank's shard of a batch for a model with ``sequence_parallel``. Collective.
 
-    Tensors that are as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first
-    tensor are cut. Others are kept. For models of transformers, ``position_ids`` and
-    ``shift_labels`` of the full sequence are added if they are missing, and an ``attention_mask``
-    without padding is removed. For other models this returns the batch.
+    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first tensor are
+    cut. For models of transformers, ``position_ids`` and ``shift_labels`` of the full sequence are
+    added, and an ``attention_mask`` without padding is removed. Other models get the batch itself.
 
     Args:
         model: a handle or its raw module.
-        batch: a tensor, or nested dicts, lists and tuples of them, the same on all ranks of a
-            sequence.
+        batch: tensors in nested dicts, lists and tuples, the same on all ranks of a sequence.
         dim: the dimension of the sequence.
 
     Raises:
@@ -246,10 +238,8 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """
     engine = registry.find_engine(model)
     if engine.sequence is None:
-        shard: Batch = prepared(engine.module, batch)
-    else:
-        shard = engine.sequence.shard(batch, dim)
-    return shard
+        return prepared(engine.module, batch)  # type: ignore[no-any-return]
+    return engine.sequence.shard(batch, dim)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -280,15 +270,12 @@ def teardown(model: Any = None) -> Any:
     The optimizers work again as before ``setup``. Without a model, tear down every engine and the
     process group that accel created, and return None.
 
-    Note:
-        If some ranks have dropped a model whose weights are sharded, its weights can't be gathered:
-        they become NaN, and this raises.
-
     Raises:
         RankMismatchError: the ranks tear down different models, or a sharded one after different
             numbers of steps. Nothing has changed.
         OptimizerError: an optimizer has parameters that aren't the model's. Nothing has changed.
-        AccelError: weights could not be gathered. The engines have ended all the same.
+        AccelError: sharded weights could not be gathered, for example because a rank has dropped
+            the model. They are NaN, and the engines have ended.
     """
     process.refuse_fork()
     if model is None:
@@ -327,12 +314,12 @@ def end_all() -> None:
     together = bool(registry.divided) and running() is not None
     reasons: dict[int, str] = {}
     problem: Exception | None = None
-    try:
-        if together:
+    if together:
+        try:
             reasons = _reasons_to_end_alone(engines)
-    except AccelError as error:
-        problem, together = error, False
-        reasons = {engine.serial: str(error) for engine in engines}
+        except AccelError as error:
+            problem, together = error, False
+            reasons = {engine.serial: str(error) for engine in engines}
     for engine in engines:
         registry.remove(engine)
         try:

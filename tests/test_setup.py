@@ -200,8 +200,6 @@ def foreign_wrappers() -> None:
         (part, "different experts in 0.weight"),
     ):
         refuse(accel.BackendError, match, lambda module=module: accel.setup(module))
-    model = accel.setup(normalised()).model
-    refuse(accel.AccelError, "already distributed this model", lambda: DistributedDataParallel(model))
 
 
 def stranger_parameters() -> None:

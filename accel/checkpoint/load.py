@@ -329,13 +329,6 @@ class Loading:
             engine.holdings.filled()
             engine.refresh()
 
-    def lacking_parameters(self, module: nn.Module) -> list[str]:
-        """Return the parameters of a module in the state that the checkpoint doesn't have."""
-        paths = [one.path for one, _ in self._match.objects if isinstance(one, ModuleObject)]
-        parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        names = {f"{path}, {name}" for path in paths for name in parameters}
-        return [name for name in self.differences.missing if name in names]
-
 
 def _untie(one: ModuleObject, tensors: dict[str, Stored]) -> dict[str, str]:
     """Keep the first name of each tied tensor. Return the names under which these are stored."""
@@ -358,11 +351,6 @@ def _order(one: StateObject) -> bool:
 # -- the first values of a model without memory ----------------------------------------------------
 
 
-_WAY_OUT: Final = (
-    " (deferred_init(weights, strict=False) takes one that has more, or lacks buffers)"
-)
-
-
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     """Return a function that fills the handle of a deferred module, or None without weights. Local.
 
@@ -378,15 +366,11 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     with contextlib.ExitStack() as undo:
         checkpoint = open_checkpoint(directory, state)
         loading = Loading(checkpoint, state, undo, convert=True, planned=True)
-        if source.strict:
-            report(directory, [loading.differences], loading.unneeded.values(), True, 0, _WAY_OUT)
-        else:
-            lacking = Differences(loading.lacking_parameters(module), loading.differences.unfit)
-            report(directory, [lacking], (), True, 0, "")
+        report(directory, [loading.differences], loading.unneeded.values(), True, 0, "")
 
     def fill(handle: nn.Module) -> None:
         state = _state_for(directory, source.name, handle)
-        load(directory, state, strict=source.strict, convert=True)
+        load(directory, state, convert=True)
 
     return fill
 

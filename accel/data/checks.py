@@ -9,7 +9,7 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from ..errors import LoaderError, described, refuse_unknown
+from ..errors import LoaderError, described
 from ..process import Process
 from .sampling import digest, parts_of
 
@@ -37,10 +37,6 @@ class LoaderOptions:
     split_batches: bool = False
     move: bool = True
     seed: int | None = None
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        refuse_unknown(cls, args, options, LoaderError)
-        return object.__new__(cls)
 
 
 class LoaderPlace(NamedTuple):

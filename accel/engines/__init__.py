@@ -133,11 +133,12 @@ def _parse(kind: type[Options], text: str) -> Options:
         name, separator, value = item.partition("=")
         if not separator:  # deepspeed:3
             name, value = kind.leading, item
-        if not name or name in values:
+        if name not in types or name in values:
             raise BackendError(
-                f"backend={text!r} can't be read at {item!r}. Write name:option=value,option=value."
+                f"backend={text!r} can't be read at {item!r}. Write name:option=value,option=value "
+                f"with the options {', '.join(types)}."
             )
-        values[name] = _value(value, is_dtype="dtype" in types.get(name, ""))
+        values[name] = _value(value, is_dtype="dtype" in types[name])
     return kind(**values)
 
 

@@ -87,8 +87,8 @@ def test_what_cannot_hold_the_saved_values_is_refused(tmp_path: Path) -> None:
     assert half.tolist() == [0.5, 300.0]
 
 
-def test_lazy_modules_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'0.weight' of this Sequential has no shape yet"):
+def test_lazy_modules_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="uninitialized parameter"):
         accel.save({"model": nn.Sequential(nn.LazyLinear(3))}, tmp_path / "c")
     assert not (tmp_path / "c").exists()
 

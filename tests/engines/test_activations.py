@@ -128,7 +128,7 @@ def test_mistakes() -> None:
         accel.DDP(activation_checkpointing="Block")  # type: ignore[arg-type]
     with pytest.raises(accel.BackendError, match="finds no blocks in Linear"):
         accel.setup(nn.Linear(2, 2), backend=accel.Single(activation_checkpointing=True))
-    with pytest.raises(accel.BackendError, match="there is no such option"):
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
         accel.Pipeline(activation_checkpointing=True)  # type: ignore[call-arg]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from torch import nn
 
-from ...errors import BackendError, refuse_unknown
+from ...errors import BackendError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,6 @@ class Options:
     approximate: ClassVar[tuple[Options, ...]] = ()
     #: Options that a memory report shows beside these on several ranks.
     shown: ClassVar[tuple[Options, ...]] = ()
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Raise BackendError for an unknown option."""
-        refuse_unknown(cls, args, options, BackendError)
-        return object.__new__(cls)
 
     @final
     def __post_init__(self) -> None:

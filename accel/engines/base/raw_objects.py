@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
 from ...handles import HiddenAttribute
-from ...precision import Replaced
+from ...precision import Replaced, restore_batchnorms
 from .absent import Absent, attributes, name_of
 
 if TYPE_CHECKING:
@@ -338,11 +338,7 @@ def as_author_made(
             for name in ("_modules", "_parameters"):
                 vars(part)[name] = dict(vars(part)[name].items())
             _remove(part, marks)
-        for parent, name, child in replaced:
-            stand_in: Any = parent._modules[name]
-            child.train(stand_in.training)
-            child._buffers.update(stand_in._buffers)
-            parent._modules[name] = child
+        restore_batchnorms(list(replaced))
         yield
     finally:
         for part, kind, names in before:
