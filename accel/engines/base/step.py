@@ -223,8 +223,6 @@ class Stepper:
     def _prepare_for_scaler(self, engine: Engine, optimizer: Any) -> None:
         """Make gradients final for a step by the user's GradScaler, which may be skipped."""
         scale, found_inf = optimizer.grad_scale, optimizer.found_inf
-        if not self._fused:
-            optimizer.grad_scale = optimizer.found_inf = None
         try:
             if engine.gradients.pending() or engine.gradients.hidden():
                 raise PrecisionError(
@@ -239,6 +237,8 @@ class Stepper:
         if self._fused:  # the optimizer unscales and skips by itself, without a synchronization
             self._count(found_inf > 0)
             return
+        # Only now, because `before_step` of pipeline and DeepSpeed looks for them.
+        optimizer.grad_scale = optimizer.found_inf = None
         gradients = gradients_of(optimizer)
         if scale is not None and gradients:
             factor = scale.double().reciprocal().float().to(gradients[0].device)
