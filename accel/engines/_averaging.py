@@ -1,4 +1,4 @@
-"""Gradients that accel averages itself, if nothing else has reduced them."""
+"""Gradients averaged by accel itself, for backends without their own reducer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class AveragingOptions(LayerOptions):
 
 
 class AveragedGradients(Gradients):
-    """Gradients that are averaged at the step, in clipping and in ``teardown``.
+    """Gradients averaged at the step, in clipping and in ``teardown``.
 
-    Until then they are this rank's own, so every way to accumulate them is right. A missing
-    gradient counts as zero. Averaging again is harmless, because equal gradients stay equal.
+    Until then they are local, so every way to accumulate them is right. A missing gradient counts
+    as zero. Averaging again is harmless, because equal gradients stay equal.
     """
 
     reduced = deferred = True
@@ -65,7 +65,7 @@ class AveragedGradients(Gradients):
             if torch._C._current_graph_task_id() != -1:
                 refuse_inside_backward()
             if id(optimizer) in self.stepped:
-                # No backward came since its last step, so the loop may have assigned gradients.
+                # The loop may have assigned gradients, because no backward ran since its last step.
                 self.final = False
             is_first = not self.stepped
             self.stepped.add(id(optimizer))
@@ -75,7 +75,7 @@ class AveragedGradients(Gradients):
             self.buffers.synchronize()
 
     def average(self) -> bool:
-        """Average all gradients. Return True if there is one on any rank. Collective."""
+        """Average all gradients, and return True if any rank has a gradient. Collective."""
         engine = self.engine
         what = f"the reduction of gradients ({engine.label})"
         averaged = average_gradients_(

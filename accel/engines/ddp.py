@@ -1,4 +1,4 @@
-"""``ddp``: ``torch.nn.parallel.DistributedDataParallel``, made exact where its reducer is not."""
+"""``ddp``: ``DistributedDataParallel``, and averages of the gradients its reducer misses."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ DDP.approximate = (DDP(comm_hook="powersgd"),)
 
 
 def _build_ddp(core: nn.Module, options: DDP, process: Process) -> DistributedDataParallel:
-    """Return a DistributedDataParallel of the parameters that are trainable now. Collective."""
+    """Return a DistributedDataParallel of the trainable parameters. Collective."""
     known = inspect.signature(DistributedDataParallel).parameters
     names = ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb")
     given: dict[str, Any] = {name: getattr(options, name) for name in names}
@@ -103,11 +103,11 @@ _NOTHING: Final = Look([], [])
 
 @final
 class DDPGradients(AveragedGradients):
-    """Gradients that torch's reducer averages while a backward runs.
+    """Gradients averaged by torch's reducer during a backward.
 
-    A forward *arms* the reducer for the next backward that reaches its parameters. The reducer
-    misses the gradients of a second backward of one forward, of a method, and of a raw submodule.
-    accel averages those at the end of their backward, and those of ``no_sync`` later.
+    A forward *arms* the reducer for the next backward. The reducer misses the gradients of a second
+    backward of the same forward, of a method, and of a raw submodule. accel averages them at the
+    end of their backward. It averages gradients of ``no_sync`` later.
     """
 
     deferred = False
@@ -129,7 +129,7 @@ class DDPGradients(AveragedGradients):
         self._look = _NOTHING
 
     def build(self, core: nn.Module) -> None:
-        """Build a reducer of the parameters that are trainable now, around ``core``. Collective."""
+        """Build a reducer of the trainable parameters, around ``core``. Collective."""
         self.let_go()
         parameters = self.engine.parameters
         self._trained = [i for i, p in enumerate(parameters) if p.requires_grad]
@@ -172,7 +172,7 @@ class DDPGradients(AveragedGradients):
                 parameter.grad = parameter.grad.data
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        """Average what the reducer missed. Collective if the backward has completed."""
+        """Average gradients the reducer missed. Collective if the backward has completed."""
         if not outermost or self._look is _NOTHING:
             return
         waits = False
@@ -184,10 +184,10 @@ class DDPGradients(AveragedGradients):
                 waits = True
             first, before = self._trained[0], self._look
             grad = self.engine.parameters[first].grad
-            came = grad is not before.gradients[first]
-            came |= getattr(grad, "_version", 0) != before.versions[first]
+            reached = grad is not before.gradients[first]
+            reached |= getattr(grad, "_version", 0) != before.versions[first]
             only_trained = set(map(GRAD, self._others)) <= _NO_GRADIENTS
-            if came and completed and only_trained and not waits:
+            if reached and completed and only_trained and not waits:
                 # The usual backward: the reducer has averaged all gradients.
                 self.armed = False
                 self.final = self.plain = True
@@ -199,7 +199,7 @@ class DDPGradients(AveragedGradients):
         self._judge(completed, waits)
 
     def _judge(self, completed: bool, waits: bool) -> None:
-        """Find out which gradients came, and average what the reducer missed. Collective."""
+        """Average the new gradients, unless the reducer has averaged them. Collective."""
         engine = self.engine
         indices = set(written(self._look, look(engine.parameters)))
         self._look = _NOTHING
@@ -224,15 +224,17 @@ class DDPGradients(AveragedGradients):
                 self._count_backward()
 
     def _count_backward(self) -> None:
-        """Do what a step would do, for a model without optimizers. Collective."""
+        """Count a step and synchronize buffers, for a model without optimizers. Collective."""
         self.engine.drift.count_backward()
         self.buffers.synchronize()
 
     def _finish_reduction(self, indices: set[int]) -> None:
         """End a reduction that waits for parameters without a gradient. Collective.
 
-        The usual case is a model with two heads, and one backward for each of them. ``indices``
-        are the parameters that got a gradient.
+        A model with two heads has a backward for each of them.
+
+        Args:
+            indices: the parameters that got a gradient.
         """
         assert self.ddp is not None
         engine = self.engine
@@ -295,7 +297,7 @@ class DDPGradients(AveragedGradients):
 
 
 class DDPEngine(AveragingEngine):
-    """Runs forwards through a DistributedDataParallel that is rebuilt if parameters are frozen."""
+    """Runs forwards through a DistributedDataParallel, rebuilt if parameters are frozen."""
 
     name = "ddp"
     options_type = DDP
@@ -330,7 +332,7 @@ class DDPEngine(AveragingEngine):
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Build a new reducer for the parameters that are trainable now, on several ranks."""
+        """Build a new reducer for the trainable parameters."""
         if self.distributed:
             self.gradients.build(self._core)
 

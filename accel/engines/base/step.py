@@ -244,6 +244,8 @@ class Stepper:
         if self._fused:  # the optimizer unscales and skips by itself, without a synchronization
             self._count(found_inf > 0)
             return
+        # Only now, because `before_step` of pipeline and DeepSpeed looks for them.
+        optimizer.grad_scale = optimizer.found_inf = None
         gradients = gradients_of(optimizer)
         if scale is not None and gradients:
             factor = scale.double().reciprocal().float().to(gradients[0].device)

@@ -112,7 +112,8 @@ class FSDPHoldings(Holdings):
     def prepare(self, *, writing: bool) -> None:
         self.engine.sharded.reshard()
 
-    @torch.no_grad()  # so that to_local() returns the local tensor itself
+    # Without gradients, to_local() returns the local tensor itself.
+    @torch.no_grad()
     def part(self, name: str, tensor: Any, key: Any = "") -> Shard | None:
         name, shape = f"{name}/{key}" if key else name, tuple(tensor.shape)
         if not hasattr(tensor, "placements"):
@@ -137,6 +138,7 @@ class FSDPHoldings(Holdings):
         for group in optimizer.param_groups:
             group["params"][:] = map(canonical, group["params"])
         names, groups = self.parameter_names, self.groups(optimizer)
+        # Some optimizers keep values under strings too.
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
             shard, state = canonical(parameter), optimizer.state.pop(parameter)
             name = names[id(shard)]
@@ -223,7 +225,8 @@ class FSDPGradients(Gradients):
             self.engine.sharded.reset()
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        if optimizer is not None:  # it would free what the backward still needs
+        if optimizer is not None:
+            # Resharding would free parameters that the backward still needs.
             refuse_inside_backward()
         self.notice_exception()
         self._interruption.refuse()
@@ -248,8 +251,11 @@ class FSDPGradients(Gradients):
         self.announce_step(optimizer)
         # A backward of an earlier forward then raises, as it does in one process.
         gathered = self.engine.conversion.gathered
-        stepped = [p for p in parameters_of(optimizer) if p.grad is not None and id(p) in gathered]
-        torch.autograd.graph.increment_version([gathered[id(p)] for p in stepped])
+        stepped: list[torch.Tensor] = []
+        for p in parameters_of(optimizer):
+            if p.grad is not None and id(p) in gathered:
+                stepped.append(gathered[id(p)])
+        torch.autograd.graph.increment_version(stepped)
 
 
 #: Optimizers that don't compute with shards, or not as they would with full tensors.
@@ -277,7 +283,7 @@ class FSDPEngine(Engine):
     _same_inputs: SameInputs | None = None
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
-        if context.process.place.world_size == 1:  # nothing is sharded
+        if context.process.place.world_size == 1:
             self.gradients_type, self.holdings_type = Gradients, Holdings
         super().__init__(module, entry, context)
         #: By the identity of elementwise optimizers.
@@ -410,7 +416,8 @@ class FSDPEngine(Engine):
         if torch.is_grad_enabled():
             self.gradients.buffers.touch()
         else:
-            sharded.reshard()  # with reshard_after_forward=False
+            # FSDP2 keeps parameters gathered with reshard_after_forward=False.
+            sharded.reshard()
         return out
 
     def rebuild(self) -> None:

@@ -31,8 +31,12 @@ Place: TypeAlias = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
 
 def _places(module: nn.Module) -> list[Place]:
     """Return the places of all parameters. A tied parameter has several."""
-    tables = [child._parameters for child in module.modules()]
-    return [(table, name, p) for table in tables for name, p in table.items() if p is not None]
+    places: list[Place] = []
+    for child in module.modules():
+        for name, p in child._parameters.items():
+            if p is not None:
+                places.append((child._parameters, name, p))
+    return places
 
 
 @final
@@ -88,9 +92,9 @@ class Conversion:
         """
         resets, borrowed = list(resetting(self.module)), borrowing(self.module)
         # The last reset of each module, which may be that of a module around it.
-        last = {
-            part: number for number, (child, _) in enumerate(resets) for part in child.modules()
-        }
+        last: dict[nn.Module, int] = {}
+        for number, (child, _) in enumerate(resets):
+            last.update(dict.fromkeys(child.modules(), number))
         ends = {block: max(last.get(part, 0) for part in block.modules()) for block in blocks}
         full: dict[int, nn.Parameter] = {}
         for number, (child, reset) in enumerate(resets):
@@ -103,7 +107,9 @@ class Conversion:
             if not {id(p) for p in full.values()}.isdisjoint(map(id, child.parameters())):
                 reset_own(child, reset, borrowed[id(child)])
                 broadcast_([p.data for p in child.parameters()], self.engine.process.group)
-            for block in [block for block in blocks if ends[block] == number]:
+            for block in blocks:
+                if ends[block] != number:
+                    continue
                 shards = {id(p) for p in block.parameters()}
                 full = {key: p for key, p in full.items() if id(p) not in shards}
                 self.sharded.apply([block])
@@ -138,8 +144,8 @@ class Conversion:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
-            for key in [key for key in optimizer.state if id(key) in back]:
-                del optimizer.state[key]
+            for name in old:
+                optimizer.state.pop(engine.named[name], None)
 
     def _gather(self) -> dict[tuple[str, Any], torch.Tensor]:
         """Return full values and gradients. Collective."""

@@ -200,13 +200,15 @@ def split_dims(module: nn.Module, plan: Plan, size: int) -> dict[str, int]:
         # An embedding has its columns in the second dimension, a linear layer in the first.
         dim = int((kind == "ColwiseParallel") == isinstance(child, nn.Embedding))
         for name, p in child.named_parameters(layer, recurse=False):
-            if p.dim() > dim:  # every rank has the bias of a layer that is split by rows
-                dims[name] = dim
-                if p.shape[dim] % size:
-                    raise BackendError(
-                        f"{name} of shape {tuple(p.shape)} doesn't divide into {size} equal "
-                        f"shards along dim {dim}. Leave {layer} out of the plan."
-                    )
+            # Every rank has the full bias of a layer that is split by rows.
+            if p.dim() <= dim:
+                continue
+            dims[name] = dim
+            if p.shape[dim] % size:
+                raise BackendError(
+                    f"{name} of shape {tuple(p.shape)} doesn't divide into {size} equal "
+                    f"shards along dim {dim}. Leave {layer} out of the plan."
+                )
     return dims
 
 
@@ -216,12 +218,11 @@ def split_layer(
     """Replace a layer's parameters by this rank's ``shards``, which tied layers share. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
 
-    parameters, buffers = (
-        dict(layer.named_parameters(recurse=False)),
-        dict(layer.named_buffers(recurse=False)),
-    )
+    parameters = dict(layer.named_parameters(recurse=False))
+    buffers = dict(layer.named_buffers(recurse=False))
     parallelize_module(layer, ranks, style, src_data_rank=None)
-    layer._buffers.update(buffers)  # torch makes DTensors of them, which can't be broadcast
+    # torch makes DTensors of buffers, which can't be broadcast.
+    layer._buffers.update(buffers)
     for name, parameter in parameters.items():
         shard = layer.get_parameter(name)
         if shard is not parameter:

@@ -170,7 +170,7 @@ class ShardedModule:
         return self._context.post_backward_final_callback_queued and not _runs_backward()
 
     def reset(self) -> None:
-        """Clear what an exception in a forward or backward left."""
+        """Clear the state of FSDP2 after an exception in a forward or backward."""
         # Checkpointing ends its second forward by an exception, inside of a backward.
         if not _runs_backward():
             for param in self.params:
@@ -225,7 +225,8 @@ def _runs_backward() -> bool:
 
 
 def unsharded(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those without dimensions (CLIP's logit_scale) or elements. Every rank has them."""
+    """Return the parameters without dimensions or elements, which every rank has in full."""
+    # CLIP's logit_scale has no dimensions.
     return [p for p in parameters if not p.dim() or not p.numel()]
 
 
@@ -244,7 +245,8 @@ def _announce(group: Any, process: Process, label: str) -> None:
             return unshard(*args, **kwargs)
 
     def begin_backward(*args: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
+        # WGAN-GP calls torch.autograd.grad(create_graph=True).
+        if torch.is_grad_enabled():
             refuse_second_derivatives()
         return pre_backward(*args)
 

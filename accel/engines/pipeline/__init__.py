@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,12 +31,9 @@ from .stages import (
     check_batchnorm,
     check_module,
     concatenate,
-    fits,
     flatten,
-    is_sequential,
     micro_batches,
     sizes_of,
-    split,
     stages_of,
 )
 
@@ -93,7 +91,10 @@ class Elsewhere(Absent, nn.Parameter):
 
 @final
 class PipelineHoldings(Holdings):
-    """The weights and optimizer state of this rank's stage."""
+    """The weights and optimizer state of this rank's stage.
+
+    A rank keeps the names and shapes of the other stages, because loops list all parameters.
+    """
 
     engine: PipelineEngine
 
@@ -142,7 +143,7 @@ class PipelineHoldings(Holdings):
 
     def gather_stages(self) -> None:
         """Give every rank all stages, unless the other ranks take no part. Collective."""
-        tensors, what = self._tensors(), "the end of a pipeline"
+        tensors = self._tensors()
         others = {name: t for name, t in tensors.items() if not self.has(name)}
         for tensor in others.values():
             if isinstance(tensor, nn.Parameter):
@@ -150,12 +151,15 @@ class PipelineHoldings(Holdings):
         if not self.engine.ended:
             items: list[Item] = [(name, "", tensor.data) for name, tensor in tensors.items()]
             items += [(name, "extra", value) for name, value in self.values(None).items()]
-            full = self.gather(what, [*items, *self.gradients()])
+            full = self.gather("the end of a pipeline", [*items, *self.gradients()])
             for name, tensor in others.items():
                 tensor.data = full[name, ""]
                 tensor.grad = full.get((name, "grad"))
-            extra = {name: value for (name, key), value in full.items() if key == "extra"}
-            self.fill(None, {name: value for name, value in extra.items() if not self.has(name)})
+            extra: dict[str, Any] = {}
+            for (name, key), value in full.items():
+                if key == "extra" and not self.has(name):
+                    extra[name] = value
+            self.fill(None, extra)
         self.stage_of = {}
 
 
@@ -185,6 +189,7 @@ class PipelineGradients(Gradients):
         return [p.grad for p in parameters if p.grad is not None], []
 
     def before_step(self, optimizer: Optimizer) -> None:
+        # The usual loop with a GradScaler would skip the step on some ranks only.
         if self.engine.distributed and getattr(optimizer, "found_inf", None) is not None:
             raise PrecisionError(
                 "GradScaler sees the overflows of a single pipeline stage on each rank. "
@@ -219,14 +224,18 @@ class PipelineEngine(Engine):
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
         """Return the bytes of the largest stage."""
-        balance = options.balance
-        if not is_sequential(module) or not fits(balance, len(module._modules), world_size):
+        try:
+            check_module(module, options.balance, world_size)
+        except BackendError:
             return None
-        stage_of = stages_of(split(module, balance, world_size))
-        uses: list[list[MemoryUse]] = [[] for _ in range(world_size)]
+        if world_size == 1:
+            return super().predict(module, tensors, options, world_size)
+        stage_of = stages_of(module, options.balance, world_size)
+        uses = defaultdict[int, list[MemoryUse]](list)
         for tensor in tensors:
-            uses[stage_of.get(tensor.name.partition(".")[0], 0)].append(tensor.use())
-        return max(map(add_uses, uses), key=lambda use: use.total)
+            child = tensor.name.partition(".")[0]
+            uses[stage_of.get(child, 0)].append(tensor.use())
+        return max(map(add_uses, uses.values()), key=lambda use: use.total, default=MemoryUse())
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
@@ -234,6 +243,7 @@ class PipelineEngine(Engine):
         return 0, 1
 
     def attach(self, optimizer: Optimizer) -> None:
+        # PyTorch's time_sequence_prediction example trains with LBFGS.
         if self.distributed and isinstance(optimizer, LBFGS):
             raise OptimizerError(
                 "LBFGS needs all parameters, but a rank of a pipeline has those of its stage. "
@@ -245,14 +255,14 @@ class PipelineEngine(Engine):
         """Take rank 0's weights, and keep this rank's stage. Collective."""
         super().start(optimizers)
         if self.stage is None:
-            children: Any = list(self.module._modules.items())
+            children: Any = dict(self.module._modules)
             if self.distributed:
                 # From here on a checkpoint, state_dict() and teardown() gather the stages.
                 place = self.process.place
-                stages = split(self.module, self.options.balance, place.world_size)
-                self.holdings.divide(stages_of(stages))
-                children = stages[place.rank]
-                for _, child in children if self.reads else ():
+                stage_of = stages_of(self.module, self.options.balance, place.world_size)
+                self.holdings.divide(stage_of)
+                children = {n: c for n, c in children.items() if stage_of[n] == place.rank}
+                for child in children.values() if self.reads else ():
                     convert_module(child, self.process.device, None, ExitStack())
             self.stage = Stage(children)
         for optimizer in self.optimizers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -15,7 +15,6 @@ from ...process.packing import is_dense
 from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.activations import run_again
 
-Named = tuple[str, nn.Module]
 Balance = Sequence[int] | str
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -94,9 +93,9 @@ def concatenate(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 class Stage:
     """Neighboring children of a Sequential, on one rank."""
 
-    def __init__(self, children: Sequence[Named]) -> None:
-        self.name = children[-1][0]
-        self._children = [child for _, child in children]
+    def __init__(self, children: Mapping[str, nn.Module]) -> None:
+        self.name = list(children)[-1]
+        self._children = list(children.values())
         modules = itertools.chain.from_iterable(child.modules() for child in self._children)
         self._modules = list(dict.fromkeys(modules))
 
@@ -130,66 +129,56 @@ def balanced(weights: Sequence[float], count: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise(ends)]
 
 
-def split(module: nn.Module, balance: Balance, world_size: int) -> list[list[Named]]:
-    """Return the children of each stage. "size" balances the bytes of parameters and buffers."""
-    children: list[Named] = list(module._modules.items())  # type: ignore[arg-type]
+def stages_of(module: nn.Module, balance: Balance, world_size: int) -> dict[str, int]:
+    """Return the stage of each child. "size" balances the bytes of parameters and buffers."""
     if isinstance(balance, str):
-        tensors = [(*child.parameters(), *child.buffers()) for _, child in children]
-        balance = balanced([sum(t.nbytes for t in group) for group in tensors], world_size)
-    rest = iter(children)
-    return [list(itertools.islice(rest, count)) for count in balance]
-
-
-def stages_of(stages: Sequence[Sequence[Named]]) -> dict[str, int]:
-    """Return the number of the stage of each child."""
-    return {name: number for number, stage in enumerate(stages) for name, _ in stage}
+        weights: list[int] = []
+        children: Any = module._modules.values()
+        # children() would skip an activation that the Sequential has twice.
+        for child in children:
+            weights.append(sum(t.nbytes for t in (*child.parameters(), *child.buffers())))
+        balance = balanced(weights, world_size)
+    names = iter(module._modules)
+    stage_of: dict[str, int] = {}
+    for number, count in enumerate(balance):
+        stage_of.update(dict.fromkeys(itertools.islice(names, count), number))
+    return stage_of
 
 
 # -- what can't be a pipeline ---------------------------------------------------------------------
 
 
-def is_sequential(module: nn.Module) -> bool:
-    """True if the module only calls its children in order."""
-    # A subclass may have a forward of its own, such as one that returns features too.
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-def fits(balance: Balance, count: int, world_size: int) -> bool:
-    """True if ``count`` children can be divided into a stage for each rank."""
-    if isinstance(balance, str):
-        return count >= world_size
-    return len(balance) == world_size and sum(balance) == count
-
-
 def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
     """Raise BackendError if the module can't be split into stages."""
-    if not is_sequential(module):
+    # A subclass may have its own forward, for example to return features too.
+    if getattr(type(module), "forward", None) is not nn.Sequential.forward:
         raise BackendError(
             f"A pipeline needs an nn.Sequential, but {type(module).__name__} has its own forward. "
             'Write the model as nn.Sequential, or use backend="fsdp".'
         )
+    if world_size == 1:
+        return
     count = len(module._modules)
-    if world_size > 1 and not fits(balance, count, world_size):
+    fits = count >= world_size
+    if not isinstance(balance, str):
+        fits = len(balance) == world_size and sum(balance) == count
+    if not fits:
         raise BackendError(
             f"Pipeline(balance={balance!r}) doesn't fit {count} children and {world_size} ranks. "
             "Give the number of children on each rank, or flatten nested Sequentials."
         )
-    if world_size > 1:
-        _check_tied(split(module, balance, world_size))
-
-
-def _check_tied(stages: Sequence[Sequence[Named]]) -> None:
-    """Raise BackendError if two stages share a parameter or buffer, as tied embeddings do."""
+    # Language models tie the embedding and the head, which would be trained apart.
     seen: dict[int, tuple[int, str]] = {}
-    for number, stage in enumerate(stages):
-        for prefix, child in stage:
-            for name, tensor in (*child.named_parameters(prefix), *child.named_buffers(prefix)):
-                other, first = seen.setdefault(id(tensor), (number, name))
-                if other != number:
-                    raise BackendError(
-                        f"{first} and {name} are one tensor in stages {other} and {number}. "
-                        "Put them into one stage by Pipeline(balance=[...]), or untie them."
-                    )
+    stage_of = stages_of(module, balance, world_size)
+    parameters = module.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
+        number = stage_of.get(name.partition(".")[0], 0)
+        other, first = seen.setdefault(id(tensor), (number, name))
+        if other != number:
+            raise BackendError(
+                f"{first} and {name} are one tensor in stages {other} and {number}. "
+                "Put them into one stage by Pipeline(balance=[...]), or untie them."
+            )
 
 
 def check_batchnorm(module: nn.Module) -> None:
