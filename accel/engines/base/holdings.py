@@ -28,7 +28,7 @@ from ...shard import (
     parameters_of,
     state_device,
 )
-from ...trees import inner_tensors, map_tensors
+from ...trees import inner_tensors, map_tensors, to_device
 from .gather import Item, gather
 from .raw_objects import Guard, Snapshot, Target, as_author_made, copied_to, in_place_of
 from .step import take_added_groups
@@ -341,8 +341,13 @@ class Holdings(Raw):
         full = self._full_optimizer_state(title, optimizer)
         for entry in self.entries(optimizer):
             optimizer.state.pop(entry.parameter, None)
+        groups, device = self.groups(optimizer), self.engine.process.device
         for name, values in full.items():
             optimizer.state[parameters[name]] = values
+            if self.offloads:  # step counters are in CPU memory, and fused optimizers need the GPU
+                for key in values:
+                    target = state_device(key, device, groups.get(name, {}))
+                    values[key] = to_device(values[key], target)
 
     @final
     def gather(self, title: str, held: Iterable[Item], **options: Any) -> dict[Any, Any]:
