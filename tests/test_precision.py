@@ -96,11 +96,11 @@ def test_the_environment_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_BACKEND", "auto")
     assert registry.find_engine(accel.setup(net()).model).name == "single"
     monkeypatch.setenv("ACCEL_BACKEND", "dpd")
-    with pytest.raises(accel.BackendError, match=r"dpd.*ACCEL_BACKEND|ACCEL_BACKEND.*dpd"):
+    with pytest.raises(accel.BackendError, match="dpd"):
         accel.setup(net())
     monkeypatch.delenv("ACCEL_BACKEND")
     monkeypatch.setenv("ACCEL_PRECISION", "fp4")
-    with pytest.raises(accel.PrecisionError, match="ACCEL_PRECISION"):
+    with pytest.raises(accel.PrecisionError, match="fp4"):
         accel.setup(net())
 
 

@@ -209,7 +209,9 @@ def shutdown(how: str = TORN_DOWN) -> None:
     atexit.unregister(_at_exit)
     if process is not None:
         if process.watchdog is not None:
-            if not _state.ended:
+            if _state.ended:
+                process.watchdog.wait_for_others()
+            else:
                 process.watchdog.tell_leave(how)
             process.watchdog.stop()
             process.watchdog = None

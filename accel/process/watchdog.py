@@ -203,11 +203,16 @@ class Watchdog:
     def tell_leave(self, how: str) -> None:
         """Tell all ranks that this rank won't join any more collectives."""
         self._tell(lambda: self._store.append("left", f"{self._rank} {how}\n"))
-        # The store may end with rank 0, so the other ranks must have heard it first.
+        self.wait_for_others()
+
+    def wait_for_others(self) -> None:
+        """Let the others hear rank 0, because the store may end with it. They have 1.5 intervals."""
         deadline = time.monotonic() + 1.5 * self.interval
         with contextlib.suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < deadline:
-                if len(self._store.get("left").splitlines()) >= self._world:
+                lines = self._store.get("left") if self._store.check(["left"]) else b""
+                others = [line for line in lines.splitlines() if not line.startswith(b"0 ")]
+                if len(others) >= self._world - 1:
                     break
                 time.sleep(0.01)
 
@@ -236,7 +241,9 @@ class Watchdog:
         self._asked = time.monotonic()
         if self._store.check(["ended"]):
             self._stopped.set()
-            self._notice(*pickle.loads(bytes.fromhex(self._store.get("ended").decode())))
+            message = pickle.loads(bytes.fromhex(self._store.get("ended").decode()))
+            self._store.append("left", f"{self._rank} has ended its process groups\n")
+            self._notice(*message)
             return
         if self._store.check(["left"]):
             for line in self._store.get("left").decode().splitlines():

@@ -195,7 +195,7 @@ def test_what_only_one_rank_gathers_ends_on_every_rank_and_names_it(backend: str
         "evaluation, then save": ("the gathering of", "'accel.save'"),
         "full state": ("write state = model.state_dict() above", "the gathering of"),
         "state of the optimizer": ("write state = optimizer.state_dict() above",),
-        "clipping": ("accel.clip_grad_norm_",),
+        "clipping": ("clip_grad_norm_",),
         "first on main": ("(Net", "'main_first'"),
     }
     for name, words in gathers.items():

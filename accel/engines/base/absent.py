@@ -96,6 +96,9 @@ class Absent:
             result = plain(*args, **kwargs)
             if result is args[0]:
                 return result
+        # model.to(device) assigns each parameter to itself if it is on the device already.
+        if func == _T.data.__set__ and args[1] is args[0]:
+            return None
         for _, tensor in all_tensors((args, kwargs)):
             if isinstance(tensor, Absent):
                 tensor.fetch(func)
