@@ -141,7 +141,8 @@ class ZeROGradients(Gradients):
         assigned = zero.assigned()
         masks = self.engine.compare(
             "the gradients of a step",
-            hash((*arrivals, None, *assigned)),
+            # Numbers only: hash(None) is an address, which differs between processes.
+            hash((*arrivals, -1, *assigned)),
             lambda _: "different parameters, or in a different order",
             zero.mask(),
         )

@@ -548,3 +548,27 @@ def count_groups() -> list[int]:
 def test_a_process_group_of_the_users_own_is_all_that_is_left() -> None:
     """DeepSpeed makes a copy of it for good, and each has threads that wake up a hundred times a second."""
     assert run(2, count_groups) == [[1, 1]] * 2
+
+
+SEPARATE = """
+import accel, torch
+from torch import nn
+for stage in (1, 2, 3):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model, optimizer, _ = accel.setup(net, torch.optim.AdamW(net.parameters()), backend=accel.DeepSpeed(stage=stage))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    accel.teardown(model)
+    accel.print("trained", stage)
+"""
+
+
+def test_processes_without_a_common_parent_train() -> None:
+    """Hashes of objects differ between such processes, and ranks must not compare them."""
+    port = free_port()
+    first, _ = scripts(SEPARATE, by_hand(0, 2, port), by_hand(1, 2, port))
+    trained = [line for line in first.stdout.splitlines() if line.startswith("trained")]
+    assert trained == ["trained 1", "trained 2", "trained 3"]
