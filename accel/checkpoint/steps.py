@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from ..errors import AccelError, CheckpointError
 from ..process import Process, rank, reason_of, running
 from ..process.control import agree, raise_together
-from ..process.packing import begin_gather, gather_framed, to_bytes
+from ..process.packing import gather_values
 
 logger = logging.getLogger("accel")
 
@@ -113,14 +112,9 @@ def background_gather(process: Process) -> Gather:
         group = dist.new_group(timeout=process.timeout, backend="gloo", group_desc=_GROUP)
         process.subgroups.append(group)
 
-    def send(message: bytes) -> list[bytearray]:
-        work, received = begin_gather(message, group)
-        work.wait(process.timeout)
-        return list(map(to_bytes, received))
-
     def gather(step: str, value: object) -> list[Any]:
         try:
-            return [pickle.loads(c) for c in gather_framed(pickle.dumps(value), send)]
+            return gather_values(value, group, process.timeout)
         except RuntimeError as error:
             raise CheckpointError(f"{step}: {reason_of(error)}") from error
 

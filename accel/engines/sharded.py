@@ -110,7 +110,7 @@ class Owners:
         by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._place.world_size)]
         for key, parameter in rest.items():
             by_owner[self.rank_of[key]].append(parameter)
-        broadcast_from_owners(by_owner, self._place.rank, None)
+        broadcast_from_owners(by_owner, None)
 
     def release(self) -> None:
         """Give each parameter memory of its own again."""

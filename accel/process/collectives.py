@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
@@ -20,13 +19,6 @@ from .control import Waiting, agree, locked
 from .packing import broadcast_, bytes_of, is_dense, packed, to_bytes, to_tensor, unpacked
 
 T = TypeVar("T")
-
-#: A fact that the data loaders compare over the ranks, and the advice if it differs.
-ORDER: Final = "the order of the loader's samples"
-ORDERS: Final = (
-    "Each iteration of a loader is a new epoch, also next(iter(loader)) on a single rank. "
-    "Begin it on every rank, or use the raw DataLoader there."
-)
 
 # The reduction of tensors over the ranks, and of the list of all ranks' numbers.
 _OPS: Final[Mapping[str, tuple[Any, Callable[[Sequence[Any]], Any]]]] = {
@@ -125,13 +117,9 @@ def gather(
     gradients: bool = False,
     pad: float | None = None,
     objects: bool = False,
-    alike: Mapping[str, str] = MappingProxyType({}),
     problem: str = "",
 ) -> Any:
-    """Gather as ``all_gather`` does, after comparing the texts ``alike`` over the ranks.
-
-    If a rank has a ``problem``, all ranks raise it as an AccelError.
-    """
+    """Gather as ``all_gather`` does. If a rank has a ``problem``, all ranks raise AccelError."""
     gradients = gradients and torch.is_grad_enabled()
     options = {"gradients": gradients, "objects": objects}
     given = [f"{name}=True" for name, value in options.items() if value]
@@ -144,7 +132,7 @@ def gather(
         return "a list of objects" if isinstance(leaf, list) else "an object"
 
     hint = "objects=True sends what can be pickled"
-    leaves = _Leaves(data, describe, hint=hint, objects=objects, alike=alike, problem=problem)
+    leaves = _Leaves(data, describe, hint=hint, objects=objects, problem=problem)
     shared = _share(call, leaves, any_rows=True, pad=pad, gradients=gradients)
     results: dict[str, Any] = {}
     for path, kind in leaves.sent_kinds.items():
@@ -243,13 +231,12 @@ class _Leaves:
         *,
         hint: str = "objects=True sends what can be pickled",
         objects: bool = False,
-        alike: Mapping[str, str] = MappingProxyType({}),
         problem: str = "",
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.sent: dict[str, Any] = {}
         self.sent_kinds: dict[str, str] = {}
-        self.kinds = dict(alike)
+        self.kinds: dict[str, str] = {}
         self.problem = problem
 
         def visit(path: str, leaf: Any) -> Any:
@@ -378,11 +365,10 @@ def _share(
         for path in sorted(first.keys() | kinds.keys()):
             if first.get(path) != kinds.get(path):
                 here, there = first.get(path, "absent"), kinds.get(path, "absent")
-                hint = ORDERS if path == ORDER else ""
-                if any_rows and here.partition(" of shape ")[0] == there.partition(" of shape ")[0]:
-                    hint = "pad=value fills what is shorter"
                 text = f"{call}: {path} is {here} on rank 0 and {there} on rank {rank}"
-                raise RankMismatchError(f"{text}; {hint}" if hint else text)
+                if any_rows and here.partition(" of shape ")[0] == there.partition(" of shape ")[0]:
+                    text += "; pad=value fills what is shorter"
+                raise RankMismatchError(text)
     tensors = leaves.tensors
     all_shapes = [shapes for _, _, shapes, _ in answers]
     if pad is not None and len(answers) > 1:

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d
 from ..errors import AccelError, RankMismatchError, TimeoutError, described
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
-from .packing import gather_framed, to_bytes
+from .packing import begin_gather, gather_framed, to_bytes
 from .watchdog import missing_ranks
 
 P = ParamSpec("P")
@@ -87,13 +87,14 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
 
 def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
     """Return every rank's message. All have the same length."""
+    assert process.control is not None
     process.rounds += 1
     arrivals = process.store(str(process.rounds))
     patience = min(timedelta(seconds=1), limit / 4)
     before = process.doing
     process.doing = before or repr(what)
     try:
-        work, received = process.begin_exchange(message)
+        work, received = begin_gather(message, process.control)
         late = not _is_done(work, patience)
         if late:
             # To name the missing ranks, the waiting ranks leave a key in the store.

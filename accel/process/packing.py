@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import torch
@@ -35,27 +37,13 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
     return data
 
 
-def framed(content: bytes) -> list[bytes]:
-    """Return the one or two messages that carry ``content``."""
-    data = len(content).to_bytes(_LENGTH, "little") + content
-    first = data[:_FIRST].ljust(_FIRST, b"\0")
-    return [first, data[_FIRST:]] if len(data) > _FIRST else [first]
-
-
-def unframed(receive: Callable[[int], bytearray]) -> bytearray:
-    """Return the content of framed messages. ``receive(n)`` returns the next message of n bytes."""
-    first = receive(_FIRST)
-    missing = _bytes_missing(first)
-    return _content(first + receive(missing) if missing else first)
-
-
 def gather_framed(content: bytes, gather: Callable[[bytes], list[bytearray]]) -> list[bytearray]:
     """Return every rank's content. ``gather`` returns all ranks' messages, of equal lengths."""
-    first, *rest = framed(content)
-    messages = gather(first)
+    data = len(content).to_bytes(_LENGTH, "little") + content
+    messages = gather(data[:_FIRST].ljust(_FIRST, b"\0"))
     longest = max(map(_bytes_missing, messages))
     if longest:
-        more = gather(b"".join(rest).ljust(longest, b"\0"))
+        more = gather(data[_FIRST:].ljust(longest, b"\0"))
         messages = [start + end for start, end in zip(messages, more, strict=True)]
     return [_content(message) for message in messages]
 
@@ -73,6 +61,17 @@ def begin_gather(message: bytes, group: dist.ProcessGroup) -> tuple[Any, list[to
     sent = to_tensor(message)
     received = [torch.empty_like(sent) for _ in range(group.size())]
     return dist.all_gather(received, sent, group=group, async_op=True), received
+
+
+def gather_values(value: object, group: dist.ProcessGroup, timeout: timedelta) -> list[Any]:
+    """Return every rank's value. Collective. torch's all_gather_object needs NumPy."""
+
+    def gather(message: bytes) -> list[bytearray]:
+        work, received = begin_gather(message, group)
+        work.wait(timeout)
+        return [to_bytes(tensor) for tensor in received]
+
+    return [pickle.loads(content) for content in gather_framed(pickle.dumps(value), gather)]
 
 
 # -- values of any kind, with tensors in them ------------------------------------------------------
@@ -212,7 +211,7 @@ def broadcast_(
 
 
 def broadcast_from_owners(
-    by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None
+    by_owner: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup | None
 ) -> None:
     """Replace every tensor by its owner's, in place. Collective.
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
-import pickle
 import socket
 import time
 import uuid
@@ -34,7 +32,7 @@ from .devices import (
 )
 from .launchers import ALONE, Place, detect
 from .order import Order
-from .packing import begin_gather, gather_framed, to_bytes
+from .packing import gather_values
 from .rendezvous import MARGIN, Rendezvous, elapsed, give_margin, unreachable_hint
 from .watchdog import Watchdog, accelerator_backends
 
@@ -102,34 +100,20 @@ class Process:
         through_gloo = self.backends.get(self.device.type) in (None, "gloo")
         return torch.device("cpu") if "cpu" in self.backends and through_gloo else self.device
 
-    def begin_exchange(self, message: bytes) -> tuple[Any, list[torch.Tensor]]:
-        """Start to gather all ranks' messages of equal lengths on the control group."""
-        assert self.control is not None
-        return begin_gather(message, self.control)
-
     def shares(self, device: torch.device) -> bool:
         """True if several ranks may use this device."""
         return device.type == "cpu" or (self.explicit and self.backends.get(device.type) == "gloo")
 
-    def store(self, *names: str, aside: bool = False) -> distributed_c10d.Store:
+    def store(self, *names: str, own_connection: bool = False) -> distributed_c10d.Store:
         """Return the keys of this start in the store that all ranks share.
 
         Args:
-            aside: use the connection for threads other than the training thread.
+            own_connection: for a thread beside the training thread, because a connection does one
+                thing at a time. Connect while all ranks are there.
         """
-        store = self._aside if aside else distributed_c10d._get_default_store()
-        return distributed_c10d.PrefixStore("/".join(("accel", self.token, *names)), store)
-
-    def new_store(self, name: str) -> distributed_c10d.Store:
-        """Return a store with its own connection. Connects while all ranks are there."""
         store: Any = distributed_c10d._get_default_store()
-        return distributed_c10d.PrefixStore(f"accel/{self.token}/{name}", store.clone())
-
-    @functools.cached_property
-    def _aside(self) -> Any:
-        # A connection does one thing at a time, and the training thread's may be waiting.
-        store: Any = distributed_c10d._get_default_store()
-        return store.clone()
+        path = "/".join(("accel", self.token, *names))
+        return distributed_c10d.PrefixStore(path, store.clone() if own_connection else store)
 
 
 # -- start -----------------------------------------------------------------------------------------
@@ -262,15 +246,9 @@ def _agree_on_devices(process: Process, problem: str) -> None:
 
 
 def exchange(process: Process, value: object) -> list[Any]:
-    """Return every rank's value. torch's all_gather_object needs NumPy."""
-
-    def gather(message: bytes) -> list[bytearray]:
-        assert process.control is not None
-        work, received = begin_gather(message, process.control)
-        work.wait()
-        return [to_bytes(tensor) for tensor in received]
-
-    return [pickle.loads(content) for content in gather_framed(pickle.dumps(value), gather)]
+    """Return every rank's value, before ``agree`` works. Collective."""
+    assert process.control is not None
+    return gather_values(value, process.control, process.timeout)
 
 
 # -- meshes, and the end ---------------------------------------------------------------------------

@@ -173,10 +173,10 @@ class Watchdog:
         self._notice = notice
         self._trainer = threading.get_ident()
         # A store does one thing at a time, so this thread needs its own connection.
-        self._store: Any = process.new_store("watchdog")
+        self._store: Any = process.store("watchdog", own_connection=True)
         self._alarm = 0
         self._asked = 0.0  # when a rank, this one or a different one, has asked last
-        self._last = Report("", "")
+        self._last = Report("", "", cpu=time.process_time(), time=time.monotonic())
         self._since = time.monotonic()
         self._logged = 0.0
         self._stopped = threading.Event()
@@ -218,14 +218,10 @@ class Watchdog:
 
     def _tell(self, write: Callable[[], object]) -> None:
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):
-                write()
-                self._store.add("alarm", 1)
+            write()
+            self._store.add("alarm", 1)
 
-        # The store may be on a node that can't be reached, which must not hold up this rank.
-        thread = threading.Thread(target=tell, daemon=True)
-        thread.start()
-        thread.join(2)
+        _ends_within(2, tell)
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the process with the store has ended
@@ -264,6 +260,11 @@ class Watchdog:
 
     def _look(self) -> None:
         """Ask all ranks where they are if this rank has waited for long."""
+        now, cpu = time.monotonic(), time.process_time()
+        # Reading the stack holds the interpreter, so a rank that computes doesn't pay for it.
+        if cpu - self._last.cpu > _BUSY * (now - self._last.time):
+            self._last = Report("", "", cpu=cpu, time=now)
+            return
         report = self._report()
         if not report.is_stuck_since(self._last):
             self._since, self._logged = report.time, 0.0
@@ -342,21 +343,31 @@ def missing_ranks(
     None means that the store can't be reached.
     """
     missing: list[int] = []
-    asked = threading.Event()
 
     def ask() -> None:
+        store = open_store()
+        store.set(str(place.rank), "")
+        time.sleep(wait)
+        ranks = range(place.world_size)
+        missing.extend(rank for rank in ranks if not store.check([str(rank)]))
+
+    return missing if _ends_within(wait + 4, ask) else None
+
+
+def _ends_within(seconds: float, ask: Callable[[], None]) -> bool:
+    """True if a use of the store succeeds in time. Its node may be gone, and then it never ends."""
+    done = threading.Event()
+
+    def act() -> None:
         # ValueError: the user has destroyed the default group.
         with contextlib.suppress(RuntimeError, ValueError):
-            store = open_store()
-            store.set(str(place.rank), "")
-            time.sleep(wait)
-            ranks = range(place.world_size)
-            missing.extend(rank for rank in ranks if not store.check([str(rank)]))
-            asked.set()
+            ask()
+            done.set()
 
-    # The store may be on a node that is gone. Then the attempt may never end.
-    threading.Thread(target=ask, daemon=True).start()
-    return missing if asked.wait(wait + 4) else None
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done.is_set()
 
 
 # -- connections -----------------------------------------------------------------------------------

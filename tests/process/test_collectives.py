@@ -491,16 +491,14 @@ def test_barrier(tmp_path: Path) -> None:
 def test_framed_messages_carry_content_of_any_length(size: int) -> None:
     """Up to 1016 bytes in one message of a known length, beside their number; the rest in a second one."""
     content = bytes(number % 251 for number in range(size))
-    messages = packing.framed(content)
-    assert [len(message) for message in messages] == ([1024, size - 1016] if size > 1016 else [1024])
-    waiting = list(map(bytearray, messages))
+    lengths = []
 
-    def receive(count: int) -> bytearray:
-        assert count == len(waiting[0])
-        return waiting.pop(0)
+    def gather(message: bytes) -> list[bytearray]:
+        lengths.append(len(message))
+        return [bytearray(message)]
 
-    assert packing.unframed(receive) == content
-    assert not waiting
+    assert packing.gather_framed(content, gather) == [content]
+    assert lengths == ([1024, size - 1016] if size > 1016 else [1024])
 
 
 def layouts(number: float) -> list[torch.Tensor]:
@@ -525,7 +523,7 @@ def packed() -> list[Any]:
     packing.average_(averaged, 2, dist.all_reduce)
     owned = [layouts(rank + 1.0), layouts(rank + 5.0)]
     packing.reduce_to_owners(owned, rank, None)
-    packing.broadcast_from_owners(owned, rank, None)
+    packing.broadcast_from_owners(owned, None)
     return [sent, averaged, *owned]
 
 

@@ -139,11 +139,3 @@ def refuse_second_derivatives() -> None:
         "backward(create_graph=True) can't differentiate a sharded model, because other ranks "
         'computed a part of it. Use backend="ddp" for gradient penalties.'
     )
-
-
-def refuse_other_tensor(name: str, library: str) -> None:
-    """Raise BackendError for a tensor in a parameter's place, because the library ignores it."""
-    raise BackendError(
-        f"{name!r} is a different tensor than in accel.setup, but {library} gathers the model's "
-        'own parameters. Use backend="ddp" for torch.func.functional_call.'
-    )

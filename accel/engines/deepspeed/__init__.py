@@ -133,7 +133,10 @@ class ZeROGradients(Gradients):
                 "gradient_clipping can't clip gradients that a GradScaler has scaled. Call "
                 "scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
-        nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
+        if self.in_parts:
+            self.clip_parts(max_norm, 2.0)
+        else:
+            nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
     def _reduce(self, zero: Partitions) -> None:
         # Stages 2 and 3 have reduced these in their order of arrival.
