@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import operator
 import re
-from typing import Any, Final
+from typing import Any
 
 
 class AccelError(Exception):
@@ -88,9 +88,6 @@ def text_of_error(error: BaseException | None) -> str:
 
 # -- Paths -----------------------------------------------------------------------------------------
 
-#: Also a URL that lost a slash in a Path, and a chain of fsspec such as "simplecache::s3://bucket".
-_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):(/|:)")
-
 
 def is_url(path: str) -> bool:
     """True if a path is the URL of one store, which has not lost a slash in a Path."""
@@ -99,7 +96,8 @@ def is_url(path: str) -> bool:
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
     """Return a path. Raise ``error`` if it is a URL, which would create a directory ``s3:``."""
-    if _URL.match(path):
+    # Path("s3://bucket") loses a slash, and fsspec has chains such as "simplecache::s3://bucket".
+    if re.match("[A-Za-z][A-Za-z0-9+._-]+:[/:]", path):
         raise error(
             f"{path} can't be used as a local path. Pass a URL as a string such as "
             "'s3://bucket/run', or a path on this machine."

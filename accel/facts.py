@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,14 +36,13 @@ def differing_names(
     With ``ignore_absent`` only the ranks that have a fact are compared.
     """
     all_facts = list(facts_by_rank)
-    values: dict[Any, set[Any]] = {}
-    for facts in all_facts:
-        for name, value in facts.items():
-            values.setdefault(name, set()).add(value)
-    if not ignore_absent:
-        for name, seen in values.items():
-            seen.update({None} if any(name not in facts for facts in all_facts) else ())
-    return [name for name, seen in values.items() if len(seen) > 1]
+    names = dict.fromkeys(chain.from_iterable(all_facts))
+    differing = []
+    for name in names:
+        values = {facts.get(name) for facts in all_facts if name in facts or not ignore_absent}
+        if len(values) > 1:
+            differing.append(name)
+    return differing
 
 
 def first_difference(facts_by_rank: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -115,8 +116,19 @@ class ModelHandle(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Unpickled, it is a raw module, and accel need not be installed.
-        return operator.getitem, ((_engine(self).holdings.copy_to_pickle(),), 0)
+        # Unpickled, it is a raw module, and accel need not be installed. pytorch/examples loads one
+        # with torch.load(weights_only=True), so the reduction must be the raw module's own.
+        copied = _engine(self).holdings.copy({})
+        reduction = copied.__reduce_ex__(protocol)
+        if reduction[0] is getattr(copyreg, "__newobj__"):  # noqa: B009
+            _set(self, "_accel_pickled", type(copied))
+        return reduction
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """The class of the raw module if a pickle asks for it, once."""
+        pickled: type[Any] = _get(self, "__dict__").pop("_accel_pickled", ModelHandle)
+        return pickled
 
 
 def _on_module(function: Callable[..., Any]) -> Callable[..., Any]:

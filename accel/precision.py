@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,6 @@ _DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
     "bf16-true": (torch.bfloat16, None),
     "16-true": (torch.float16, None),
 }
-
-
-class Accumulator(Protocol):
-    """A leaf tensor or an engine's shard of one, whose ``grad`` a backward fills."""
-
-    @property
-    def grad(self) -> torch.Tensor | None: ...
 
 
 def dtype_of(value: object) -> torch.dtype | None:
@@ -112,17 +105,14 @@ class LossScale:
         """Set the scale, and the number of steps since it was changed."""
         self.value, self._good_steps = value, good_steps
 
-    def backward(
-        self, loss: torch.Tensor, accumulators: Iterable[Accumulator], **options: Any
-    ) -> None:
-        """Call ``backward`` of a scaled loss. Accumulators and leaves get true gradients."""
-        holders: dict[int, Accumulator] = {id(holder): holder for holder in accumulators}
-        holders.update((id(leaf), leaf) for leaf in _leaves(loss))
-        _multiply(holders.values(), self.value)
+    def backward(self, loss: torch.Tensor, holders: Iterable[Any], **options: Any) -> None:
+        """Call ``backward`` of a scaled loss. ``holders`` and leaves get true gradients."""
+        unique = {id(holder): holder for holder in chain(holders, _leaves(loss))}.values()
+        _multiply(unique, self.value)
         try:
             (loss * self.value).backward(**options)
         finally:
-            _multiply(holders.values(), 1.0 / self.value)
+            _multiply(unique, 1.0 / self.value)
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
@@ -139,7 +129,7 @@ class LossScale:
 
 
 @torch.no_grad()
-def _multiply(holders: Iterable[Accumulator], factor: float) -> None:
+def _multiply(holders: Iterable[Any], factor: float) -> None:
     """Multiply gradients. Inf becomes NaN, so that clipping by value can't hide an overflow."""
     grads = [here(holder.grad) for holder in holders if holder.grad is not None]
     if grads:

@@ -52,7 +52,9 @@ def saved(value: Any) -> Any:
     torch.save(value, file)
     assert b"accel" not in file.getvalue()
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    classes = {type(part) for part in net().modules()}
+    with torch.serialization.safe_globals([*classes, halved]):
+        return torch.load(file)
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -72,7 +74,6 @@ def refusal(act: Callable[[], Any]) -> str:
 def check_copy(made: Any, plain: Any, full: dict[str, Any]) -> None:
     """A copy is the module that its author made, without a trace of accel, and works."""
     assert type(made) is Net
-    assert made[2].parents[0] is made
     assert torch.equal(made[0].scale.cpu(), plain[0].scale)
     assert [p.requires_grad for p in made.parameters()] == [p.requires_grad for p in plain.parameters()]
     for one, other in zip(made.modules(), plain.modules(), strict=True):
@@ -102,13 +103,11 @@ def copies(backend: Any) -> None:
     plain.load_state_dict(full)
     plain[2].eval()  # type: ignore[index, operator]
     assert equal(copy.deepcopy(raw).state_dict(), full)
-    made = [copy.deepcopy(model), copy.deepcopy([model])[0], AveragedModel(model).module]
-    if registry.find_engine(model).holdings.partial(None):
-        for whole in (model, raw):
-            assert "copy.deepcopy(model)" in refusal(lambda whole=whole: pickle.dumps(whole))
-    else:
+    made: list[Any] = [copy.deepcopy(model), copy.deepcopy([model])[0], AveragedModel(model).module]
+    assert all(each[2].parents[0] is each for each in made)
+    made += [saved(model), saved({"model": model, "again": [model]})["again"][0]]
+    if not registry.find_engine(model).holdings.partial(None):
         assert equal(pickled(raw).state_dict(), full)
-        made += [saved(model), saved({"model": model, "again": [model]})["again"][0]]
     for each in made:
         check_copy(each, plain, full)
     assert equal(accel.full_state_dict(model), full)  # it has its own memory

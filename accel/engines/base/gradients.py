@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...errors import BackendError, PrecisionError
 from ...gradients.clip import clip_sharded_
 from ...gradients.watch import Look, look, written
-from ...precision import Accumulator, all_finite, here
+from ...precision import all_finite, here
 from ...process import Process
 from ...process.control import agree, announce
 from .buffers import Buffers
@@ -122,7 +122,7 @@ class Gradients:
 
     # -- which tensor is which ---------------------------------------------------------------------
 
-    def holders(self) -> Sequence[Accumulator]:
+    def holders(self) -> Sequence[Any]:
         """Return everything with a ``grad`` that a backward of this model writes. Local."""
         return self.engine.parameters
 

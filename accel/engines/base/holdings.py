@@ -203,7 +203,9 @@ class Holdings(Raw):
         extra: dict[str, Any] = {}
         if self.partial(None):
             # If a rank calls it alone, this text is in the error of the other ranks.
-            title = "write full = copy.deepcopy(model) above an `if` of one rank: the copy"
+            title = (
+                "write full = copy.deepcopy(model) above an `if` of one rank: the copy or pickle"
+            )
             with Waiting(self.engine.process, title):
                 full, extra = self._full_tensors(title)
             memo |= full
@@ -211,16 +213,6 @@ class Holdings(Raw):
             copied = copy.deepcopy(self.module, memo)
         fill_module_values(copied, {n: value for n, value in extra.items() if not self.has(n)})
         return copied
-
-    @final
-    def copy_to_pickle(self) -> nn.Module:
-        """Return a deep copy of a module that is not sharded. Local."""
-        if self.partial(None):
-            raise BackendError(
-                f"Can't pickle {self.engine.kind}, because this rank holds only shards of it. "
-                "Pickle accel.full_state_dict(model), or copy.deepcopy(model) on every rank."
-            )
-        return self.copy({})
 
     # -- loading full state ------------------------------------------------------------------------
 

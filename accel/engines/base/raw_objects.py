@@ -215,18 +215,19 @@ class Guard:
         if holdings is not None:
             if name == "__deepcopy__":
                 return holdings.copy(*args)
-            if name == "__getstate__" and optimizer is None:
-                return holdings.copy_to_pickle().__getstate__()
             if self._is_open or not holdings.partial(optimizer):
+                if name == "__getstate__" and optimizer is None:
+                    return holdings.copy({}).__getstate__()
                 return original(*args, **kwargs)
             if name == "state_dict":
                 return holdings.state_dict(optimizer, *args, **kwargs)
             if name == "load_state_dict":
                 return holdings.load_state_dict(optimizer, args, kwargs)
-        # An optimizer that outlives its model has a shard of the state.
+        # A pickle of the raw object, or an optimizer that outlives its model.
+        advice = f"accel.full_state_dict({'optimizer' if optimizer else 'model'})"
         raise OptimizerError(
-            f"{type(raw).__name__} holds only this rank's shard of its state. Call "
-            "accel.full_state_dict(optimizer) on every rank."
+            f"{type(raw).__name__} holds only this rank's shard of its state. Call {advice} on "
+            "every rank."
         )
 
 

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError, PrecisionError
 from ...gradients.totals import average_gradients_
-from ...precision import Accumulator
 from ...process import Process
 from ...process.devices import available
 from ...shard import parameters_of
@@ -81,7 +80,7 @@ class ZeROGradients(Gradients):
 
     _warned = False
 
-    def holders(self) -> Sequence[Accumulator]:
+    def holders(self) -> Sequence[Any]:
         """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
         zero = self.engine.zero
         fragments = [] if zero is None else zero.fragments.values()
