@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from accel.errors import AccelError, DeviceError
-from accel.process import rendezvous, startup, watchdog
+from accel.process import devices, startup, watchdog
 from accel.process.devices import (
     available,
-    check_not_shared,
     default_backend,
     identity,
     parse_backend,
     parse_devices,
     pick,
     resolve,
+    why_shared,
 )
-from accel.process.launchers import Place
 
 CPU = (torch.device("cpu"),)
 
@@ -80,18 +77,12 @@ def test_another_kind_of_accelerator() -> None:
         parse_devices("cuda:0", 1, "xpu")
 
 
-def test_free_devices() -> None:
-    asked: list[int] = []
-
-    def probe(number: int) -> bool:
-        asked.append(number)
-        return number in (0, 2)
-
-    assert parse_devices("free:2", 4, is_occupied=probe) == cuda(1, 3)
-    assert asked == [0, 1, 2, 3]
-    assert parse_devices("free:1", 4, is_occupied=probe) == cuda(1)
+def test_free_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_free_gpus", lambda: [1, 3])
+    assert parse_devices("free:2", 4) == cuda(1, 3)
+    assert parse_devices("free:1", 4) == cuda(1)
     with pytest.raises(DeviceError, match=r"3 free accelerators are asked for, free are \[1, 3\]"):
-        parse_devices("free:3", 4, is_occupied=probe)
+        parse_devices("free:3", 4)
 
 
 def test_pick() -> None:
@@ -103,9 +94,8 @@ def test_pick() -> None:
 
 def test_one_device_for_two_ranks_is_refused() -> None:
     owners = [identity(torch.device("mps", 0), host) for host in ("a", "b", "a")]
-    check_not_shared(owners[:2])
-    with pytest.raises(DeviceError, match=r"ranks \[0, 2\] would share one device"):
-        check_not_shared(owners)
+    assert not why_shared(owners[:2])
+    assert "ranks [0, 2] would share one device" in why_shared(owners)
 
 
 def test_default_backends() -> None:
@@ -140,7 +130,6 @@ class Backend:
 
     def __init__(self, name: str) -> None:
         self._name, self.aborted, self.timeout = name, False, timedelta(0)
-        self.options = SimpleNamespace(_timeout=timedelta(minutes=10))
 
     def name(self) -> str:
         return self._name
@@ -154,27 +143,13 @@ class Backend:
 
 def test_backends_are_asked_for_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo, nccl = Backend("gloo"), Backend("nccl2")
-    devices = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
-    group: Any = SimpleNamespace(_device_types=list(devices), _get_backend=devices.__getitem__)
+    backends = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
+    group: Any = SimpleNamespace(_device_types=list(backends), _get_backend=backends.__getitem__)
     assert watchdog.accelerator_backends(group) == [nccl]
-    rendezvous.give_margin(group, timedelta(minutes=2))
+    startup.give_margin(group, timedelta(minutes=2))
     assert (nccl.timeout, gloo.timeout) == (timedelta(minutes=3), timedelta(0))
-    assert startup._default_timeout(group) == timedelta(minutes=9)
     groups = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
     monkeypatch.setattr(watchdog, "distributed_c10d", groups)
     monkeypatch.setattr(watchdog, "_close_gloo", lambda group: None)
     watchdog.disconnect_all()
     assert (nccl.aborted, gloo.aborted) == (True, False)
-
-
-def test_groups_are_bound_to_devices_if_each_rank_has_its_own() -> None:
-    for devices, bound in ((("cpu:0", "cpu:1"), True), (("cpu:0", "cpu:0"), False), (("cpu:0", None), False)):
-        store = dist.HashStore()
-
-        def rank_of(rank: int, devices: Any = devices, store: Any = store) -> bool:
-            device = devices[rank]
-            place = Place(rank=rank, world_size=2)
-            return rendezvous._have_own_devices(store, place, None if device is None else torch.device(device))
-
-        with ThreadPoolExecutor(2) as threads:
-            assert list(threads.map(rank_of, range(2))) == [bound, bound]
