@@ -71,15 +71,12 @@ def init(
         _start(process_group, limit, devices)
         return
     process = current()
-    if served is not None and process.group is not None and served != process.backends:
+    is_other = served is not None and process.group is not None and served != process.backends
+    if is_other or (limit is not None and limit != process.timeout):
         raise AccelError(
-            f"accel.init(process_group={process_group!r}): the process group runs with "
-            f"{dict(process.backends)}. Call accel.teardown() before you change it."
-        )
-    if limit is not None and limit != process.timeout:
-        raise AccelError(
-            f"accel.init(timeout={timeout!r}): accel runs with {process.timeout.total_seconds():g} "
-            "s. Call accel.teardown() before you change it."
+            f"accel.init(process_group={process_group!r}, timeout={timeout!r}): accel runs with "
+            f"{dict(process.backends)} and {process.timeout.total_seconds():g} s. Call "
+            "accel.teardown() before you change it."
         )
     use_devices(devices)
 
@@ -146,8 +143,7 @@ def running() -> Process | None:
 
 def _duration(timeout: float | timedelta) -> timedelta:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not math.isfinite(seconds) or seconds <= 0:
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise AccelError(f"timeout={timeout!r}: expected a positive number of seconds.")
     return timedelta(seconds=seconds)
 
@@ -294,17 +290,15 @@ def lost(call: str, error: RuntimeError) -> AccelError:
 
 def reason_of(error: RuntimeError) -> str:
     """Return why a collective failed. Wait up to 3 s for other ranks to tell it."""
-    watchdog = None if _process is None else _process.watchdog
-    deadline = time.monotonic() + 3
+    process, deadline = _process, time.monotonic() + 3
+    watchdog = None if process is None else process.watchdog
     while watchdog is not None and watchdog.is_alive() and time.monotonic() < deadline:
         if ended() or watchdog.left:
             break
         time.sleep(0.02)
-    if _process is not None and watchdog is not None and watchdog.left and not ended():
-        texts = []
-        for number, how in sorted(watchdog.left.items()):
-            texts.append(f"rank {number} (host {_process.hosts[number]}) {how}")
-        return "; ".join(texts)
+    if process is not None and watchdog is not None and watchdog.left and not process.ended:
+        left = sorted(watchdog.left.items())
+        return "; ".join(f"rank {rank} (host {process.hosts[rank]}) {how}" for rank, how in left)
     missing = who_is_missing(error)
     return ended() or missing or "a connection between the ranks broke, and no rank says why"
 
