@@ -133,7 +133,7 @@ def _take_state(item: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return state, {name: buffer for name, buffer in buffers.items() if name not in state}
 
 
-# -- the launching process --------------------------------------------------------------------------
+# -- the launching process -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,49 +147,37 @@ class _Failure:
     failed_rank: int | None  # the rank that the exception is about
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """A worker. It leads a process group that also holds its own child processes."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-
 def _run_workers(title: str, count: int, folder: Path) -> None:
     """Run the saved function in ``count`` workers. Raise LaunchError if one of them fails."""
     # The ranks meet in this store. It takes a free port and keeps it.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    running: list[_Worker] = []
+    running: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for rank in range(count):
-            running.append(_start(rank, count, store.port, folder))
+            running[rank] = _start(rank, count, store.port, folder)
         while running:
             failed = _collect_failed(running)
             if failed:
                 time.sleep(_GATHER_SECONDS)
-                failed += _collect_failed(running)
+                failed |= _collect_failed(running)
                 _raise_first(title, failed, folder)
             time.sleep(_POLL_SECONDS)
     finally:
-        for worker in running:
-            worker.signal(signal.SIGTERM)
+        for process in running.values():
+            _signal(process, signal.SIGTERM)
         deadline = time.monotonic() + _TERMINATE_SECONDS
         while running and time.monotonic() < deadline:
             _collect_failed(running)
             time.sleep(_POLL_SECONDS)
-        for worker in running:
-            worker.signal(signal.SIGKILL)
-            worker.process.wait()
+        for process in running.values():
+            _signal(process, signal.SIGKILL)
+            process.wait()
         del store  # the traceback may live longer than the store should
 
 
-def _start(rank: int, count: int, port: int, folder: Path) -> _Worker:
+def _start(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
     options = {"rank": rank, "parent": os.getpid(), "folder": str(folder)}
     options |= {"path": sys.path, "argv": sys.argv}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -207,33 +195,42 @@ def _start(rank: int, count: int, port: int, folder: Path) -> _Worker:
     }
     command = [sys.executable, "-c", _WORKER_CODE, json.dumps(options)]
     stdin = subprocess.DEVNULL
-    process = subprocess.Popen(command, env=environment, stdin=stdin, start_new_session=True)
-    return _Worker(rank, process)
+    # Each worker leads a process group, which also holds its own child processes.
+    return subprocess.Popen(command, env=environment, stdin=stdin, start_new_session=True)
 
 
-def _collect_failed(running: list[_Worker]) -> list[_Worker]:
-    """Remove the workers that have ended, and return those that failed."""
-    ended = [worker for worker in running if worker.process.poll() is not None]
-    for worker in ended:
-        worker.signal(signal.SIGKILL)  # ends the child processes that it left behind
-        running.remove(worker)
-    return [worker for worker in ended if worker.process.returncode != 0]
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
 
 
-def _raise_first(title: str, failed: list[_Worker], folder: Path) -> None:
+def _collect_failed(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Remove the workers that have ended. Return the exit status of those that failed, by rank."""
+    failed = {}
+    for rank, process in list(running.items()):
+        status = process.poll()
+        if status is not None:
+            _signal(process, signal.SIGKILL)  # ends the child processes that it left behind
+            del running[rank]
+            if status:
+                failed[rank] = status
+    return failed
+
+
+def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
     """Raise LaunchError for the worker that failed first, not for those that heard of it."""
     failures: list[_Failure] = []
-    died: list[_Worker] = []
-    for worker in failed:
-        path = _failure_file(folder, worker.rank)
+    died: dict[int, int] = {}
+    for rank, status in failed.items():
+        path = _failure_file(folder, rank)
         if path.exists():
             failures.append(pickle.loads(path.read_bytes()))
         else:
-            died.append(worker)
+            died[rank] = status
     # gloo aborts a process if an exception in another one closes its connections.
-    aborted = [worker for worker in died if worker.process.returncode == -signal.SIGABRT]
-    if died and not (failures and len(aborted) == len(died)):
-        raise LaunchError(f"rank {died[0].rank} {title} {_describe_death(died[0])}")
+    if died and not (failures and set(died.values()) == {-signal.SIGABRT}):
+        rank, status = next(iter(died.items()))
+        raise LaunchError(f"rank {rank} {title} {_describe_death(status)}")
     failures.sort(key=lambda failure: failure.time)
     failure = failures[0]
     for other in failures:
@@ -246,8 +243,7 @@ def _raise_first(title: str, failed: list[_Worker], folder: Path) -> None:
     raise LaunchError(text) from cause
 
 
-def _describe_death(worker: _Worker) -> str:
-    status = worker.process.returncode
+def _describe_death(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}, without an exception."
     hint = " Perhaps the machine is out of memory." if status == -signal.SIGKILL else ""
@@ -258,7 +254,7 @@ def _failure_file(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank}.pickle"
 
 
-# -- a worker ---------------------------------------------------------------------------------------
+# -- a worker --------------------------------------------------------------------------------------
 
 
 def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:

@@ -117,7 +117,7 @@ def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> Ite
 
 
 def _children(obj: Any) -> Iterator[tuple[str, object]]:
-    """Yield the objects that pickle visits inside an object, each with the text that leads to it."""
+    """Yield the objects that pickle visits inside an object, with the text that leads to each."""
     if isinstance(obj, ModelHandle | type | ModuleType):
         return
     if isinstance(obj, dict):
@@ -143,7 +143,8 @@ def _children(obj: Any) -> Iterator[tuple[str, object]]:
 def _describe(obj: Any, error: Exception) -> str:
     if type(obj) is ModelHandle:
         kind = type(raw_of(obj)).__name__
-        return f"ModelHandle; pass the raw {kind}, and call accel.setup in the function that runs there"
+        advice = f"pass the raw {kind}, and call accel.setup in the function that runs there"
+        return f"ModelHandle; {advice}"
     if isinstance(obj, FunctionType):
         code = obj.__code__
         place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"

@@ -47,7 +47,7 @@ def init(
     timeout: float | timedelta | None = None,
     devices: object = "auto",
 ) -> None:
-    """Start accel in this process: find its rank and devices, and start the process group. Collective.
+    """Start accel in this process: its rank, its devices and the process group. Collective.
 
     ``accel.setup`` calls it for you. Call it first to choose different settings. A second call only
     checks that it asks for the same settings.
@@ -252,8 +252,10 @@ def _finish_end(process: Process) -> None:
 
 
 def _at_exit() -> None:
-    """End the groups of a program that doesn't call ``teardown``, because gloo's threads would
-    outlive the interpreter. Tell the other ranks if it ends with an error."""
+    """End the groups at the end of the program. Tell the other ranks if it ends with an error.
+
+    Otherwise gloo's threads outlive the interpreter, and may abort the process.
+    """
     global _process
     process = _process
     if process is None or os.getpid() != process.pid:
@@ -281,7 +283,7 @@ def ended() -> str:
 
 
 def lost(call: str, error: RuntimeError) -> AccelError:
-    """Return the error for a collective that failed because of a different rank. Ends the groups."""
+    """End the groups, and return the error for a collective that another rank made fail."""
     reason = reason_of(error)
     end_groups(reason)
     kind = RankMismatchError if _process is not None and _process.mismatch else AccelError

@@ -140,7 +140,7 @@ def _free_gpus() -> list[int]:
         ) from error
 
 
-# -- the devices of one rank, and the process group backends for them --------------------------------
+# -- the devices of one rank, and the process group backends for them ------------------------------
 
 
 def pick(

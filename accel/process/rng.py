@@ -1,4 +1,4 @@
-"""Random number generators: seed them, save their states, and use them at other states for a while."""
+"""Random number generators: seed them, save their states, and use other states for a while."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -53,7 +53,7 @@ def rng_state() -> RngState:
 
 @final
 class RngState:
-    """The generators of Python, of torch on the CPU and this rank's devices, and of NumPy if used."""
+    """The generators of Python, of torch on this rank's devices, and of NumPy if it is in use."""
 
     def state_dict(self) -> dict[str, Any]:
         _, *devices = torch_states()
@@ -130,24 +130,17 @@ def seed_of(generator: Any) -> Any:
     """Return the seed of a torch generator, or the state of another one as plain values."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
-    return to_plain(_get(generator))
+    return to_plain(_access(generator)[0]())
 
 
-def _get(generator: Any) -> Any:
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return the functions that get and set the state of a generator."""
     if hasattr(generator, "getstate"):  # Python's
-        return generator.getstate()
+        return generator.getstate, generator.setstate
     if hasattr(generator, "get_state"):  # torch's, and NumPy's global one
-        return generator.get_state()
-    return generator.bit_generator.state
-
-
-def _put(generator: Any, state: Any) -> None:
-    if hasattr(generator, "setstate"):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state
+        return generator.get_state, generator.set_state
+    bits = generator.bit_generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
 
 def _seed(generator: Any, number: int) -> None:
@@ -167,12 +160,12 @@ class Generators:
         self._all = dict(named)
 
     def states(self) -> dict[str, Any]:
-        return {name: _get(generator) for name, generator in self._all.items()}
+        return {name: _access(generator)[0]() for name, generator in self._all.items()}
 
     def put(self, states: Mapping[str, Any]) -> None:
         """Restore the generators that are in ``states``."""
         for name in states.keys() & self._all.keys():
-            _put(self._all[name], states[name])
+            _access(self._all[name])[1](states[name])
 
     def seeded(self, seed: int) -> dict[str, Any]:
         """Return the states after seeding. The generators stay as they are."""
