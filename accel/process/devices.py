@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,7 +113,7 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"{name!r} is not a device") from None
 
 
-def _number(device: object, count: int, kind: str) -> int:
+def _number(device: Any, count: int, kind: str) -> int:
     """Return the number of an accelerator, which is given by number, name or torch.device."""
     if isinstance(device, str):
         device = _device(device)
