@@ -118,9 +118,10 @@ def _number(device: Any, count: int, kind: str) -> int:
     if isinstance(device, str):
         device = _device(device)
     if isinstance(device, torch.device):
-        if device.type != kind or (device.index is None and count != 1):
+        number: int | None = device.index
+        if device.type != kind or (number is None and count != 1):
             raise ValueError(f"{str(device)!r} is not a single accelerator of this machine")
-        device = device.index or 0
+        device = number or 0
     if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < count:
         raise ValueError(f"there is no accelerator number {device!r}")
     return device
