@@ -1,7 +1,7 @@
-"""Copies that go on by themselves, as from and to CUDA devices. Here tensors of one dtype stand for a device's.
+"""Asynchronous copies, as from and to CUDA devices. Here tensors of one dtype stand for a device's.
 
-A copy is made as late as it can be, when somebody waits for it; or at once. Memory that is used again or read too early then
-gives wrong values.
+A copy is made as late as possible, when somebody waits for it, or at once. If memory is used again or read too early, the
+values are wrong.
 """
 
 from __future__ import annotations
@@ -102,16 +102,12 @@ def flat(state: dict[str, Any]) -> list[torch.Tensor]:
     return [t.clone() for t in (state["large"], state["turned"], state["host"], *state["small"], *modules)]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_is_saved_is_what_was_there(
+def test_copies_have_the_right_values(
     wait: bool, device: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (1, 2):  # the memory of the first is used again
-        saved = state(number)
+        saved, found, again = state(number), state(0), state(0)
         expected = flat(saved)
         pending = accel.save(saved, tmp_path / str(number), wait=wait)
         if pending is not None:
@@ -119,28 +115,20 @@ def test_what_is_saved_is_what_was_there(
                 tensor.data.zero_()
             pending.result(60)
         assert not device.begun
-        assert (
-            device.ahead > 1 or not wait
-        )  # a background save moves memory of the CPU, which stands for the device here
-        found = state(0)
+        # A background save moves memory of the CPU, which stands for the device here.
+        assert device.ahead > 1 or not wait
+        device.ahead = 0
+        accel.load(tmp_path / str(number), found)
+        assert device.ahead
+        assert not device.begun
         with monkeypatch.context() as plain:
             plain.setattr(transfer, "is_remote", lambda tensor: False)
             plain.setattr(reader, "is_remote", lambda tensor: False)
             plain.setattr(torch.Tensor, "copy_", device.copy_)
-            accel.load(tmp_path / str(number), found)
-        assert same(flat(found), expected)
+            accel.load(tmp_path / str(number), again)
+        for loaded in (found, again):
+            assert all(torch.equal(a, b) for a, b in zip(flat(loaded), expected, strict=True))
         device.ahead = 0
-
-
-def test_what_is_loaded_is_what_was_saved(device: Late, tmp_path: Path) -> None:
-    saved = state(1)
-    accel.save(saved, tmp_path)
-    device.ahead = 0
-    found = state(0)
-    accel.load(tmp_path, found)
-    assert not device.begun
-    assert device.ahead
-    assert same(flat(found), flat(saved))
 
 
 def test_memory_for_copies_is_pinned_and_used_again(device: Late, tmp_path: Path) -> None:
