@@ -187,9 +187,6 @@ class Loading:
             here = f"{one.path}, {name}" if name else one.path
             if name not in tensors:
                 self.summary.missing.append(here)
-            elif slot.tensor.is_meta and not isinstance(one, OptimizerObject):
-                text = f"{here} is on the meta device. Call module.to_empty(device=...) first"
-                self.summary.unfit.append(text)
             elif problem := unfit(tensors[name], slot, self._convert):
                 self.summary.unfit.append(f"{here}: {problem}")
                 if isinstance(one, OptimizerObject):
@@ -218,10 +215,15 @@ class Loading:
                 left_out[0],
             )
         for filling in self._fillings:
-            node = filling.node
-            if isinstance(filling.object, RankObject):
+            one, node = filling.object, filling.node
+            # Missing state of optimizers is created later.
+            on_meta = [slot.name for slot in filling.slots if slot.tensor.is_meta]
+            if on_meta and not isinstance(one, OptimizerObject):
+                text = f"{one.path} is on the meta device. Call module.to_empty(device=...) first"
+                self.summary.unfit.append(text)
+            if isinstance(one, RankObject):
                 node = {**node, "ranks": [own[node["name"]] for own in self._record.ranks]}
-            filling.values = filling.object.decode(node, self._decoder)
+            filling.values = one.decode(node, self._decoder)
 
     def leave_alone(self, names: set[str]) -> None:
         """Do not change the optimizers with these names."""
@@ -300,7 +302,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     """Return a function that fills the handle of a deferred module, or None without weights. Local.
 
     Raises:
-        CheckpointError: the weights of ``deferred_init`` don't exist.
+        CheckpointError: the weights of ``deferred_init`` don't exist or don't fit.
     """
     source = weights_of(module)
     if source is None:
@@ -316,14 +318,19 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
         )
     if any(key.startswith("[") for key in keys):
         raise CheckpointError(
-            f"{directory}: the model {source.name!r} is in a list or under a key that is no string. "
-            "Save it under a string key."
+            f"{directory}: the model {source.name!r} is in a list "
+            "or under a key that is no string. Save it under a string key."
         )
 
-    def fill(handle: nn.Module) -> None:
-        state: Any = handle
+    def state_of(model: nn.Module) -> dict[Any, Any]:
+        state: Any = model
         for key in reversed(keys):
             state = {unquote(key): state}
-        load(directory, state, convert=True)
+        return dict(state)
 
+    def fill(handle: nn.Module) -> None:
+        load(directory, state_of(handle), convert=True)
+
+    loading = Loading(open_checkpoint(directory, state_of(module)), state_of(module), convert=True)
+    report(directory, [loading.summary], loading.unneeded.values(), strict=True)
     return fill

@@ -101,9 +101,8 @@ class Match:
         if not is_dict and not has_objects and not _holds_objects(node):
             return self._take(node)
         children = self._decoder.children(node) if is_dict or has_objects else None
-        if not isinstance(children, dict if is_dict else list) or (
-            not is_dict and len(children) != len(value)
-        ):
+        fits = isinstance(children, dict) if is_dict else isinstance(children, list)
+        if children is None or not fits or (not is_dict and len(children) != len(value)):
             size = f" of {len(value)}" if is_dict or has_objects else ""
             here = f"{path} is a {type(value).__name__}{size}"
             self.summary.unfit.append(f"{here}, and in the checkpoint {_describe(node)}")
@@ -195,8 +194,7 @@ def report(
     text = "\n  ".join(lines)
     if lines and strict:
         raise CheckpointError(
-            f"{directory} does not fit the state, and nothing was changed "
-            f"(strict=False loads what fits):\n  {text}"
+            f"{directory} does not fit the state, and nothing was changed:\n  {text}"
         )
     if lines and rank() == 0:
         logger.warning("%s does not fit the state; skipped:\n  %s", directory, text)

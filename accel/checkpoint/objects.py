@@ -290,7 +290,7 @@ class OptimizerObject(StateObject):
                 )
         self._parameters = {names[id(p)]: p for p in held}
         self._holdings = shard.Raw(None, names) if engine is None else engine.holdings
-        #: The saved tensors of the state under their names here, and these names as they were saved.
+        #: The saved tensors of the state under their names here, and their saved names.
         self._manifest: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._saved_names: dict[str, str] = {}
 
@@ -407,7 +407,7 @@ def _optimizer_object(
 
 
 def make_object(value: Any, name: str, path: str, modules: Sequence[nn.Module]) -> StateObject:
-    """Return the object that saves and fills a value. ``modules`` name a raw optimizer's parameters."""
+    """Return the object of a value. The parameters of raw optimizers have names in ``modules``."""
     if isinstance(value, StateObject):
         value.name, value.path = name, path
         return value

@@ -43,6 +43,15 @@ def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],
     *,
+    wait: Literal[True] = ...,
+    keep: int | None = ...,
+    filter: Callable[[str], bool] | None = ...,
+) -> None: ...
+@overload
+def save(
+    state: dict[Any, Any],
+    dir: str | os.PathLike[str],
+    *,
     wait: Literal[False],
     keep: int | None = ...,
     filter: Callable[[str], bool] | None = ...,
@@ -52,7 +61,7 @@ def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],
     *,
-    wait: bool = ...,
+    wait: bool,
     keep: int | None = ...,
     filter: Callable[[str], bool] | None = ...,
 ) -> Future[None] | None: ...
@@ -170,10 +179,7 @@ class Contents:
         )
 
     def complete(self, messages: Sequence[Message], rank: int) -> tuple[Listing, ...]:
-        """Get from the other ranks what is not the same on all, and return their listings.
-
-        Collective.
-        """
+        """Merge the nodes of all ranks if they differ, and return all listings. Collective."""
         tables = [message.table for message in messages]
         has_one_table = len({*tables}) == 1
         has_equal_nodes = len({message.nodes for message in messages}) == 1
@@ -233,8 +239,9 @@ def _check_equal(messages: Sequence[Message]) -> None:
     )
     check_equal(
         # A signal handler runs on each rank at its own time.
-        "accel.save: {name} is after {first} on rank 0 and after {other} on rank {rank}. Stop all "
-        "ranks after the same step with accel.any_rank(flag). To go on, load an earlier checkpoint.",
+        "accel.save: {name} is after {first} on rank 0 and after {other} on rank {rank}. "
+        "Stop all ranks after the same step with accel.any_rank(flag). "
+        "To go on, load an earlier checkpoint.",
         [message.progress for message in messages],
     )
 

@@ -62,7 +62,7 @@ def on_running_ranks(
 ) -> T:
     """Run ``act`` with the rank and the world size, on all ranks if accel runs on several.
 
-    ``arguments`` returns what must be equal on all ranks.
+    ``arguments`` returns values that must be equal on all ranks.
     """
     process = running()
     if process is not None and process.place.world_size > 1:
@@ -173,7 +173,7 @@ def parsing(problem: str) -> Iterator[None]:
 
 
 def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:
-    """Log on rank 0 what was done to a checkpoint since ``begin``, by ``time.monotonic``."""
+    """Log the end of a call on rank 0. ``begin`` is its begin, by ``time.monotonic``."""
     if rank() == 0:
         seconds = time.monotonic() - begin
         rate = nbytes / max(seconds, 1e-9) / 1e6

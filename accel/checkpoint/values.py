@@ -159,8 +159,9 @@ class Encoder:
             return self._encode_numpy(value, path)
         name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise CheckpointError(
-            f"{path} is a {name}, which can't be stored without pickle. Save its content as numbers, "
-            "strings, containers or tensors, or give it state_dict() and load_state_dict()."
+            f"{path} is a {name}, which can't be stored without pickle. "
+            "Save its content as numbers, strings, containers or tensors, "
+            "or give it state_dict() and load_state_dict()."
         )
 
     def _encode_content(self, kind: Kind, value: Any, path: str) -> Json:
@@ -169,6 +170,8 @@ class Encoder:
             return content
         if not isinstance(content, dict):
             return self._encode_items(enumerate(content), path)
+        if any(key != key for key in content):
+            raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
         keys = [self.encode(key, f"the key {key!r} of {path}") for key in content]
         items = self._encode_items(content.items(), path)
         return [list(pair) for pair in zip(keys, items, strict=True)]

@@ -127,15 +127,6 @@ def test_weights_are_replaced_whole(tmp_path: Path) -> None:
     assert equal(accel.load(out, {"model": Tied()})["model"], model)
 
 
-def test_an_export_waits_for_the_save(tmp_path: Path) -> None:
-    for value in (1.0, 2.0):
-        model = nn.Linear(2000, 2000)
-        nn.init.constant_(model.weight, value)
-        accel.save({"model": model}, tmp_path / "c", wait=False)
-    accel.export(tmp_path / "c", tmp_path / "out")
-    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].unique().tolist() == [2.0]
-
-
 def test_differences_are_listed(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2, dtype=torch.float64), "more": torch.zeros(1)}
     save_file(state, tmp_path / "model.safetensors")

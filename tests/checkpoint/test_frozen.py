@@ -25,10 +25,12 @@ def net(seed: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def make(model: nn.Module, kind: Any) -> torch.optim.Optimizer:
-    """Return an optimizer of the trainable matrices, and of vectors if the kind has state for them."""
-    matrices_only = kind is torch.optim.Muon
-    return kind([p for p in model.parameters() if p.requires_grad and (p.dim() == 2 or not matrices_only)], lr=0.1)  # type: ignore[no-any-return]
+def make(model: nn.Module, kind: Any) -> Any:
+    """Return an optimizer of the trainable parameters. Muon takes only matrices."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if kind is torch.optim.Muon:
+        parameters = [p for p in parameters if p.dim() == 2]
+    return kind(parameters, lr=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -30,7 +30,6 @@ class Late:
         self.begun: list[Callable[[], Any]] = []
         self.copy_ = torch.Tensor.copy_
         self.ahead = 0
-        self.pinned = 0
 
     def copy(self, to: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if non_blocking and REMOTE in (to.dtype, values.dtype):
@@ -44,7 +43,6 @@ class Late:
         return [Event(self, self.begun[:upto])] if set(devices) else []
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        self.pinned += pinned
         return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
 
 
@@ -129,19 +127,3 @@ def test_copies_have_the_right_values(
         for loaded in (found, again):
             assert all(torch.equal(a, b) for a, b in zip(flat(loaded), expected, strict=True))
         device.ahead = 0
-
-
-def test_memory_for_copies_is_pinned_and_used_again(device: Late, tmp_path: Path) -> None:
-    """Two buffers for a save, one for a load, and blocks that hold the copy of a background save once."""
-    one = state(1)
-    size = sum(t.nbytes for t in flat(one))
-    del one["frozen"], one["net"]
-    accel.save(one, tmp_path / "1")
-    assert device.pinned == 2
-    accel.load(tmp_path / "1", one)
-    assert device.pinned == 3
-    for number in (2, 3):
-        pending = accel.save(one, tmp_path / str(number), wait=False)
-        assert pending is not None
-        pending.result(60)
-        assert len(saving.background._blocks) == -(-size // saving._BLOCK)
