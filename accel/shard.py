@@ -336,8 +336,13 @@ class Raw:
                 state[entry.name] = {k: v for k, v in items if not is_shard(k, v, entry.parameter)}
         return {"groups": groups, "state": state}
 
-    def slots(self, optimizer: Optimizer | None, manifest: Manifest) -> list[Shard]:
-        """Return the shards that a checkpoint fills. Missing optimizer state is created. Local."""
+    def slots(
+        self, optimizer: Optimizer | None, manifest: Manifest, *, create: bool = True
+    ) -> list[Shard]:
+        """Return the shards that a checkpoint fills. Local.
+
+        Optimizer state that doesn't exist is created, or if not ``create``, on the meta device.
+        """
         if optimizer is None:
             return self.shards(None)
         # The state of other optimizers may have any shape.
@@ -351,15 +356,18 @@ class Raw:
             entry = entries.get(name)
             if entry is None:
                 continue
-            if elementwise and shape != entry.shape:  # the caller raises, so nothing is allocated
-                nothing = torch.empty(entry.shape, dtype=dtype, device="meta")
-                slots.append(Shard(full_name, entry.shape, 0, nothing))
+            full_shape = entry.shape if elementwise else shape
+            is_new = not is_shard(key, entry.state.get(key), entry.parameter)
+            if is_new and elementwise and dtype.is_floating_point:
+                own = entry.parameter.dtype
+                dtype = own if own.is_floating_point else dtype
+            # The caller refuses a different shape, so nothing is allocated for it.
+            if shape != full_shape or (is_new and not create):
+                nothing = torch.empty(full_shape, dtype=dtype, device="meta")
+                slots.append(Shard(full_name, full_shape, 0, nothing))
                 continue
             state = optimizer.state[entry.parameter]
-            if not is_shard(key, state.get(key), entry.parameter):
-                if elementwise and dtype.is_floating_point:
-                    own = entry.parameter.dtype
-                    dtype = own if own.is_floating_point else dtype
+            if is_new:
                 state[key] = self.new_state(entry, key, shape, dtype)
             slot = self.part(name, state[key], key)
             if slot is not None and elementwise and slot.shape == tuple(slot.tensor.shape):

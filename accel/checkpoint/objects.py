@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any, ClassVar, TypeAlias, TypeVar, final
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from .. import process, shard
 from ..data import LoaderHandle
 from ..engines import Engine
 from ..engines.base.step import take_added_groups
-from ..errors import CheckpointError, text_of_error
+from ..errors import AccelError, CheckpointError, text_of_error
+from ..handles import ModelHandle
 from ..process.rng import RngState
+from ..registry import Registry, registry, resolve_module
 from ..shard import Manifest, Shard
-from .shards import LocalShard
-from .values import TAG, Decoder, Encoder, Json, place
+from .shards import LocalShard, check_tensor
+from .values import TAG, Decoder, Encoder, Json, Placeholder, place
 
 T = TypeVar("T")
 #: The JSON of an object in the record.
 Node: TypeAlias = Mapping[str, Json]
 
 
-class StateObject:
+class Stage(IntEnum):
+    """The order in which a load fills objects. Tensors are read before ``TENSORS``."""
+
+    LOADERS = 0
+    STATE_DICTS = 1
+    TENSORS = 2
+    RANKS = 3
+
+
+class StateObject(Placeholder):
     """An object of a state. The names of its tensors in the checkpoint begin with ``name``."""
 
     kind: ClassVar[str]
@@ -37,12 +47,13 @@ class StateObject:
     #: The key in ``value`` under which each rank has only the entries of its shards.
     divided: ClassVar[str] = ""
     engine: Engine | None = None
+    stage = Stage.TENSORS
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
         self.path = path
         #: The JSON in the record. ``value`` is added once the ranks have exchanged theirs.
-        self.node: dict[str, Json] = {TAG: self.kind}
+        self.node = {TAG: self.kind}
 
     def shards(self) -> Iterator[LocalShard]:
         """Give the shards on this rank. Local."""
@@ -52,27 +63,16 @@ class StateObject:
         """Return everything that is not a shard. Local."""
         return {"name": self.name}
 
-    def part_of(self, value: dict[str, Json]) -> dict[str, Json]:
-        """Return the part of a ``value`` that other ranks don't have."""
-        return {self.divided: value[self.divided]}
-
-    def merge(self, values: Sequence[dict[str, Json]]) -> dict[str, Json]:
-        """Return the ``value`` of all ranks together."""
-        entries: dict[str, Json] = {}
-        for value in reversed(values):
-            entries |= value[self.divided]
-        return {**values[0], self.divided: entries}
-
     def problem(self, node: Node) -> str:
         """Return why this object can't take a saved node, or an empty string. Local."""
         return ""
 
     def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        """Return the shards to fill on this rank, each with the name of its saved tensor. Local."""
+        """Return the shards that a load fills, with the names of the saved tensors. Local."""
         return []
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
-        """Return what ``fill`` takes. Called before any object is changed."""
+        """Return the argument of ``fill``. Called before any object is changed."""
         return None
 
     def fill(self, values: Any) -> None:
@@ -88,40 +88,14 @@ def call(path: str, method: Callable[..., T], *args: Any) -> T:
     try:
         return method(*args)
     except Exception as error:
-        raise CheckpointError(
-            f"{path}.{method.__name__}() raised {text_of_error(error)}"
-        ) from error
+        problem = f"{path}.{method.__name__}() raised {text_of_error(error)}"
+        raise CheckpointError(problem) from error
 
 
-def engines_of(objects: Iterable[StateObject]) -> dict[str, str]:
-    """Return the engine of each model by path. Two models of one class look the same otherwise."""
-    return {one.path: one.engine.label for one in objects if one.engine is not None}
-
-
-def progress_of(objects: Iterable[StateObject]) -> dict[str, str]:
-    """Return the steps of each engine by path. Ranks compare them after an interruption."""
-    return {one.path: one.engine.drift.progress for one in objects if one.engine is not None}
-
-
-@final
-class StatefulObject(StateObject):
-    """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler or a loader."""
-
-    kind = "stateful"
-
-    def __init__(self, name: str, path: str, value: Any) -> None:
-        super().__init__(name, path)
-        self.value_object = value
-
-    def value(self, encoder: Encoder) -> dict[str, Json]:
-        state = call(self.path, self.value_object.state_dict)
-        return {"state": encoder.encode(state, f"{self.path}.state_dict()")}
-
-    def decode(self, node: Node, decoder: Decoder) -> Any:
-        return decoder.decode(node["state"])
-
-    def fill(self, values: Any) -> None:
-        call(self.path, self.value_object.load_state_dict, values)
+def structure_of(objects: Sequence[StateObject]) -> list[list[str]]:
+    """Return a description that ranks compare. Two models of one class differ in their engines."""
+    labels = [one.engine.label if one.engine is not None else "" for one in objects]
+    return [[one.name, one.kind, label] for one, label in zip(objects, labels, strict=True)]
 
 
 @final
@@ -132,32 +106,56 @@ class TensorObject(StateObject):
 
     def __init__(self, name: str, path: str, tensor: torch.Tensor) -> None:
         super().__init__(name, path)
+        check_tensor(tensor, path)
         self._shard = shard.whole(name, tensor)
 
     def shards(self) -> Iterator[LocalShard]:
         yield LocalShard(self._shard, equal=False)
 
-    def problem(self, node: Node) -> str:
-        return "" if "name" in node else "the checkpoint has a small tensor inside a value here"
-
     def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
         return [("", self._shard)]
 
 
+class StatefulObject(StateObject):
+    """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler or a loader."""
+
+    kind = "stateful"
+
+    def __init__(self, name: str, path: str, target: Any) -> None:
+        super().__init__(name, path)
+        self._target = target
+        # Loaders check their state before anything is changed.
+        self.stage = Stage.LOADERS if isinstance(target, LoaderHandle) else Stage.STATE_DICTS
+
+    def state(self, encoder: Encoder) -> Json:
+        """Return the state dict as JSON."""
+        state = call(self.path, self._target.state_dict)
+        return encoder.encode(state, f"{self.path}.state_dict()")
+
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        return {"state": self.state(encoder)}
+
+    def decode(self, node: Node, decoder: Decoder) -> Any:
+        return decoder.decode(node["state"])
+
+    def fill(self, values: Any) -> None:
+        call(self.path, self._target.load_state_dict, values)
+
+
 @final
-class RankObject(StateObject):
+class RankObject(StatefulObject):
     """An object with a state for each rank: generators, and loaders that ranks read alone."""
 
     kind = "ranks"
 
-    def __init__(self, name: str, path: str, value: RngState | LoaderHandle) -> None:
-        super().__init__(name, path)
-        self._object = value
+    def __init__(self, name: str, path: str, target: RngState | LoaderHandle) -> None:
+        super().__init__(name, path, target)
+        # Filling the other objects may draw random numbers.
+        self.stage = Stage.RANKS
         self._is_new_rank = False
 
-    def own(self, encoder: Encoder) -> Json:
-        """Return this rank's state."""
-        return encoder.encode(call(self.path, self._object.state_dict), self.path)
+    def value(self, encoder: Encoder) -> dict[str, Json]:
+        return {"name": self.name}
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
         """Decode this rank's entry of ``node["ranks"]``. New ranks take that of another rank."""
@@ -166,9 +164,12 @@ class RankObject(StateObject):
         return decoder.decode(saved[rank % len(saved)])
 
     def fill(self, values: Any) -> None:
-        call(self.path, self._object.load_state_dict, values)
-        if self._is_new_rank and isinstance(self._object, RngState):
-            self._object.diverge(process.rank())
+        super().fill(values)
+        if self._is_new_rank and isinstance(self._target, RngState):
+            self._target.diverge(process.rank())
+
+
+# -- modules ---------------------------------------------------------------------------------------
 
 
 @final
@@ -188,29 +189,25 @@ class ModuleObject(StateObject):
         self._holdings = shard.Raw(module, {}) if engine is None else engine.holdings
         #: True if all ranks together have one model, for example in a pipeline.
         self.merged = engine is not None and engine.distributed and engine.gradients.spread
-        #: The names in this module by the engine's names. None: they are equal.
-        self._names: dict[str, str] | None = None
-        if engine is not None and prefix:
-            outer, inner = shard.tensor_names(engine.module), shard.tensor_names(module)
-            self._names = {outer[key][0]: names[0] for key, names in inner.items()}
 
-    def _shards(self) -> list[Shard]:
-        shards, names = self._holdings.shards(None), self._names
-        if names is None:
-            return shards
-        return [replace(one, name=names[one.name]) for one in shards if one.name in names]
+    def _shards(self) -> list[tuple[str, Shard]]:
+        """Return the shards under their names in this module, with the names in the engine's."""
+        shards = self._holdings.shards(None)
+        names = {one.name: one.name for one in shards}
+        if self.engine is not None and self._prefix:
+            inner = shard.tensor_names(self.module)
+            outer = shard.tensor_names(self.engine.module)
+            names = {outer[key][0]: inner[key][0] for key in inner}
+        return [(s.name, replace(s, name=names[s.name])) for s in shards if s.name in names]
 
     def shards(self) -> Iterator[LocalShard]:
-        engine, names = self.engine, self._names
-        equal: set[str | None] = set()
-        everything = False
-        if engine is not None and engine.synchronizes:
-            equal = {name if names is None else names.get(name) for name in engine.named}
-            everything = not engine.distributed
         # If the module is spread over the ranks, each buffer is on one of them.
-        everything = everything or self.merged
-        for one in self._shards():
-            yield self.local_shard(one, everything or one.name in equal)
+        everything, equal = self.merged, set[str]()
+        if self.engine is not None and self.engine.synchronizes:
+            everything = everything or not self.engine.distributed
+            equal = set(self.engine.named)
+        for engine_name, one in self._shards():
+            yield self.local_shard(one, everything or engine_name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, prefix = self._holdings.values(None), self._prefix
@@ -222,7 +219,7 @@ class ModuleObject(StateObject):
         return node if self.engine is None else {**node, "backend": self.engine.name}
 
     def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        return [(one.name, one) for one in self._shards()]
+        return [(one.name, one) for _, one in self._shards()]
 
     def tied(self) -> dict[str, list[str]]:
         """Return the other names of tied tensors by their first name, which checkpoints use."""
@@ -234,11 +231,27 @@ class ModuleObject(StateObject):
 
     def fill(self, values: Any) -> None:
         shard.fill_module_values(self.module, values)
-        if self.engine is not None and self.engine.holdings.partial(None):
-            return  # hooks expect full tensors
-        for part in reversed(list(self.module.modules())):
-            for hook in part._load_state_dict_post_hooks.values():
-                hook(part, _IncompatibleKeys([], []))
+
+
+def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
+    module, _ = resolve_module(module)
+    engine = Registry.engine(module)
+    if engine is not None:
+        return ModuleObject(name, path, module, engine, "")
+    for engine in registry.in_order():
+        for prefix, part in engine.module.named_modules():
+            if part is module:
+                return ModuleObject(name, path, module, engine, f"{prefix}.")
+        shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
+        if shared or any(type(part) is ModelHandle for part in module.modules()):
+            raise CheckpointError(
+                f"{path}: this {type(module).__name__} holds parameters of a model that is set up "
+                f"({', '.join(shared[:3])}). Save the model that accel.setup returned."
+            )
+    return ModuleObject(name, path, module, None, "")
+
+
+# -- optimizers ------------------------------------------------------------------------------------
 
 
 @final
@@ -277,8 +290,9 @@ class OptimizerObject(StateObject):
                 )
         self._parameters = {names[id(p)]: p for p in held}
         self._holdings = shard.Raw(None, names) if engine is None else engine.holdings
-        #: The tensors of the state in the checkpoint, under the names here.
-        self._saved_tensors: set[str] = set()
+        #: The saved tensors of the state under their names here, and their saved names.
+        self._manifest: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._saved_names: dict[str, str] = {}
 
     def shards(self) -> Iterator[LocalShard]:
         equal = self.engine is not None and self.engine.synchronizes
@@ -310,8 +324,7 @@ class OptimizerObject(StateObject):
         saved = [name for group in node["groups"] for name in group["params"]]
         if node["named"] and self._has_names:
             return {name: name for name in saved}
-        here = itertools.chain.from_iterable(self._group_names())
-        return dict(zip(saved, here, strict=True))
+        return dict(zip(saved, itertools.chain(*self._group_names()), strict=True))
 
     def problem(self, node: Node) -> str:
         kind = type(self.optimizer).__name__
@@ -321,34 +334,29 @@ class OptimizerObject(StateObject):
         sizes, saved_sizes = [*map(len, here)], [*map(len, saved)]
         if sizes != saved_sizes:
             return f"the checkpoint has groups of {saved_sizes} parameters, and not of {sizes}"
-        if node["named"] and self._has_names and here != saved:
+        if node["named"] and self._has_names:
             pairs = zip(itertools.chain(*saved), itertools.chain(*here), strict=True)
-            saved_name, name = next(pair for pair in pairs if pair[0] != pair[1])
-            return f"a parameter is {saved_name} in the checkpoint and {name} here"
+            for saved_name, name in pairs:
+                if saved_name != name:
+                    return f"a parameter is {saved_name} in the checkpoint and {name} here"
         return ""
 
     def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        """Return the shards of the state to fill, and create those that don't exist yet."""
-        names_here, saved_names, tensors = self._names_here(node), {}, {}
+        """Return the shards to fill. State that doesn't exist yet is on the meta device."""
+        names_here = self._names_here(node)
+        self._manifest, self._saved_names = {}, {}
         for saved_name, form in manifest.items():
             parameter, _, key = saved_name.rpartition("/")
             if parameter in names_here:
                 name = f"{names_here[parameter]}/{key}"
-                saved_names[name], tensors[name] = saved_name, form
-        self._saved_tensors = set(tensors)
-        slots = self._holdings.slots(self.optimizer, tensors)
-        return [(saved_names[slot.name], slot) for slot in slots]
+                self._saved_names[name], self._manifest[name] = saved_name, form
+        slots = self._holdings.slots(self.optimizer, self._manifest, create=False)
+        return [(self._saved_names[slot.name], slot) for slot in slots]
 
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that removes the state created by ``slots``."""
-        state = self.optimizer.state
-        before = {parameter: dict(own) for parameter, own in state.items()}
-
-        def restore() -> None:
-            state.clear()
-            state.update(before)
-
-        return restore
+    def allocate(self) -> list[Shard]:
+        """Create the state that doesn't exist yet. Return the shards under their saved names."""
+        slots = self._holdings.slots(self.optimizer, self._manifest)
+        return [replace(s, name=f"{self.name}/{self._saved_names[s.name]}") for s in slots]
 
     def decode(self, node: Node, decoder: Decoder) -> Any:
         decoded = {"groups": decoder.decode(node["groups"]), "state": decoder.decode(node["state"])}
@@ -361,9 +369,6 @@ class OptimizerObject(StateObject):
             groups.append({**group, "params": [names[name] for name in group["params"]]})
         state = {names[name]: own for name, own in values["state"].items()}
         self._holdings.fill(self.optimizer, {"groups": groups, "state": state})
-        if engine is None or not engine.holdings.partial(self.optimizer):
-            self._drop_other_state(state.keys())
-        self._end_load()
         if values.get("scale") and engine is not None and engine.precision.scaled:
             engine.loss_scale.restore(*values["scale"])
         frozen = set(values["frozen"])
@@ -372,22 +377,51 @@ class OptimizerObject(StateObject):
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
 
-    def _drop_other_state(self, filled: Iterable[str]) -> None:
-        """Remove tensors that were not saved, as ``Optimizer.load_state_dict`` does."""
-        for entry in self._holdings.entries(self.optimizer):
-            if entry.name not in filled:
-                continue
-            for key, value in list(entry.state.items()):
-                is_saved = f"{entry.name}/{key}" in self._saved_tensors
-                if not is_saved and shard.is_shard(key, value, entry.parameter):
-                    del self.optimizer.state[entry.parameter][key]
 
-    def _end_load(self) -> None:
-        """Do what ``Optimizer.load_state_dict`` does last: add new options, and call hooks."""
-        optimizer, engine = self.optimizer, self.engine
-        with contextlib.nullcontext() if engine is None else engine.holdings.guard.opened():
-            optimizer.__setstate__(
-                {"state": optimizer.state, "param_groups": optimizer.param_groups}
+def _optimizer_object(
+    optimizer: Optimizer, name: str, path: str, modules: Sequence[nn.Module]
+) -> StateObject:
+    engine = Registry.find_engine_of(optimizer)
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        # A class around another optimizer, for example. Only its load_state_dict takes them.
+        entries = call(path, optimizer.state_dict).keys() - {"state", "param_groups"}
+        if entries and engine is not None and engine.holdings.partial(optimizer):
+            raise CheckpointError(
+                f"{path}: the state_dict() of this {type(optimizer).__name__} has its own entries "
+                f"{sorted(map(str, entries))[:5]}, which backend {engine.name!r} can't shard. "
+                "Use a backend that keeps full optimizers."
             )
-            for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-                hook(optimizer)
+        if entries:
+            return StatefulObject(name, path, optimizer)
+    if engine is not None:
+        return OptimizerObject(name, path, optimizer, engine, engine.holdings.parameter_names)
+    held = {id(parameter) for parameter in shard.parameters_of(optimizer)}
+    for module in [*modules, *(engine.module for engine in registry.in_order())]:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        if held <= names.keys():
+            return OptimizerObject(name, path, optimizer, None, names)
+    return OptimizerObject(name, path, optimizer, None, None)
+
+
+# -- every object ----------------------------------------------------------------------------------
+
+
+def make_object(value: Any, name: str, path: str, modules: Sequence[nn.Module]) -> StateObject:
+    """Return the object of a value. The parameters of raw optimizers have names in ``modules``."""
+    if isinstance(value, StateObject):
+        value.name, value.path = name, path
+        return value
+    try:
+        if isinstance(value, RngState) or (isinstance(value, LoaderHandle) and value._accel.part):
+            return RankObject(name, path, value)
+        if isinstance(value, nn.Module):
+            return _module_object(value, name, path)
+        if isinstance(value, Optimizer):
+            return _optimizer_object(value, name, path, modules)
+        if isinstance(value, torch.Tensor):
+            return TensorObject(name, path, value)
+    except CheckpointError:
+        raise
+    except AccelError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return StatefulObject(name, path, value)

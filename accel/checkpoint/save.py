@@ -9,26 +9,26 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 import torch
 
+from .. import shard
 from ..errors import CheckpointError
-from ..process import Process, current
+from ..process import current
 from ..process.control import agree, locked
 from . import folder, shards
 from .background import background
-from .match import check_engines, check_progress
-from .objects import RankObject, StateObject, engines_of, progress_of
+from .objects import OptimizerObject, RankObject, StateObject, structure_of
 from .plan import Kind, Listing, Plan, Table, list_shards, make_plan
 from .record import Record
-from .shards import Item, LocalShard, WriteItem, Written
-from .state import State, shards_of, value_shard
+from .shards import Item, LocalShard, Written, check_tensor
+from .state import OF_VALUES, State, name_of
 from .steps import (
     Gather,
     background_gather,
     check_arguments,
+    check_equal,
     digest,
     exchange,
     log_end,
@@ -37,24 +37,15 @@ from .steps import (
 from .storage import storage_of
 from .values import Encoder, Json
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class SaveOptions(TypedDict, total=False):
-    """The options of ``save``, except ``wait``, which decides on the result."""
-
-    keep: int | None
-    filter: Callable[[str], bool] | None
-
 
 @overload
 def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],
     *,
-    wait: Literal[True] = True,
-    **options: Unpack[SaveOptions],
+    wait: Literal[True] = ...,
+    keep: int | None = ...,
+    filter: Callable[[str], bool] | None = ...,
 ) -> None: ...
 @overload
 def save(
@@ -62,7 +53,8 @@ def save(
     dir: str | os.PathLike[str],
     *,
     wait: Literal[False],
-    **options: Unpack[SaveOptions],
+    keep: int | None = ...,
+    filter: Callable[[str], bool] | None = ...,
 ) -> Future[None]: ...
 @overload
 def save(
@@ -70,7 +62,8 @@ def save(
     dir: str | os.PathLike[str],
     *,
     wait: bool,
-    **options: Unpack[SaveOptions],
+    keep: int | None = ...,
+    filter: Callable[[str], bool] | None = ...,
 ) -> Future[None] | None: ...
 @locked
 def save(
@@ -119,52 +112,16 @@ def save(
 
     (contents, commit), messages = exchange("accel.save", prepare)
     _check_equal(messages)
-    contents.complete(messages, rank)
-    plan = make_plan(contents.listings)
+    plan = make_plan(contents.complete(messages, rank))
     items = shards.items_of(plan.entries(rank), contents.shards)
-    writing = Writing(folder.absolute(dir), messages[0].save, rank, begin, keep)
     # A thread must not keep the tensors of the state alive, so it gets only the values.
-    record = partial(_record_of, messages, plan, contents.values)
+    writing = Writing(folder.absolute(dir), rank, begin, keep, messages, plan, contents.values)
     if wait:
-        writing.finish(lambda: items, record, commit, agree)
+        writing.finish(items, commit, agree)
         return None
-    return _finish_in_background(process, writing, items, record, commit)
-
-
-def _record_of(
-    messages: Sequence[Message],
-    plan: Plan,
-    values: dict[str, Json],
-    files: Sequence[Written | None],
-) -> Record:
-    numbers = [number for number, file in enumerate(files) if file is not None]
-    own = [message.own for message in messages]
-    return Record(
-        id=messages[0].save,
-        time=time.time(),
-        world_size=len(files),
-        files=[file for file in files if file is not None],
-        tensors=plan.stored({number: i for i, number in enumerate(numbers)}),
-        values=values,
-        ranks=own if any(own) else [],
-    )
-
-
-def _finish_in_background(
-    process: Process,
-    writing: Writing,
-    items: Sequence[WriteItem],
-    record: Callable[[Sequence[Written | None]], Record],
-    commit: folder.Commit | None,
-) -> Future[None]:
     gather = background_gather(process)
-    copies: Future[Sequence[Item]] = Future()
-    try:
-        copies.set_result(background.copy(items))
-    except Exception as error:
-        # It is raised in the thread, where all ranks hear of it.
-        copies.set_exception(error)
-    return background.start(process, lambda: writing.finish(copies.result, record, commit, gather))
+    copies = on_every_rank("accel.save (the copy)", lambda: background.copy(items))
+    return background.start(process, lambda: writing.finish(copies, commit, gather))
 
 
 # -- the content on one rank -----------------------------------------------------------------------
@@ -180,72 +137,80 @@ class Message:
     #: Digests of the objects, and of the values that belong to all ranks together.
     structure: str
     nodes: str
-    engines: dict[str, str]
+    #: The steps of each engine by path.
     progress: dict[str, str]
     #: The digest of the table and the kinds of a listing.
     table: str
     kinds: tuple[Kind, ...]
+    #: The values that belong to this rank alone, by the name of the object.
     own: dict[str, Json]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Contents:
     """The content of a save on one rank."""
 
-    #: The state as JSON. The nodes of objects in it are filled in by ``complete``.
+    #: The state as JSON. The nodes of merged objects in it are filled in by ``complete``.
     values: dict[str, Json]
     objects: list[StateObject]
     #: The objects whose nodes are made of all ranks' nodes, with this rank's.
     merged: list[tuple[StateObject, dict[str, Json]]]
-    #: The values that belong to this rank alone, by the name of the object.
-    own: dict[str, Json]
     shards: list[LocalShard]
     listing: Listing
-    #: The listings of all ranks.
-    listings: tuple[Listing, ...] = ()
 
     def message(self, arguments: dict[str, object]) -> Message:
         lead = sorted(one.shard.name for one in self.shards if not one.equal)
+        progress, ranked = {}, {}
+        for one in self.objects:
+            if one.engine is not None:
+                progress[one.path] = one.engine.drift.progress
+            if isinstance(one, RankObject):
+                # In the record, because each tensor in a file belongs to all ranks.
+                ranked[one.name] = one.state(Encoder(None))
         return Message(
             save=secrets.token_hex(6),
             arguments=arguments,
-            structure=digest([[(one.name, one.kind) for one in self.objects], lead]),
+            structure=digest([structure_of(self.objects), lead]),
             nodes=digest([node for _, node in self.merged]),
-            engines=engines_of(self.objects),
-            progress=progress_of(self.objects),
+            progress=progress,
             table=self.listing.table.digest,
             kinds=self.listing.kinds,
-            own=self.own,
+            own=ranked,
         )
 
-    def complete(self, messages: Sequence[Message], rank: int) -> None:
-        """Get from the other ranks what is not the same on all. Collective."""
+    def complete(self, messages: Sequence[Message], rank: int) -> tuple[Listing, ...]:
+        """Merge the nodes of all ranks if they differ, and return all listings. Collective."""
         tables = [message.table for message in messages]
-        rows = nodes = None
-        if len({*tables}) > 1 and tables.index(tables[rank]) == rank:
-            rows = self.listing.table.rows  # of ranks with the same table the first one sends it
-        if len({message.nodes for message in messages}) > 1:
-            nodes = [{**node} if not rank else one.part_of(node) for one, node in self.merged]
-        everyone: list[Any] = [(None, None)]
-        if len({*tables}) > 1 or nodes is not None:
-            everyone = agree("accel.save (details)", (rows, nodes))
+        has_one_table = len({*tables}) == 1
+        has_equal_nodes = len({message.nodes for message in messages}) == 1
+        # Of ranks with the same table the first one sends it.
+        sends = not has_one_table and tables.index(tables[rank]) == rank
+        rows = self.listing.table.rows if sends else None
+        entries = [node[one.divided] for one, node in self.merged]
+        everyone: list[Any] = [(None, entries)]
+        if not (has_one_table and has_equal_nodes):
+            details = (rows, None if has_equal_nodes else entries)
+            everyone = agree("accel.save (details)", details)
         known = {self.listing.table.digest: self.listing.table}
         for name, (rows, _) in zip(tables, everyone, strict=False):
             if rows is not None:
                 known[name] = Table(name, rows)
-        self.listings = tuple(Listing(known[m.table], m.kinds) for m in messages)
         for number, (one, node) in enumerate(self.merged):
-            parts = [nodes[number] for _, nodes in everyone if nodes is not None]
-            one.node.update(one.merge(parts or [node]))
+            one.node.update(node)
+            for _, entries in reversed(everyone):
+                one.node[one.divided] |= entries[number] if entries is not None else {}
+        return tuple(Listing(known[message.table], message.kinds) for message in messages)
 
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
     """Take a state apart, or raise with the path of something that can't be stored. Local."""
-    of_values: list[LocalShard] = []
+    local_shards: list[LocalShard] = []
 
     def store(tensor: torch.Tensor, path: str) -> str:
-        of_values.append(value_shard(len(of_values), path, tensor))
-        return of_values[-1].shard.name
+        """Store a tensor that is part of a plain value."""
+        name = f"{OF_VALUES}{len(local_shards)}/{name_of([path])}"
+        local_shards.append(LocalShard(shard.whole(name, tensor), equal=False))
+        return name
 
     encoder = Encoder(store)
     values, objects = State(state).encode(encoder)
@@ -256,22 +221,29 @@ def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
             merged.append((one, node))
         else:
             one.node.update(node)
-    # In the record, because each tensor in a file belongs to all ranks.
-    own = {one.name: one.own(Encoder(None)) for one in objects if isinstance(one, RankObject)}
-    held = shards_of(objects, filter) + of_values
-    return Contents(values, objects, merged, own, held, list_shards(held))
+    for one in objects:
+        for local in one.shards():
+            name = local.shard.name
+            if filter is None or isinstance(one, OptimizerObject) or filter(name):
+                check_tensor(local.shard.tensor, f"{one.path}, {name}")
+                local_shards.append(local)
+    return Contents(values, objects, merged, local_shards, list_shards(local_shards))
 
 
 def _check_equal(messages: Sequence[Message]) -> None:
     check_arguments("accel.save", [message.arguments for message in messages])
-    check_engines("accel.save", [message.engines for message in messages])
-    check_progress([message.progress for message in messages])
-    for rank, message in enumerate(messages):
-        if message.structure != messages[0].structure:
-            raise CheckpointError(
-                f"accel.save: the state of rank {rank} has other objects or tensors than that of "
-                "rank 0. Pass the same keys in the same order on every rank."
-            )
+    check_equal(
+        "accel.save: the state of rank {rank} has other objects or tensors than that of rank 0. "
+        "Pass the same keys in the same order on every rank.",
+        [{"": message.structure} for message in messages],
+    )
+    check_equal(
+        # A signal handler runs on each rank at its own time.
+        "accel.save: {name} is after {first} on rank 0 and after {other} on rank {rank}. "
+        "Stop all ranks after the same step with accel.any_rank(flag). "
+        "To go on, load an earlier checkpoint.",
+        [message.progress for message in messages],
+    )
 
 
 # -- the files and the commit ----------------------------------------------------------------------
@@ -282,26 +254,21 @@ class Writing:
     """The part of a save that may run in a thread."""
 
     directory: str
-    save: str
     rank: int
     begin: float
     keep: int | None
+    messages: Sequence[Message]
+    plan: Plan
+    values: dict[str, Json]
 
-    def finish(
-        self,
-        items: Callable[[], Sequence[Item]],
-        record: Callable[[Sequence[Written | None]], Record],
-        commit: folder.Commit | None,
-        gather: Gather,
-    ) -> None:
+    def finish(self, items: Sequence[Item], commit: folder.Commit | None, gather: Gather) -> None:
         """Write this rank's file and, on rank 0, the record once all files exist. Collective."""
         storage = storage_of(self.directory)
-        name = folder.shard_name(self.save, self.rank)
+        name = folder.shard_name(self.messages[0].save, self.rank)
 
         def write() -> tuple[None, Written | None]:
-            own = items()
             storage.make(self.directory)
-            written = shards.write(self.directory, name, own) if own else None
+            written = shards.write(self.directory, name, items) if items else None
             storage.sync(self.directory)
             return None, written
 
@@ -315,12 +282,25 @@ class Writing:
 
         def replace_record() -> None:
             if commit is not None:
-                new = record(files)
-                check_visible(self.directory, new)
-                commit.put(new, keep=self.keep)
-                log_end(self.directory, "saved", new.nbytes, self.begin)
+                record = self._record(files)
+                check_visible(self.directory, record)
+                commit.put(record, keep=self.keep)
+                log_end(self.directory, "saved", record.nbytes, self.begin)
 
         on_every_rank("accel.save (the record)", replace_record, gather)
+
+    def _record(self, files: Sequence[Written | None]) -> Record:
+        written = {rank: file for rank, file in enumerate(files) if file is not None}
+        own = [message.own for message in self.messages]
+        return Record(
+            id=self.messages[0].save,
+            time=time.time(),
+            world_size=len(files),
+            files=list(written.values()),
+            tensors=self.plan.stored({rank: number for number, rank in enumerate(written)}),
+            values=self.values,
+            ranks=own if any(own) else [],
+        )
 
 
 def check_visible(directory: str, record: Record) -> None:

@@ -31,17 +31,10 @@ Gather = Callable[[str, object], list[Any]]
 def exchange(
     step: str, act: Callable[[], tuple[T, M]], gather: Gather = agree
 ) -> tuple[T, list[M]]:
-    """Run ``act`` on every rank, and go on only if it succeeded on all. Collective.
+    """Return ``act()`` of this rank, and the messages of all ranks. Collective.
 
-    Args:
-        step: names the step in errors.
-        act: returns a value for this rank and a message to the others.
-
-    Returns:
-        This rank's value, and the messages of all ranks.
-
-    Raises:
-        CheckpointError: ``act`` failed here, or on another rank, which is named.
+    ``act`` returns a value for this rank and a message to the others. If it fails on a rank,
+    CheckpointError is raised on every rank. ``step`` names it in errors.
     """
     problem: AccelError | None = None
     answer: tuple[T, M] | None = None
@@ -60,7 +53,7 @@ def exchange(
 
 
 def on_every_rank(step: str, act: Callable[[], T], gather: Gather = agree) -> T:
-    """Run ``act`` on every rank, and go on only if it succeeded on all. Collective."""
+    """Return ``act()`` of this rank, like ``exchange`` without a message. Collective."""
     return exchange(step, lambda: (act(), None), gather)[0]
 
 
@@ -69,7 +62,7 @@ def on_running_ranks(
 ) -> T:
     """Run ``act`` with the rank and the world size, on all ranks if accel runs on several.
 
-    ``arguments`` returns what must be equal on all ranks.
+    ``arguments`` returns values that must be equal on all ranks.
     """
     process = running()
     if process is not None and process.place.world_size > 1:
@@ -85,14 +78,21 @@ def on_running_ranks(
 
 def check_arguments(function: str, by_rank: Sequence[Mapping[str, object]]) -> None:
     """Raise if the ranks call a function with different arguments."""
-    for number, arguments in enumerate(by_rank):
-        for name, value in arguments.items():
+    check_equal(
+        function + "() got {name}={first!r} on rank 0 and {name}={other!r} on rank {rank}. "
+        "Pass the same {name} on every rank.",
+        by_rank,
+    )
+
+
+def check_equal(text: str, by_rank: Sequence[Mapping[str, object]]) -> None:
+    """Raise if a rank has other values than rank 0. ``text`` gets the first difference."""
+    for number, values in enumerate(by_rank):
+        for name, value in values.items():
             first = by_rank[0][name]
             if value != first:
-                raise CheckpointError(
-                    f"{function}() got {name}={first!r} on rank 0 and {name}={value!r} on rank "
-                    f"{number}. Pass the same {name} on every rank."
-                )
+                message = text.format(name=name, first=first, other=value, rank=number)
+                raise CheckpointError(message)
 
 
 def digest(value: Any) -> str:
@@ -173,7 +173,7 @@ def parsing(problem: str) -> Iterator[None]:
 
 
 def log_end(directory: str, done: str, nbytes: int, begin: float) -> None:
-    """Log on rank 0 what was done to a checkpoint since ``begin``, by ``time.monotonic``."""
+    """Log the end of a call on rank 0. ``begin`` is its begin, by ``time.monotonic``."""
     if rank() == 0:
         seconds = time.monotonic() - begin
         rate = nbytes / max(seconds, 1e-9) / 1e6

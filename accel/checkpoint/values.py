@@ -7,7 +7,6 @@ anything that a file names.
 from __future__ import annotations
 
 import base64
-import json
 import math
 import sys
 from argparse import Namespace
@@ -25,8 +24,6 @@ from .steps import parsing
 
 #: A JSON object with this key is a value of the type that it names. Other JSON objects are dicts.
 TAG: Final = "!"
-#: The deepest nesting of values.
-DEPTH: Final = 100
 #: Larger tensors and arrays are stored in the shards.
 INLINE_BYTES: Final = 1024
 
@@ -40,66 +37,68 @@ def place(path: str, key: object) -> str:
     return f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]"
 
 
+def items_of(container: Any) -> list[tuple[Any, Any]]:
+    """Return the keys and items of a dict, list or tuple."""
+    return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
+
+
 # -- the table of types ----------------------------------------------------------------------------
 
 
 class Kind(NamedTuple):
-    """How the values of a type are stored: ``{"!": tag, key: content}``."""
+    """How the values of a type are stored: ``{"!": tag, key: content}``.
 
-    tag: str
+    The content under "items" is a list of values, or of pairs for types in ``_WITH_PAIRS``.
+    """
+
     type: type
-    #: "value" holds text, "data" bytes in base64, "items" a list of values.
+    tag: str
     key: str
     take_apart: Callable[[Any], Any]
     rebuild: Callable[[Any], Any]
 
 
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items())
+def _to_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
 
 
-def _attributes(value: Any) -> list[tuple[Any, Any]]:
-    return list(vars(value).items())
+def _from_base64(text: str) -> bytearray:
+    return bytearray(base64.b64decode(text, validate=True))
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_DTYPES: Final = {_dtype_name(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_DTYPES: Final = {str(v)[6:]: v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool)}
 _KINDS: Final = (
     # Only numbers that JSON doesn't have. Its readers in other languages know 64-bit integers.
-    Kind("int", int, "value", hex, lambda text: int(text, 16)),
-    Kind("float", float, "value", repr, float),
-    Kind("dtype", torch.dtype, "value", _dtype_name, _DTYPES.__getitem__),
-    Kind("device", torch.device, "value", str, torch.device),
-    Kind("path", type(Path()), "value", str, Path),
-    Kind("bytes", bytes, "data", bytes, bytes),
-    Kind("bytearray", bytearray, "data", bytes, bytearray),
-    Kind("complex", complex, "items", lambda v: [v.real, v.imag], lambda v: complex(*v)),
-    Kind("range", range, "items", lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
-    Kind("deque", deque, "items", lambda v: [list(v), v.maxlen], lambda v: deque(*v)),
-    Kind("tuple", tuple, "items", list, tuple),
-    Kind("size", torch.Size, "items", list, torch.Size),
-    Kind("set", set, "items", list, set),
-    Kind("frozenset", frozenset, "items", list, frozenset),
-    Kind("dict", dict, "items", _pairs, dict),
-    Kind("OrderedDict", OrderedDict, "items", _pairs, OrderedDict),
-    Kind("Counter", Counter, "items", _pairs, lambda v: Counter(dict(v))),
-    Kind("defaultdict", defaultdict, "items", _pairs, dict),
-    Kind("namespace", SimpleNamespace, "items", _attributes, lambda v: SimpleNamespace(**dict(v))),
-    Kind("arguments", Namespace, "items", _attributes, lambda v: Namespace(**dict(v))),
+    Kind(int, "int", "value", hex, lambda text: int(text, 16)),
+    Kind(float, "float", "value", repr, float),
+    Kind(torch.dtype, "dtype", "value", lambda v: str(v)[6:], _DTYPES.__getitem__),
+    Kind(torch.device, "device", "value", str, torch.device),
+    Kind(type(Path()), "path", "value", str, Path),
+    Kind(bytes, "bytes", "data", _to_base64, lambda text: bytes(_from_base64(text))),
+    Kind(bytearray, "bytearray", "data", _to_base64, _from_base64),
+    Kind(complex, "complex", "items", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    Kind(range, "range", "items", lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    Kind(deque, "deque", "items", lambda v: [list(v), v.maxlen], lambda v: deque(*v)),
+    Kind(tuple, "tuple", "items", list, tuple),
+    Kind(torch.Size, "size", "items", list, torch.Size),
+    Kind(set, "set", "items", list, set),
+    Kind(frozenset, "frozenset", "items", list, frozenset),
+    Kind(dict, "dict", "items", dict, dict),
+    Kind(OrderedDict, "OrderedDict", "items", dict, OrderedDict),
+    Kind(Counter, "Counter", "items", dict, lambda v: Counter(dict(v))),
+    Kind(defaultdict, "defaultdict", "items", dict, dict),
+    Kind(SimpleNamespace, "namespace", "items", vars, lambda v: SimpleNamespace(**dict(v))),
+    Kind(Namespace, "arguments", "items", vars, lambda v: Namespace(**dict(v))),
 )
 _BY_TYPE: Final = {kind.type: kind for kind in _KINDS}
 _BY_TAG: Final = {kind.tag: kind for kind in _KINDS}
-#: Types with code of their own.
 _ARRAYS: Final = ("tensor", "ndarray", "numpy")
 #: Numbers, strings and dates: arrays of objects are pointers, and need pickle.
 _NUMPY_KINDS: Final = "biufcSUMm"
-_FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool)}
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
     """True if JSON stores the value as it is."""
     kind = type(value)
     if kind is int:
@@ -112,6 +111,12 @@ def _is_json(value: Any) -> bool:
 # -- values to JSON --------------------------------------------------------------------------------
 
 
+class Placeholder:
+    """Stands in a state for an object, which has its own JSON."""
+
+    node: Json
+
+
 class Encoder:
     """Turns values into JSON.
 
@@ -122,64 +127,56 @@ class Encoder:
     def __init__(self, store: Store | None) -> None:
         self._store = store
 
-    def encode(self, value: Any, path: str, depth: int = 0) -> Json:
-        """Return the JSON of a value, or raise with the path of a part that can't be stored."""
-        if _is_json(value):
+    def encode(self, value: Any, path: str) -> Json:
+        """Return the JSON of a value. Errors name the path of a part that can't be stored."""
+        if is_json(value):
             return value
-        if depth > DEPTH:
-            raise CheckpointError(
-                f"{path} is nested more than {DEPTH} levels deep. Does a container contain itself?"
-            )
+        if isinstance(value, Placeholder):
+            return value.node
         if type(value) is list:
-            return self._encode_items(enumerate(value), path, depth)
-        if type(value) is dict and all(type(key) is str for key in value) and TAG not in value:
-            return dict(zip(value, self._encode_items(value.items(), path, depth), strict=True))
-        kind = _BY_TYPE.get(type(value))
-        if kind is not None:
-            return self._encode_kind(kind, value, path, depth)
+            return self._encode_items(enumerate(value), path)
+        if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
+            return dict(zip(value, self._encode_items(value.items(), path), strict=True))
+        return self._encode_tagged(value, path)
+
+    def _encode_items(self, items: Iterable[tuple[Any, Any]], path: str) -> list[Json]:
+        # Most values need no path, and histories are long.
+        return [v if is_json(v) else self.encode(v, place(path, k)) for k, v in items]
+
+    def _encode_tagged(self, value: Any, path: str) -> dict[str, Json]:
+        factory = value.default_factory if type(value) is defaultdict else None
+        if type(value) in _BY_TYPE and (factory is None or factory in _FACTORIES.values()):
+            kind = _BY_TYPE[type(value)]
+            tagged = {TAG: kind.tag, kind.key: self._encode_content(kind, value, path)}
+            if kind.type is defaultdict:
+                tagged["factory"] = None if factory is None else factory.__name__
+            return tagged
         if isinstance(value, torch.Tensor):
             return self._encode_tensor(value, path)
         numpy = sys.modules.get("numpy")
-        if numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
+        is_array = numpy and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+        if is_array and value.dtype.kind in _NUMPY_KINDS:
             return self._encode_numpy(value, path)
-        raise CheckpointError(f"{path} is a {_not_storable(value)}")
+        name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise CheckpointError(
+            f"{path} is a {name}, which can't be stored without pickle. "
+            "Save its content as numbers, strings, containers or tensors, "
+            "or give it state_dict() and load_state_dict()."
+        )
 
-    def _encode_items(self, items: Iterable[tuple[Any, Any]], path: str, depth: int) -> list[Json]:
-        # Most values need no path, and histories are long.
-        return [v if _is_json(v) else self.encode(v, place(path, k), depth + 1) for k, v in items]
-
-    def encode_key(self, key: Any, path: str, depth: int = 0) -> Json:
-        """Return the JSON of a key of the dict at ``path``."""
-        if key != key:
-            raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
-        return key if _is_json(key) else self.encode(key, f"the key {key!r} of {path}", depth + 1)
-
-    def _encode_kind(self, kind: Kind, value: Any, path: str, depth: int) -> Json:
+    def _encode_content(self, kind: Kind, value: Any, path: str) -> Json:
         content = kind.take_apart(value)
-        if kind.key == "data":
-            content = _base64(content)
-        elif kind.take_apart in (_pairs, _attributes):
-            keys = [self.encode_key(key, path, depth) for key, _ in content]
-            items = self._encode_items(content, path, depth)
-            content = [list(pair) for pair in zip(keys, items, strict=True)]
-        elif kind.key == "items":
-            content = self._encode_items(enumerate(content), path, depth)
-        if kind.type in (set, frozenset):
-            # Processes have different orders, and ranks compare what they save.
-            numbers = all(type(item) is int for item in content)
-            content.sort(key=None if numbers else json.dumps)
-        tagged = {TAG: kind.tag, kind.key: content}
-        if kind.type is defaultdict:
-            factory = value.default_factory
-            if factory is not None and factory not in _FACTORIES.values():
-                raise CheckpointError(
-                    f"{path} is a defaultdict with the factory {factory!r}, which can't be stored. "
-                    "Save dict(value) instead."
-                )
-            tagged["factory"] = None if factory is None else factory.__name__
-        return tagged
+        if kind.key != "items":
+            return content
+        if not isinstance(content, dict):
+            return self._encode_items(enumerate(content), path)
+        if any(key != key for key in content):
+            raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
+        keys = [self.encode(key, f"the key {key!r} of {path}") for key in content]
+        items = self._encode_items(content.items(), path)
+        return [list(pair) for pair in zip(keys, items, strict=True)]
 
-    def _encode_tensor(self, value: torch.Tensor, path: str) -> Json:
+    def _encode_tensor(self, value: torch.Tensor, path: str) -> dict[str, Json]:
         check_tensor(value, path)
         tagged: dict[str, Json] = {TAG: "tensor"}
         if type(value) is torch.nn.Parameter:
@@ -187,41 +184,23 @@ class Encoder:
         # The graph of a tensor that is not a leaf isn't stored.
         if value.is_leaf and value.requires_grad:
             tagged["requires_grad"] = True
-        value = value.detach()
-        if self._store is not None and value.nbytes > INLINE_BYTES:
-            return {**tagged, "name": self._store(value, path)}
-        data = to_bytes(value.cpu().contiguous())
-        form = {"dtype": NAMES[value.dtype], "shape": [*value.shape]}
-        return {**tagged, **form, "data": _base64(data)}
+        data = self._encode_data(value.detach(), path)
+        form = {"dtype": NAMES[value.dtype], "shape": [*value.shape]} if "data" in data else {}
+        return {**tagged, **form, **data}
 
-    def _encode_numpy(self, value: Any, path: str) -> Json:
-        if value.dtype.kind not in _NUMPY_KINDS:
-            raise CheckpointError(
-                f"{path} is a numpy array of dtype {value.dtype}, which needs pickle. "
-                "Use an array of numbers or strings."
-            )
+    def _encode_numpy(self, value: Any, path: str) -> dict[str, Json]:
+        import numpy
+
         tagged: dict[str, Json] = {TAG: "numpy", "dtype": value.dtype.str}
-        if type(value).__name__ == "ndarray":
+        if isinstance(value, numpy.ndarray):
             tagged |= {TAG: "ndarray", "shape": [*value.shape]}
-        data = value.tobytes()
-        if self._store is not None and len(data) > INLINE_BYTES:
-            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            return {**tagged, "name": self._store(flat, path)}
-        return {**tagged, "data": _base64(data)}
+        data = numpy.array(value, order="C").reshape(-1).view(numpy.uint8)
+        return {**tagged, **self._encode_data(torch.from_numpy(data), path)}
 
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _not_storable(value: object) -> str:
-    if isinstance(value, torch.utils.data.DataLoader):
-        return "raw DataLoader, which has no position. Save the loader that accel.setup returned."
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    return (
-        f"{kind}, which can't be stored without pickle. Save its content as numbers, strings, "
-        "containers or tensors, or give it state_dict() and load_state_dict()."
-    )
+    def _encode_data(self, tensor: torch.Tensor, path: str) -> dict[str, Json]:
+        if self._store is not None and tensor.nbytes > INLINE_BYTES:
+            return {"name": self._store(tensor, path)}
+        return {"data": _to_base64(to_bytes(tensor.cpu().contiguous()))}
 
 
 # -- JSON to values --------------------------------------------------------------------------------
@@ -236,42 +215,50 @@ class Decoder:
     """
 
     def __init__(self, source: str, fetch: Callable[[str], torch.Tensor]) -> None:
-        self.source = source
+        self._source = source
         self._fetch = fetch
 
     def decode(self, data: Json) -> Any:
         """Return the value, or raise a CheckpointError if ``Encoder`` did not write ``data``."""
-        with parsing(f"{self.source} has a value that accel did not write"):
+        with parsing(f"{self._source} has a value that accel did not write"):
             return self._decode(data)
 
+    def children(self, node: Json) -> dict[Any, Json] | list[Json] | None:
+        """Return the items of a saved dict, list or tuple as JSON, or None for other values."""
+        if not isinstance(node, dict) or TAG not in node:
+            return node if isinstance(node, dict | list) else None
+        if node[TAG] == "tuple":
+            return list(node["items"])
+        if node[TAG] in ("dict", "OrderedDict", "defaultdict", "Counter"):
+            return {self.decode(key): item for key, item in node["items"]}
+        return None
+
     def _decode(self, data: Json) -> Any:
-        if not isinstance(data, dict | list):
-            return data
         if isinstance(data, list):
-            return [v if _is_json(v) else self._decode(v) for v in data]
+            return [self._decode(item) for item in data]
+        if not isinstance(data, dict):
+            return data
         if TAG not in data:
-            return {k: v if _is_json(v) else self._decode(v) for k, v in data.items()}
+            return {key: self._decode(item) for key, item in data.items()}
         if data[TAG] in _ARRAYS:
             return self._decode_tensor(data) if data[TAG] == "tensor" else self._decode_numpy(data)
         kind = _BY_TAG[data[TAG]]
         content = data[kind.key]
-        if kind.key == "data":
-            content = _bytes(content)
-        elif kind.key == "items":
-            content = self._decode(content)
+        value = kind.rebuild(self._decode(content) if kind.key == "items" else content)
         if kind.type is defaultdict:
             factory = data["factory"]
-            return defaultdict(None if factory is None else _FACTORIES[factory], content)
-        return kind.rebuild(content)
+            return defaultdict(None if factory is None else _FACTORIES[factory], value)
+        return value
 
     def _decode_tensor(self, data: dict[str, Json]) -> torch.Tensor:
         if "name" in data:
             tensor = self._fetch(data["name"])
         else:
-            content, dtype = _bytes(data["data"]), BY_NAME[data["dtype"]]
-            empty = torch.empty(0, dtype=dtype, device="cpu")  # frombuffer takes no empty buffer
-            flat = torch.frombuffer(content, dtype=dtype) if content else empty
-            tensor = flat.reshape(data["shape"])
+            content, dtype = _from_base64(data["data"]), BY_NAME[data["dtype"]]
+            tensor = torch.empty(0, dtype=dtype, device="cpu")
+            if content:  # frombuffer takes no empty buffer
+                tensor = torch.frombuffer(content, dtype=dtype)
+            tensor = tensor.reshape(data["shape"])
         requires_grad = data.get("requires_grad", False)
         if data.get("class") == "Parameter":
             return torch.nn.Parameter(tensor, requires_grad)
@@ -283,22 +270,22 @@ class Decoder:
         dtype = numpy.dtype(data["dtype"])
         if dtype.kind not in _NUMPY_KINDS:
             raise TypeError(f"a numpy array of dtype {dtype}")
-        stored = to_bytes(self._fetch(data["name"])) if "name" in data else _bytes(data["data"])
-        content = bytearray(stored) or None  # an empty array takes no buffer
-        array: Any = numpy.ndarray(data.get("shape", ()), dtype, content)
+        content = _from_base64(data.get("data", ""))
+        if "name" in data:
+            content = bytearray(to_bytes(self._fetch(data["name"])))
+        # An empty array takes no buffer.
+        array: Any = numpy.ndarray(data.get("shape", ()), dtype, content or None)
         return array if data[TAG] == "ndarray" else array[()]
-
-
-def _bytes(data: str) -> bytearray:
-    return bytearray(base64.b64decode(data, validate=True))
 
 
 def stored_tensors(node: Json) -> Iterator[str]:
     """Yield the names of the stored tensors in the JSON of a value."""
-    todo = [node] if type(node) is dict or type(node) is list else []
-    while todo:
-        node = todo.pop()
-        if type(node) is dict and node.get(TAG) in _ARRAYS and "name" in node:
+    if isinstance(node, dict):
+        if node.get(TAG) in _ARRAYS and "name" in node:
             yield node["name"]
-        children = node.values() if type(node) is dict else node
-        todo += [child for child in children if type(child) is dict or type(child) is list]
+        node = node.values()
+    elif not isinstance(node, list):
+        return
+    for child in node:
+        if isinstance(child, dict | list):
+            yield from stored_tensors(child)

@@ -16,8 +16,7 @@ from torch import nn
 import accel
 from accel import CheckpointError
 from accel.__main__ import main
-from tests.checkpoint.helpers import Net, engines
-from tests.distributed import refusals, run
+from tests.distributed import run
 
 
 class Tied(nn.Module):
@@ -55,11 +54,12 @@ def save_on_ranks(directory: str) -> None:
 def export_on_ranks(directory: str, out: str) -> None:
     accel.init()
     accel.export(directory, out)
-    assert os.path.exists(f"{out}/model.safetensors")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        accel.export(f"{directory}-1", out)
 
 
 def test_a_file_that_safetensors_opens(tmp_path: Path) -> None:
-    """Written by two sharded ranks and exported by them: each tensor whole, the tied one once, and nothing else in the way."""
+    """Two sharded ranks export full tensors, and the tied one once."""
     directory, out = str(tmp_path / "c"), tmp_path / "out"
     run(2, save_on_ranks, directory)
     run(2, export_on_ranks, directory, str(out))
@@ -70,17 +70,10 @@ def test_a_file_that_safetensors_opens(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == set(state)
         assert all(torch.equal(file.get_tensor(n), t) and file.get_tensor(n).dtype == t.dtype for n, t in state.items())
-    assert [n for n in os.listdir(out) if not n.startswith(".")] == ["model.safetensors"]
-    assert (out / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
+    assert os.listdir(out) == ["model.safetensors"]
 
 
-def _umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
-
-
-def test_parts_with_an_index(tmp_path: Path) -> None:
+def test_several_files_with_an_index(tmp_path: Path) -> None:
     directory, model = saved(tmp_path / "c")
     out = tmp_path / "out"
     accel.export(directory, out, max_shard_size=200, dtype="float16")
@@ -113,8 +106,7 @@ def test_which_model(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["weight"], first.weight)
 
 
-def test_what_is_there_stays(tmp_path: Path) -> None:
-    """Weights are replaced only where that is asked for, whole, and never by damaged ones."""
+def test_weights_are_replaced_whole(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "c")
     other, model = saved(tmp_path / "d", seed=1)
     out = tmp_path / "out"
@@ -123,7 +115,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has weights already"):
         accel.export(other, out)
     accel.export(other, out, overwrite=True)
-    assert sorted(n for n in os.listdir(out) if not n.startswith(".")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
     before = (out / "model.safetensors").read_bytes()
     shard = next(Path(directory).glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
@@ -132,47 +124,10 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is damaged"):
         accel.export(directory, out, overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before
-    assert not list(out.glob(".*.tmp"))
-    with pytest.raises(CheckpointError, match="is a checkpoint itself"):
-        accel.export(other, other)
     assert equal(accel.load(out, {"model": Tied()})["model"], model)
 
 
-def test_an_error_of_rank_0_is_everyones(tmp_path: Path) -> None:
-    for message in refusals(2, export_on_ranks, str(tmp_path / "no"), str(tmp_path / "out"), error="CheckpointError"):
-        assert "does not exist" in message
-
-
-def load_into(out: str, backend: str) -> list[Any]:
-    torch.manual_seed(1 + accel.rank())
-    net = Net()
-    model, optimizer, _ = accel.setup(net, torch.optim.AdamW(net.parameters()), backend=backend)
-    accel.load(out, {"model": model})
-    return [t.tolist() for t in accel.full_state_dict(model).values()]
-
-
-@pytest.mark.parametrize("backend", engines(2))
-def test_loads_into_any_backend(tmp_path: Path, backend: str) -> None:
-    torch.manual_seed(0)
-    net = Net()
-    save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
-    expected = [t.tolist() for t in net.state_dict().values()]
-    assert run(2, load_into, str(tmp_path), backend) == [expected, expected]
-
-
-def test_no_file_stays_open(tmp_path: Path) -> None:
-    net = Net()
-    save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
-    accel.load(tmp_path, {"model": net})
-    accel.save({"model": net}, tmp_path / "c")
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        accel.load(tmp_path, {"model": net})
-        accel.save({"model": net}, tmp_path / "c")
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None:
+def test_differences_are_listed(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2, dtype=torch.float64), "more": torch.zeros(1)}
     save_file(state, tmp_path / "model.safetensors")
     model = nn.Linear(2, 2)
@@ -187,62 +142,52 @@ def test_what_does_not_fit_is_listed_and_nothing_changes(tmp_path: Path) -> None
         accel.load(tmp_path, {"a": model, "b": nn.Linear(1, 1)})
 
 
-def test_tied_names_may_be_there_once_by_any_name(tmp_path: Path) -> None:
+def test_tied_weights_have_any_name(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tied()
     state = {n: t.clone() for n, t in model.state_dict().items()}
-    save_file(state, tmp_path / "model.safetensors")
-    assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)
-    save_file({n: t for n, t in state.items() if n != "embed.weight"}, tmp_path / "model.safetensors")
-    assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)
-    state["head.weight"][0, 0] += 1
-    save_file(state, tmp_path / "model.safetensors")
-    assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)  # the first name counts
+    without_first = {n: t for n, t in state.items() if n != "embed.weight"}
+    with_other = {**state, "head.weight": state["head.weight"] + 1}
+    for stored in (state, without_first, with_other):  # the first name counts
+        save_file(stored, tmp_path / "model.safetensors")
+        assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)
 
 
-def test_a_directory_that_is_not_complete_is_refused(tmp_path: Path) -> None:
+def test_incomplete_directories_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    before = model.weight.detach().clone()
+    path, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    weight_map = {"weight": "gone.safetensors", "bias": "gone.safetensors"}
 
     def refused(message: str) -> None:
         with pytest.raises(CheckpointError, match=message):
             accel.load(tmp_path, {"model": model})
-        assert torch.equal(model.weight, before)
 
-    path, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
-    save_file(dict(nn.Linear(2, 2).state_dict()), path)
-    index.write_text(
-        json.dumps({"metadata": {}, "weight_map": {"weight": "gone.safetensors", "bias": "gone.safetensors"}})
-    )
-    refused("remove the other")
-    os.truncate(path, 5)
-    index.rename(tmp_path / "elsewhere")
-    refused("not a whole safetensors file")
-    path.unlink()
-    (tmp_path / "elsewhere").rename(index)
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     refused("No such file")
+    save_file(dict(nn.Linear(2, 2).state_dict()), path)
+    refused("remove the other")
+    index.unlink()
+    os.truncate(path, 5)
+    refused("not a whole safetensors file")
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
-    """Those of a hub's cache, and of weights that lie once on a disk that many have."""
-    (tmp_path / "blobs").mkdir()
-    snapshot = tmp_path / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    source = nn.Linear(2, 2)
-    save_file(dict(source.state_dict()), tmp_path / "blobs" / "0123")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "a.safetensors").symlink_to(tmp_path / "blobs" / "0123")
+    """The cache of the Hugging Face hub consists of links."""
+    source, blob = nn.Linear(2, 2), tmp_path / "0123"
+    save_file(dict(source.state_dict()), blob)
+    for name in ("one", "index"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "one/model.safetensors").symlink_to("../0123")
+    (tmp_path / "index/a.safetensors").symlink_to(blob)
     index = {"metadata": {}, "weight_map": {"weight": "a.safetensors", "bias": "a.safetensors"}}
-    (elsewhere / "model.safetensors.index.json").write_text(json.dumps(index))
-    for directory in (snapshot, elsewhere):
-        assert equal(accel.load(directory, {"model": nn.Linear(2, 2)})["model"], source)
+    (tmp_path / "index/model.safetensors.index.json").write_text(json.dumps(index))
+    for name in ("one", "index"):
+        assert equal(accel.load(tmp_path / name, {"model": nn.Linear(2, 2)})["model"], source)
 
 
 @pytest.mark.parametrize("size", ["50GB", "20KB"])
 def test_transformers_loads_it(tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model with tied embeddings: ``from_pretrained`` gives the same logits, and what it writes loads back."""
+    """A model with tied embeddings: ``from_pretrained`` gives the same logits, and accel loads its files."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2)
@@ -265,30 +210,7 @@ def test_transformers_loads_it(tmp_path: Path, size: str, monkeypatch: pytest.Mo
     assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
-@pytest.mark.parametrize("size", ["50GB", 200])
-def test_the_names_of_diffusers(tmp_path: Path, size: int | str) -> None:
-    """The files are those that its ``from_pretrained`` looks for, and what it writes loads, also without memory first."""
-    directory, model = saved(tmp_path / "c")
-    out = tmp_path / "unet"
-    accel.export(directory, out, max_shard_size=size, library="diffusers")
-    names = sorted(n for n in os.listdir(out) if not n.startswith("."))
-    if size == 200:
-        index = json.loads((out / "diffusion_pytorch_model.safetensors.index.json").read_text())
-        parts = sorted(set(index["weight_map"].values()))
-        assert parts == [f"diffusion_pytorch_model-{i + 1:05d}-of-00003.safetensors" for i in range(3)]
-        assert names == sorted([*parts, "diffusion_pytorch_model.safetensors.index.json"])
-    else:
-        assert names == ["diffusion_pytorch_model.safetensors"]
-        assert "embed.weight" in load_file(out / names[0])
-    assert equal(accel.load(out, {"model": Tied()})["model"], model)
-    with accel.deferred_init(weights=out):
-        deferred = Tied()
-    accel.setup(deferred, backend="single")
-    assert equal(deferred, model)
-
-
-@pytest.mark.parametrize("size", ["50GB", "200KB"])
-def test_diffusers_loads_it(tmp_path: Path, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diffusers_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     diffusers = pytest.importorskip("diffusers")
 
@@ -299,22 +221,19 @@ def test_diffusers_loads_it(tmp_path: Path, size: str, monkeypatch: pytest.Monke
 
     model = build(0)
     accel.save({"unet": model}, tmp_path / "c")
-    accel.export(tmp_path / "c", tmp_path / "unet", max_shard_size=size, library="diffusers")
+    accel.export(tmp_path / "c", tmp_path / "unet", max_shard_size="200KB", library="diffusers")
     model.save_config(tmp_path / "unet")
     loaded, info = type(model).from_pretrained(tmp_path / "unet", output_loading_info=True, low_cpu_mem_usage=False)
     assert not any(info.values())
     assert equal(loaded, model)
-    loaded.save_pretrained(tmp_path / "theirs", max_shard_size=size)
+    loaded.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
     assert equal(accel.load(tmp_path / "theirs", {"unet": build(1)})["unet"], model)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, model = saved(tmp_path / "c")
+    directory, _ = saved(tmp_path / "c")
     out = str(tmp_path / "out")
     assert main(["export", directory, out, "--name", "model", "--dtype", "bfloat16"]) == 0
-    assert out in capsys.readouterr().out
     assert load_file(f"{out}/model.safetensors")["body.weight"].dtype is torch.bfloat16
-    assert main(["export", directory, f"{out}-2", "--library", "diffusers"]) == 0
-    assert os.path.exists(f"{out}-2/diffusion_pytorch_model.safetensors")
     assert main(["export", directory, out]) == 1
     assert "has weights already" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Copies that go on by themselves, as from and to CUDA devices. Here tensors of one dtype stand for a device's.
+"""Asynchronous copies, as from and to CUDA devices. Here tensors of one dtype stand for a device's.
 
-A copy is made as late as it can be, when somebody waits for it; or at once. Memory that is used again or read too early then
-gives wrong values.
+A copy is made as late as possible, when somebody waits for it, or at once. If memory is used again or read too early, the
+values are wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Late:
         self.begun: list[Callable[[], Any]] = []
         self.copy_ = torch.Tensor.copy_
         self.ahead = 0
-        self.pinned = 0
 
     def copy(self, to: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if non_blocking and REMOTE in (to.dtype, values.dtype):
@@ -44,7 +43,6 @@ class Late:
         return [Event(self, self.begun[:upto])] if set(devices) else []
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        self.pinned += pinned
         return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
 
 
@@ -102,16 +100,12 @@ def flat(state: dict[str, Any]) -> list[torch.Tensor]:
     return [t.clone() for t in (state["large"], state["turned"], state["host"], *state["small"], *modules)]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_is_saved_is_what_was_there(
+def test_copies_have_the_right_values(
     wait: bool, device: Late, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in (1, 2):  # the memory of the first is used again
-        saved = state(number)
+        saved, found, again = state(number), state(0), state(0)
         expected = flat(saved)
         pending = accel.save(saved, tmp_path / str(number), wait=wait)
         if pending is not None:
@@ -119,41 +113,17 @@ def test_what_is_saved_is_what_was_there(
                 tensor.data.zero_()
             pending.result(60)
         assert not device.begun
-        assert (
-            device.ahead > 1 or not wait
-        )  # a background save moves memory of the CPU, which stands for the device here
-        found = state(0)
+        # A background save moves memory of the CPU, which stands for the device here.
+        assert device.ahead > 1 or not wait
+        device.ahead = 0
+        accel.load(tmp_path / str(number), found)
+        assert device.ahead
+        assert not device.begun
         with monkeypatch.context() as plain:
             plain.setattr(transfer, "is_remote", lambda tensor: False)
             plain.setattr(reader, "is_remote", lambda tensor: False)
             plain.setattr(torch.Tensor, "copy_", device.copy_)
-            accel.load(tmp_path / str(number), found)
-        assert same(flat(found), expected)
+            accel.load(tmp_path / str(number), again)
+        for loaded in (found, again):
+            assert all(torch.equal(a, b) for a, b in zip(flat(loaded), expected, strict=True))
         device.ahead = 0
-
-
-def test_what_is_loaded_is_what_was_saved(device: Late, tmp_path: Path) -> None:
-    saved = state(1)
-    accel.save(saved, tmp_path)
-    device.ahead = 0
-    found = state(0)
-    accel.load(tmp_path, found)
-    assert not device.begun
-    assert device.ahead
-    assert same(flat(found), flat(saved))
-
-
-def test_memory_for_copies_is_pinned_and_used_again(device: Late, tmp_path: Path) -> None:
-    """Two buffers for a save, one for a load, and blocks that hold the copy of a background save once."""
-    one = state(1)
-    size = sum(t.nbytes for t in flat(one))
-    del one["frozen"], one["net"]
-    accel.save(one, tmp_path / "1")
-    assert device.pinned == 2
-    accel.load(tmp_path / "1", one)
-    assert device.pinned == 3
-    for number in (2, 3):
-        pending = accel.save(one, tmp_path / str(number), wait=False)
-        assert pending is not None
-        pending.result(60)
-        assert len(saving.background._blocks) == -(-size // saving._BLOCK)

@@ -49,7 +49,6 @@ _COMMON: Final[Names] = (
     ("torch._ops:OpOverload.", "_schema", "operators that write"),
     ("torch.distributed:", "_broadcast_coalesced", "rank 0's tensors in few messages, as DDP sends its weights"),
     ("torch.optim:Optimizer.", "_optimizer_step_pre_hooks _optimizer_step_post_hooks", "the begin and end of a step"),
-    ("torch.optim:Optimizer.", "_optimizer_load_state_dict_post_hooks", "hooks after a load"),
     ("torch.optim:", "_muon", "torch.optim.Muon on shards"),
 )
 _OF_BUCKETS: Final = "torch.distributed:Reducer."
