@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 import torch
@@ -63,9 +64,10 @@ class Pipeline(Options):
 def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
     """Return a stage for each child, so that stages are neighbors and about equally heavy."""
     stages: list[int] = []
+    total = sum(weights) or 1
     before, last = 0.0, -1
     for number, weight in enumerate(weights):
-        middle = (before + weight / 2) / (sum(weights) or 1)
+        middle = (before + weight / 2) / total
         stage = min(max(int(count * middle), last), last + 1, count - 1)
         # The children that are left must be enough for the other stages.
         last = max(stage, count - len(weights) + number)
@@ -156,19 +158,15 @@ class PipelineHoldings(Holdings):
     """
 
     engine: PipelineEngine
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._rank = engine.process.place.rank
-        #: The stage of each child. Empty while every rank holds all children.
-        self.stage_of: dict[str, int] = {}
+    #: The stage of each child. Empty while every rank holds all children.
+    stage_of: Mapping[str, int] = MappingProxyType({})
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
         return True
 
     def has(self, name: str) -> bool:
-        return not self.stage_of or self._owner(name) == self._rank
+        return not self.stage_of or self._owner(name) == self.engine.process.place.rank
 
     def _owner(self, name: str) -> int:
         # Parameters of the Sequential itself are on rank 0.
