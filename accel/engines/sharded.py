@@ -9,9 +9,8 @@ ShardedDataParallel, are wrong if a loop freezes parameters or accumulates gradi
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -97,48 +96,6 @@ class FlatWeights:
         self._oss.buckets.clear()
 
 
-@final
-class Owners:
-    """The rank that steps each parameter, by the parameter's ``id``.
-
-    Parameters that become trainable later get a new OSS, so no optimizer state moves.
-    """
-
-    def __init__(self, engine: ShardedEngine) -> None:
-        self.rank_of: dict[int, int] = {}
-        #: The optimizers that step only the parameters of this rank.
-        self.optimizers: set[Optimizer] = set()
-        #: All flat weights, of every optimizer.
-        self.weights: list[FlatWeights] = []
-        self._engine = weakref.proxy(engine)
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Give owners to an optimizer's trainable parameters that have none. Local."""
-        by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
-        for parameter in parameters_of(optimizer) if optimizer in self.optimizers else ():
-            known = id(parameter) in self._engine.known and id(parameter) not in self.rank_of
-            if known and parameter.requires_grad and parameter.numel():
-                by_dtype[parameter.dtype].append(parameter)
-        for parameters in by_dtype.values():
-            self.weights.append(FlatWeights(parameters, optimizer))
-            self.rank_of |= self.weights[-1].rank_of
-        if by_dtype:
-            self._engine.holdings.drop_others(optimizer)
-
-    @torch.no_grad()
-    def broadcast(self, stepped: Iterable[nn.Parameter]) -> None:
-        """Give every rank the owners' values of ``stepped`` parameters. Collective."""
-        rest = {id(p): p for p in stepped if id(p) in self.rank_of}
-        for weights in self.weights:
-            if not weights.rank_of.keys().isdisjoint(rest):
-                weights.broadcast()
-                for parameter in weights.flat:
-                    rest.pop(id(parameter), None)
-        # Frozen parameters that have a gradient of zeros are stepped too.
-        for key, parameter in rest.items():
-            broadcast_([parameter.data], None, self.rank_of[key])
-
-
 # -- gradients ----------------------------------------------------------------------------------
 
 
@@ -158,11 +115,32 @@ class ShardedGradients(Gradients):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
-        self.owners = Owners(engine)
+        #: The owner of each parameter, by the parameter's ``id``. It steps the parameter.
+        self.rank_of: dict[int, int] = {}
+        #: The optimizers that step only the parameters of this rank.
+        self.optimizers: set[Optimizer] = set()
+        #: All flat weights, of every optimizer.
+        self.weights: list[FlatWeights] = []
         #: The parameters whose gradient is final, by their ``id``. Equal on all ranks.
         self._final: dict[int, nn.Parameter] = {}
         #: The parameters that an optimizer is stepping.
         self._stepped: list[nn.Parameter] = []
+
+    def give_owners(self, optimizer: Optimizer) -> None:
+        """Give owners to an optimizer's trainable parameters that have none. Local.
+
+        Parameters that become trainable later get a new OSS, so no optimizer state moves.
+        """
+        by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
+        for parameter in parameters_of(optimizer) if optimizer in self.optimizers else ():
+            is_new = id(parameter) in self.engine.known and id(parameter) not in self.rank_of
+            if is_new and parameter.requires_grad and parameter.numel():
+                by_dtype[parameter.dtype].append(parameter)
+        for parameters in by_dtype.values():
+            self.weights.append(FlatWeights(parameters, optimizer))
+            self.rank_of |= self.weights[-1].rank_of
+        if by_dtype:
+            self.engine.holdings.drop_others(optimizer)
 
     def backward_begins(self) -> None:
         super().backward_begins()
@@ -172,9 +150,8 @@ class ShardedGradients(Gradients):
     @torch.no_grad()
     def _share_final(self) -> None:
         """Make final gradients shares, because a backward may add to them. Local."""
-        rank_of = self.owners.rank_of
         for key, parameter in self._final.items():
-            if rank_of[key] == self._rank and parameter.grad is not None:
+            if self.rank_of[key] == self._rank and parameter.grad is not None:
                 parameter.grad.mul_(self._world)
         self._final.clear()
 
@@ -183,7 +160,7 @@ class ShardedGradients(Gradients):
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        engine, owners = self.engine, self.owners
+        engine = self.engine
         if not engine.distributed:
             return
         what, parameters, rank_of = "the reduction of gradients", engine.parameters, {}
@@ -191,13 +168,13 @@ class ShardedGradients(Gradients):
             # An optimizer that setup has not seen may hold parameters of other models too.
             parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
             what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
-        if optimizer in owners.optimizers:
-            owners.add(optimizer)  # A group may have been added after setup.
-            rank_of = owners.rank_of
+        if optimizer in self.optimizers:
+            self.give_owners(optimizer)  # A group may have been added after setup.
+            rank_of = self.rank_of
         self._stepped = self._reduce(what, parameters, rank_of)
 
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
-        self._reduce(what, self.engine.parameters, self.owners.rank_of)
+        self._reduce(what, self.engine.parameters, self.rank_of)
 
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
@@ -251,10 +228,21 @@ class ShardedGradients(Gradients):
                 (counted if counts else copies).append(parameter.grad)
         return counted, copies
 
+    @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        if optimizer in self.owners.optimizers:
-            self.owners.broadcast(self._stepped)
-            self._stepped = []
+        """Give every rank the owners' values of the stepped parameters. Collective."""
+        if optimizer not in self.optimizers:
+            return
+        rest = {id(p): p for p in self._stepped if id(p) in self.rank_of}
+        for weights in self.weights:
+            if not weights.rank_of.keys().isdisjoint(rest):
+                weights.broadcast()
+                for parameter in weights.flat:
+                    rest.pop(id(parameter), None)
+        # Frozen parameters that have a gradient of zeros are stepped too.
+        for key, parameter in rest.items():
+            broadcast_([parameter.data], None, self.rank_of[key])
+        self._stepped = []
 
 
 # -- the engine ---------------------------------------------------------------------------------
@@ -267,14 +255,14 @@ class ShardedHoldings(Holdings):
     engine: ShardedEngine
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        return optimizer in self.engine.gradients.owners.optimizers
+        return optimizer in self.engine.gradients.optimizers
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         entries = super().entries(optimizer)
         if not self.partial(optimizer):
             return entries
         rank = self.engine.process.place.rank
-        rank_of = self.engine.gradients.owners.rank_of
+        rank_of = self.engine.gradients.rank_of
         return [entry for entry in entries if rank_of.get(id(entry.parameter), rank) == rank]
 
 
@@ -323,7 +311,7 @@ class ShardedEngine(Engine):
         kind = type(optimizer)
         if kind.__module__.startswith("torch.optim.") and not issubclass(kind, LBFGS):
             check_version("sharded", "fairscale", "0.4.12", "0.4.13")
-            self.gradients.owners.optimizers.add(optimizer)
+            self.gradients.optimizers.add(optimizer)
         else:
             logger.warning(
                 "backend='sharded' saves no memory with %s, because every rank steps all of it. "
@@ -334,16 +322,16 @@ class ShardedEngine(Engine):
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         super().start(optimizers)
         for optimizer in self.optimizers:
-            self.gradients.owners.add(optimizer)
+            self.gradients.give_owners(optimizer)
 
     def rebuild(self) -> None:
         for optimizer in self.optimizers:
-            self.gradients.owners.add(optimizer)
-        for weights in self.gradients.owners.weights:
+            self.gradients.give_owners(optimizer)
+        for weights in self.gradients.weights:
             weights.refresh()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        for weights in self.gradients.owners.weights:
+        for weights in self.gradients.weights:
             weights.release()
 
     def run(

@@ -81,34 +81,24 @@ def test_frozen_parameters_are_not_sent() -> None:
     assert last == 1.5 * last_bytes
 
 
-def frozen_from_the_start() -> tuple[int, int]:
+def frozen_from_the_start() -> int:
     raw = net()
     raw[:-1].requires_grad_(False)
     optimizer = adamw(raw.parameters())
     model, handle = sharded(raw, optimizer)
     loss_of(model, data(0, accel.rank())).backward()
     handle.step()
-    mine = len(optimizer.state)
     assert all(any(p is q for q in raw[-1].parameters()) for p in optimizer.state)
-    # Two tensors are trainable: one for each rank, however many frozen ones there are.
-    return mine, len(optimizer.param_groups[0]["params"])
+    return len(optimizer.state)
 
 
 def test_frozen_parameters_have_no_state() -> None:
-    assert run(2, frozen_from_the_start) == [(1, 10), (1, 10)]
+    # Two tensors are trainable: one for each rank, however many frozen ones there are.
+    assert run(2, frozen_from_the_start) == [1, 1]
 
 
 def places(raw: nn.Module) -> int:
     return len({p.untyped_storage().data_ptr() for p in raw.parameters()})
-
-
-def train(raw: Any, handles: tuple[Any, Any], reference: Any, plain: Any, steps: range) -> None:
-    model, handle = handles
-    for step in steps:
-        for o, m, x in ((handle, model, data(step, accel.rank())), (plain, reference, everywhere(step))):
-            o.zero_grad()
-            loss_of(m, x).backward()
-            o.step()
 
 
 def together() -> tuple[list[int], float]:
@@ -116,19 +106,20 @@ def together() -> tuple[list[int], float]:
     raw, reference = net(), net()
     optimizer, plain = adamw(raw.parameters()), adamw(reference.parameters())
     found = [places(raw)]
-    handles = sharded(raw, optimizer)
+    model, handle = sharded(raw, optimizer)
     found += [places(raw), places(copy.deepcopy(raw))]
-    train(raw, handles, reference, plain, range(2))
-    before = [p._version for p in raw.parameters()]
-    stale = loss_of(handles[0], data(0, accel.rank()))
-    train(raw, handles, reference, plain, range(2, 4))
+    stale = loss_of(model, data(0, accel.rank()))
+    for step in range(3):
+        for o, m, x in ((handle, model, data(step, accel.rank())), (plain, reference, everywhere(step))):
+            o.zero_grad()
+            loss_of(m, x).backward()
+            o.step()
     # A graph from before a step is as old on the ranks that did not step its weights themselves.
-    assert all(p._version > version for p, version in zip(raw.parameters(), before, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stale.backward()
     del stale  # which uses the memory too
-    handles[1].zero_grad()
-    accel.teardown(handles[0])
+    handle.zero_grad()
+    accel.teardown(model)
     return [*found, places(raw)], distance(raw, reference)
 
 
