@@ -17,12 +17,7 @@ from .base.options import LayerOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions(LayerOptions):
-    """Options of ``horovod`` and ``xla``.
-
-    Args:
-        broadcast_buffers: all ranks take rank 0's buffers once a step.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
-    """
+    """Options of ``horovod`` and ``xla``."""
 
     broadcast_buffers: bool = True
     auto_refresh: bool = True

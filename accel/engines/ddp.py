@@ -312,7 +312,6 @@ class DDPEngine(AveragingEngine):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Raise BackendError for ``sync_batchnorm`` on CPU, where torch has none."""
         if options.sync_batchnorm and process.device.type == "cpu":
             name = type(options).__name__
             raise BackendError(f"{name}(sync_batchnorm=True) needs an accelerator. Use GroupNorm.")
@@ -332,12 +331,10 @@ class DDPEngine(AveragingEngine):
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Build a new reducer for the trainable parameters."""
         if self.distributed:
             self.gradients.build(self._core)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        """Free the reducer and its buckets."""
         restore_batchnorms(self.replaced_modules)
         if self.gradients.ddp is not None and self.options.gradient_as_bucket_view:
             for parameter in self.parameters:
@@ -352,7 +349,6 @@ class DDPEngine(AveragingEngine):
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call ``function``. A forward goes through the reducer."""
         gradients, trains = self.gradients, torch.is_grad_enabled()
         if trains:
             if gradients.interrupted:

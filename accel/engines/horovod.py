@@ -6,15 +6,15 @@ import contextlib
 import importlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import BackendError, LaunchError, OptimizerError
+from ..errors import BackendError, LaunchError
 from ..gradients.patches import replaced
 from ..process import Process
 from ..process.control import agree, lost
@@ -51,7 +51,11 @@ def start(process: Process) -> None:
     """Start Horovod on all ranks, unless the program has started it. Collective."""
     hvd = load()
     if not any(agree("the state of Horovod", bool(hvd.is_initialized()))):
-        _initialize(hvd, process)
+        by_mpi = hvd.mpi_built() and not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
+        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ or by_mpi or not hvd.gloo_built():
+            hvd.init()
+        else:
+            _start_as_horovodrun(hvd, process)
     place = (hvd.rank(), hvd.size()) if hvd.is_initialized() else None
     places = agree("the start of Horovod", place)
     if places != [(rank, len(places)) for rank in range(len(places))]:
@@ -61,55 +65,38 @@ def start(process: Process) -> None:
         )
 
 
-def _initialize(hvd: Any, process: Process) -> None:
-    by_mpi = hvd.mpi_built() and not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
-    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ or by_mpi or not hvd.gloo_built():
-        hvd.init()
-        return
-    # Under torchrun Horovod would start alone. accel would take variables that stay for a
-    # launcher's.
-    with _rendezvous(process) as variables, contextlib.ExitStack() as undo:
-        for name, value in variables.items():
-            undo.enter_context(replaced(os.environ, name, value))
-        hvd.init()
-
-
-@contextlib.contextmanager
-def _rendezvous(process: Process) -> Iterator[dict[str, str]]:
-    """Serve on rank 0 as ``horovodrun`` would, and yield this rank's variables. Collective."""
+def _start_as_horovodrun(hvd: Any, process: Process) -> None:
+    """Serve Horovod's rendezvous on rank 0, and start Horovod with its variables. Collective."""
     hosts: Any = importlib.import_module("horovod.runner.common.util.hosts")
     http_server: Any = importlib.import_module("horovod.runner.http.http_server")
-
     rank = process.place.rank
     names = agree("Horovod's hosts", socket.gethostname())
-    slots = [hosts.SlotInfo(name, r, *_position(names, r)) for r, name in enumerate(names)]
+    per_host = [hosts.HostInfo(name, count) for name, count in Counter(names).items()]
+    slots = hosts.get_host_assignments(per_host, len(names))
     server, port = None, 0
     if rank == 0:
         server = http_server.RendezvousServer()
         port = server.start()
         server.init(slots)
     try:
-        port = agree("Horovod's server", port)[0]
-        address = "127.0.0.1" if len(set(names)) == 1 else process.place.master_addr or names[0]
-        yield {
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-            # Such as HOROVOD_LOCAL_RANK.
-            **{f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slots[rank]).items()},
+        variables = {
+            "CONTROLLER": "gloo",
+            "CPU_OPERATIONS": "gloo",
+            "GLOO_RENDEZVOUS_ADDR": process.place.master_addr or names[0],
+            "GLOO_RENDEZVOUS_PORT": agree("Horovod's server", port)[0],
+            **vars(slots[rank]),  # such as local_rank
         }
+        if len(per_host) == 1:
+            variables["GLOO_RENDEZVOUS_ADDR"] = "127.0.0.1"
+        # If the variables stayed, accel would take them for a launcher's.
+        with contextlib.ExitStack() as undo:
+            for name, value in variables.items():
+                undo.enter_context(replaced(os.environ, f"HOROVOD_{name.upper()}", str(value)))
+            hvd.init()
     finally:
         agree("the end of Horovod's rendezvous", None)
         if server is not None:
             server.stop()
-
-
-def _position(hosts: list[str], rank: int) -> tuple[int, int, int, int, int]:
-    """Return local rank, cross rank, size, local size and cross size, for ``SlotInfo``."""
-    local_rank = hosts[:rank].count(hosts[rank])
-    column = [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]
-    return local_rank, column.index(hosts[rank]), len(hosts), hosts.count(hosts[rank]), len(column)
 
 
 @final
@@ -126,24 +113,11 @@ class HorovodEngine(AveragingEngine):
         load()
         return ""
 
-    @classmethod
-    def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        if process.place.world_size > 1:
-            load()
-
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         if self.distributed:
             # Before the weights of rank 0 are sent, so that a failed start changes nothing.
             start(self.process)
         super().start(optimizers)
-
-    def attach(self, optimizer: Optimizer) -> None:
-        if type(optimizer).__module__.startswith("horovod."):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} is a horovod.torch.DistributedOptimizer. "
-                "Give accel.setup the plain optimizer."
-            )
-        super().attach(optimizer)
 
     def add(self, flat: torch.Tensor) -> None:
         """Sum a tensor by ``allreduce_``. Horovod doesn't know complex numbers and bfloat16."""

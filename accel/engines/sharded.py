@@ -9,10 +9,10 @@ ShardedDataParallel, are wrong if a loop freezes parameters or accumulates gradi
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from ..gradients.totals import held_by_any, held_here
 from ..process import Process
 from ..process.control import agree
-from ..process.packing import average_, broadcast_from_owners, reduce_to_owners
+from ..process.packing import average_, broadcast_, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry, parameters_of
 from .base.engine import Engine
@@ -32,9 +32,6 @@ from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
 from .base.placement import Placement, Placements
 from .base.versions import check_version
-
-if TYPE_CHECKING:
-    from ._oss import FlatOSS
 
 logger = logging.getLogger("accel")
 
@@ -50,72 +47,53 @@ class Sharded(SequenceOptions):
     broadcast_buffers: bool = True
 
 
-# -- owners -------------------------------------------------------------------------------------
+# -- weights ------------------------------------------------------------------------------------
 
 
 @final
-class Owners:
-    """The rank that steps each parameter, by the parameter's ``id``.
+class FlatWeights:
+    """Trainable parameters of one dtype in the flat buffers of an OSS, one buffer per owner."""
 
-    Parameters that become trainable later get an OSS of their own, so no optimizer state moves.
-    """
-
-    def __init__(self, engine: ShardedEngine) -> None:
-        self.rank_of: dict[int, int] = {}
-        #: The optimizers that step only the parameters of this rank.
-        self.optimizers: set[Optimizer] = set()
-        self._engine = weakref.proxy(engine)
-        self._place = engine.process.place
-        self._parts: list[FlatOSS] = []
-
-    def add(self, optimizer: Optimizer) -> None:
-        """Give owners to an optimizer's trainable parameters that have none. Local."""
-        if optimizer not in self.optimizers:
-            return
-        new = []
-        for parameter in parameters_of(optimizer):
-            known = id(parameter) in self._engine.known
-            if known and parameter.requires_grad and id(parameter) not in self.rank_of:
-                new.append(parameter)
-        if not new:
-            return
+    def __init__(self, parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
+        # fairscale's defaults would keep the process group alive.
         with unseen_group():
-            from ._oss import FlatOSS
+            from fairscale.optim.oss import OSS  # type: ignore[import-untyped,unused-ignore]
         # From large to small, which balances best.
-        part = FlatOSS(sorted(new, key=lambda p: -p.numel()), optimizer)
-        self._parts.append(part)
-        self.rank_of |= part.rank_of
-        self._engine.holdings.drop_others(optimizer)
+        ordered = sorted(parameters, key=lambda p: -p.numel())
+        self._oss = OSS([{"params": ordered}], optim=lambda groups, **_: optimizer)
+        self._oss.group = None
+        #: The owner of each parameter, by its ``id``.
+        self.rank_of = {id(p): rank for p, rank in self._oss._param_to_rank.items()}
+        self.refresh()
 
-    def refresh(self, *, moved_only: bool = False) -> None:
-        """Apply a change of ``requires_grad``, or of the parameters' memory. Local."""
-        for part in self._parts:
-            if not moved_only or part.moved():
-                part.refresh_trainable()
+    def refresh(self) -> None:
+        """Make the trainable parameters views of new buffers. Local."""
+        # OSS would keep the buffer of an owner that has only frozen parameters now.
+        self._oss.buckets.clear()
+        self._oss.refresh_trainable()
+        for by_rank in self._oss.buckets.values():
+            for bucket in by_rank.values():
+                # Not every process group can send every dtype.
+                bucket.buffer = bucket.buffer.view(torch.uint8)
+        # OSS synchronizes this device before a broadcast, but NCCL waits for the stream by itself.
+        self._oss._default_device = torch.device("cpu")
+        self.flat = [p for p in self._oss.param_groups[0]["params"] if p.requires_grad]
+        self._addresses = list(map(torch.Tensor.data_ptr, self.flat))
 
-    @torch.no_grad()
-    def broadcast(self, stepped: Iterable[nn.Parameter]) -> None:
-        """Give every rank the owners' values of ``stepped`` parameters. Collective."""
-        rest = {id(p): p for p in stepped if id(p) in self.rank_of}
-        for part in self._parts:
-            if part.rank_of.keys().isdisjoint(rest):
-                continue
-            part._broadcast_params()
-            received = [p for p in part.flat if self.rank_of[id(p)] != self._place.rank]
-            # backward() of a graph from before the step must raise on all ranks.
-            torch.autograd.graph.increment_version(received)
-            for parameter in part.flat:
-                rest.pop(id(parameter), None)
-        # Parameters in channels_last are in no buffer, and frozen ones that have a gradient.
-        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._place.world_size)]
-        for key, parameter in rest.items():
-            by_owner[self.rank_of[key]].append(parameter)
-        broadcast_from_owners(by_owner, None)
+    def broadcast(self) -> None:
+        """Give every rank the owners' values. Collective."""
+        # A loop may have assigned `p.data`, as it does to evaluate averaged weights.
+        if list(map(torch.Tensor.data_ptr, self.flat)) != self._addresses:
+            self.refresh()
+        self._oss._broadcast_params()
+        # backward() of a graph from before the step must raise on all ranks.
+        torch.autograd.graph.increment_version(self.flat)
 
     def release(self) -> None:
-        """Give each parameter memory of its own again."""
-        for part in self._parts:
-            part.release()
+        """Give each parameter memory of its own again. Local."""
+        for parameter in self.flat:
+            parameter.data = parameter.data.clone()
+        self._oss.buckets.clear()
 
 
 # -- gradients ----------------------------------------------------------------------------------
@@ -137,85 +115,103 @@ class ShardedGradients(Gradients):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
-        self.owners = Owners(engine)
+        #: The owner of each parameter, by the parameter's ``id``. It steps the parameter.
+        self.rank_of: dict[int, int] = {}
+        #: The optimizers that step only the parameters of this rank.
+        self.optimizers: set[Optimizer] = set()
+        #: All flat weights, of every optimizer.
+        self.weights: list[FlatWeights] = []
         #: The parameters whose gradient is final, by their ``id``. Equal on all ranks.
         self._final: dict[int, nn.Parameter] = {}
         #: The parameters that an optimizer is stepping.
         self._stepped: list[nn.Parameter] = []
 
+    def give_owners(self, optimizer: Optimizer) -> None:
+        """Give owners to an optimizer's trainable parameters that have none. Local.
+
+        Parameters that become trainable later get a new OSS, so no optimizer state moves.
+        """
+        by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
+        for parameter in parameters_of(optimizer) if optimizer in self.optimizers else ():
+            is_new = id(parameter) in self.engine.known and id(parameter) not in self.rank_of
+            if is_new and parameter.requires_grad and parameter.numel():
+                by_dtype[parameter.dtype].append(parameter)
+        for parameters in by_dtype.values():
+            self.weights.append(FlatWeights(parameters, optimizer))
+            self.rank_of |= self.weights[-1].rank_of
+        if by_dtype:
+            self.engine.holdings.drop_others(optimizer)
+
     def backward_begins(self) -> None:
-        """Make this rank's final gradients shares, because a backward may add to them."""
         super().backward_begins()
-        rank_of = self.owners.rank_of
-        _multiply([p for key, p in self._final.items() if rank_of[key] == self._rank], self._world)
-        self._final.clear()
+        self._share_final()
         self.buffers.touch()
+
+    @torch.no_grad()
+    def _share_final(self) -> None:
+        """Make final gradients shares, because a backward may add to them. Local."""
+        for key, parameter in self._final.items():
+            if self.rank_of[key] == self._rank and parameter.grad is not None:
+                parameter.grad.mul_(self._world)
+        self._final.clear()
 
     def pending(self) -> bool:
         """Return True, because only the ranks together know if there is a gradient."""
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        engine, owners = self.engine, self.owners
+        engine = self.engine
         if not engine.distributed:
             return
-        if optimizer is None:
-            self._reduce("the reduction of gradients", engine.parameters, {})
-            return
-        # An optimizer that setup has not seen may hold parameters of other models too.
-        parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
-        what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
-        if optimizer in owners.optimizers:
-            # A loop may have assigned `p.data`, as it does to evaluate averaged weights.
-            owners.refresh(moved_only=True)
-            owners.add(optimizer)  # A group may have been added after setup.
-            self._stepped = self._reduce(what, parameters, owners.rank_of)
-        else:
-            self._reduce(what, parameters, {})
+        what, parameters, rank_of = "the reduction of gradients", engine.parameters, {}
+        if optimizer is not None:
+            # An optimizer that setup has not seen may hold parameters of other models too.
+            parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
+            what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
+        if optimizer in self.optimizers:
+            self.give_owners(optimizer)  # A group may have been added after setup.
+            rank_of = self.rank_of
+        self._stepped = self._reduce(what, parameters, rank_of)
 
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
-        self._reduce(what, self.engine.parameters, self.owners.rank_of)
+        self._reduce(what, self.engine.parameters, self.rank_of)
 
     def _reduce(
-        self, what: str, parameters: Sequence[nn.Parameter], owners: Mapping[int, int]
+        self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
     ) -> list[nn.Parameter]:
         """Replace shares by final gradients, on every rank if there is no owner. Collective.
 
         Return the parameters that have a gradient on any rank. ``what`` is for messages.
         """
-        what = f"{what} ({self.engine.label})"
+        if not rank_of:
+            self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
+        what = f"{what} ({self.engine.label})"
         by_rank = agree(what, (held_here(parameters), self.buffers.stale))
         if any(stale for _, stale in by_rank):
             self.buffers.synchronize()
         masks = [mask for mask, _ in by_rank]
         names = self.engine.holdings.parameter_names
         indices = held_by_any(what, masks, [names[id(p)] for p in parameters])
-        live = [parameters[index] for index in indices]
-        num_shares = list(map(sum, zip(*masks, strict=True)))
-        again: list[nn.Parameter] = []
         everywhere: list[torch.Tensor] = []
         by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
-        for index, parameter in zip(indices, live, strict=True):
-            owner = owners.get(id(parameter))
+        for index in indices:
+            parameter = parameters[index]
             # If the loop has assigned gradients on all ranks, they are shares.
-            if id(parameter) in self._final and num_shares[index] == 1:
-                if owner is not None:
-                    continue
-                again.append(parameter)
+            if id(parameter) in self._final and sum(mask[index] for mask in masks) == 1:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            owner = rank_of.get(id(parameter))
             (everywhere if owner is None else by_owner[owner]).append(parameter.grad)
-        _multiply(again, self._world)
         group = self.process.group
         average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=group))
         reduce_to_owners(by_owner, self._rank, group)
+        live = [parameters[index] for index in indices]
         for parameter in live:
-            owner = owners.get(id(parameter))
-            if owner is None:
-                self._final.pop(id(parameter), None)
-                continue
-            self._final[id(parameter)] = parameter
+            owner = rank_of.get(id(parameter), self._rank)
+            if id(parameter) in rank_of:
+                self._final[id(parameter)] = parameter
             if owner != self._rank:
                 parameter.grad = None  # The optimizer skips it, and makes no state.
         return live
@@ -232,17 +228,21 @@ class ShardedGradients(Gradients):
                 (counted if counts else copies).append(parameter.grad)
         return counted, copies
 
+    @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        stepped, self._stepped = self._stepped, []
-        if stepped:
-            self.owners.broadcast(stepped)
-
-
-@torch.no_grad()
-def _multiply(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+        """Give every rank the owners' values of the stepped parameters. Collective."""
+        if optimizer not in self.optimizers:
+            return
+        rest = {id(p): p for p in self._stepped if id(p) in self.rank_of}
+        for weights in self.weights:
+            if not weights.rank_of.keys().isdisjoint(rest):
+                weights.broadcast()
+                for parameter in weights.flat:
+                    rest.pop(id(parameter), None)
+        # Frozen parameters that have a gradient of zeros are stepped too.
+        for key, parameter in rest.items():
+            broadcast_([parameter.data], None, self.rank_of[key])
+        self._stepped = []
 
 
 # -- the engine ---------------------------------------------------------------------------------
@@ -255,14 +255,14 @@ class ShardedHoldings(Holdings):
     engine: ShardedEngine
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        return optimizer in self.engine.gradients.owners.optimizers
+        return optimizer in self.engine.gradients.optimizers
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         entries = super().entries(optimizer)
         if not self.partial(optimizer):
             return entries
         rank = self.engine.process.place.rank
-        rank_of = self.engine.gradients.owners.rank_of
+        rank_of = self.engine.gradients.rank_of
         return [entry for entry in entries if rank_of.get(id(entry.parameter), rank) == rank]
 
 
@@ -311,7 +311,7 @@ class ShardedEngine(Engine):
         kind = type(optimizer)
         if kind.__module__.startswith("torch.optim.") and not issubclass(kind, LBFGS):
             check_version("sharded", "fairscale", "0.4.12", "0.4.13")
-            self.gradients.owners.optimizers.add(optimizer)
+            self.gradients.optimizers.add(optimizer)
         else:
             logger.warning(
                 "backend='sharded' saves no memory with %s, because every rank steps all of it. "
@@ -322,15 +322,17 @@ class ShardedEngine(Engine):
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         super().start(optimizers)
         for optimizer in self.optimizers:
-            self.gradients.owners.add(optimizer)
+            self.gradients.give_owners(optimizer)
 
     def rebuild(self) -> None:
         for optimizer in self.optimizers:
-            self.gradients.owners.add(optimizer)
-        self.gradients.owners.refresh()
+            self.gradients.give_owners(optimizer)
+        for weights in self.gradients.weights:
+            weights.refresh()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        self.gradients.owners.release()
+        for weights in self.gradients.weights:
+            weights.release()
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -18,12 +18,7 @@ from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XLA(AveragingOptions):
-    """Options of ``xla``.
-
-    Args:
-        broadcast_buffers: all ranks take rank 0's buffers once a step.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
-    """
+    """Options of ``xla``: ``broadcast_buffers`` and ``auto_refresh``, as in ``accel.Horovod``."""
 
 
 @final

@@ -210,18 +210,6 @@ def broadcast_(
     _copy_back(targets, used)
 
 
-def broadcast_from_owners(
-    by_owner: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup | None
-) -> None:
-    """Replace every tensor by its owner's, in place. Collective.
-
-    Args:
-        by_owner: for each rank the tensors that it owns, with the same shapes on all ranks.
-    """
-    for owner, tensors in enumerate(by_owner):
-        broadcast_(tensors, group, owner)
-
-
 @torch.no_grad()
 def reduce_to_owners(
     by_owner: Sequence[Sequence[torch.Tensor]], rank: int, group: dist.ProcessGroup | None

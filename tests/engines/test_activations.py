@@ -122,14 +122,10 @@ def test_copies_compute_with_their_own_weights() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(
-        accel.BackendError, match=r"activation_checkpointing='Block'\): expected True, False or a tuple"
-    ):
+    with pytest.raises(accel.BackendError, match="expected True, False or a tuple"):
         accel.DDP(activation_checkpointing="Block")  # type: ignore[arg-type]
     with pytest.raises(accel.BackendError, match="finds no blocks in Linear"):
         accel.setup(nn.Linear(2, 2), backend=accel.Single(activation_checkpointing=True))
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        accel.Pipeline(activation_checkpointing=True)  # type: ignore[call-arg]
 
 
 # -- caches -------------------------------------------------------------------------------------------------------------
@@ -139,14 +135,8 @@ def with_caches() -> None:
     """Models of transformers fill a cache of keys and values while they train, unless they are told not to."""
     import transformers
 
-    sizes = {
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     for kind, more in (("Llama", {}), ("Mistral", {"sliding_window": 4})):
         config = getattr(transformers, f"{kind}Config")(**sizes, **more)
         torch.manual_seed(0)

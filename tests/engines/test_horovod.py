@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import accel
-from accel.engines.horovod import _position
 from tests.distributed import outcomes, refusals, run
 from tests.faults import Fault, reach
 from tests.programs import clean_environ
@@ -32,19 +31,6 @@ def test_a_missing_horovod_says_what_to_install() -> None:
 def test_an_unknown_compression_is_refused() -> None:
     with pytest.raises(accel.BackendError, match="expected 'fp16' or None"):
         accel.Horovod(compression="fp8")
-
-
-@pytest.mark.parametrize(
-    ("hosts", "positions"),
-    [
-        (["a", "a"], [(0, 0, 2, 2, 1), (1, 0, 2, 2, 1)]),
-        (["a", "b"], [(0, 0, 2, 1, 2), (0, 1, 2, 1, 2)]),
-        (["a", "b", "a"], [(0, 0, 3, 2, 2), (0, 1, 3, 1, 2), (1, 0, 3, 2, 1)]),
-    ],
-)
-def test_positions(hosts: list[str], positions: list[Any]) -> None:
-    """Local rank, cross rank, size, local size, cross size."""
-    assert [_position(hosts, rank) for rank in range(len(hosts))] == positions
 
 
 UNDER_HOROVODRUN = """
@@ -94,14 +80,10 @@ def sums(compression: Any) -> tuple[list[float], int, int, int]:
 
 
 @needs_horovod
-def test_accel_starts_horovod_where_another_launcher_started_the_processes() -> None:
+def test_accel_starts_horovod_under_other_launchers() -> None:
     for rank, (gradient, *place) in enumerate(run(2, sums, None)):
         assert gradient == pytest.approx([1.5, 1 / 3], abs=1e-6)
         assert place == [2, rank, 1]
-
-
-@needs_horovod
-def test_compression_rounds_to_half_precision() -> None:
     for gradient, *_ in run(2, sums, "fp16"):
         assert gradient[1] != pytest.approx(1 / 3, abs=1e-6)
         assert gradient == pytest.approx([1.5, 1 / 3], abs=1e-3)
@@ -131,20 +113,6 @@ def test_bfloat16_and_complex_gradients() -> None:
         assert pairs == [-0.5, 1.0]
 
 
-def own_optimizer() -> None:
-    import horovod.torch as hvd
-
-    raw = nn.Linear(2, 1)
-    accel.setup(nn.Linear(2, 1), backend="horovod")
-    accel.setup(raw, hvd.DistributedOptimizer(torch.optim.SGD(raw.parameters(), 0.1)), backend="horovod")
-
-
-@needs_horovod
-def test_horovods_own_optimizer_is_refused() -> None:
-    for message in refusals(2, own_optimizer, error="OptimizerError", breaks=True):
-        assert "Give accel.setup the plain optimizer" in message
-
-
 def alone_in_horovod() -> None:
     import horovod.torch as hvd
 
@@ -169,7 +137,7 @@ def one_rank_dies() -> None:
 
 
 @needs_horovod
-def test_a_rank_that_dies_ends_the_others_with_an_error() -> None:
+def test_a_killed_rank_ends_the_others() -> None:
     first, second = outcomes(2, one_rank_dies, breaks=True, fails=[Fault("exit 3", at="step", rank=1, turn=2)])
     assert "AccelError" in first.error, first.trace
     assert "cannot go on in 'the reduction of gradients (Linear #0)'" in first.message

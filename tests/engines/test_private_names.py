@@ -153,9 +153,9 @@ DEEPSPEED: Names = (
 )
 FAIRSCALE: Names = (
     ("fairscale.optim.oss:OSS.", "_param_to_rank", "which rank owns which parameter"),
-    ("fairscale.optim.oss:OSS.", "_setup_flat_buffers buckets", "weights in flat buffers"),
+    ("fairscale.optim.oss:OSS.", "refresh_trainable buckets", "weights in flat buffers"),
     ("fairscale.optim.oss:OSS.", "_broadcast_params _default_device", "the owners' weights on all ranks"),
-    ("fairscale.nn.misc:ParamBucket.", "add_param", "weights in flat buffers"),
+    ("fairscale.nn.misc:ParamBucket.", "buffer", "weights in flat buffers"),
 )
 #: Names that no row can look up: of Python, of operators, of objects that torch's schedulers and DeepSpeed mark, of NCCL,
 #: of fsspec and of transformers.

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, final
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 
 from ...errors import BackendError, OptimizerError, PrecisionError
 from ...precision import convert_module
 from ...process import Process
 from ...shard import Shard, StateEntry
-from ...trees import put_back
 from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, take_away
 from ..base.engine import Engine, lost_weights
 from ..base.gather import Item
@@ -25,17 +26,9 @@ from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options
 from ..base.placement import Placement, Placements
-from .passes import Channel, forward
-from .stages import (
-    Stage,
-    check_batchnorm,
-    check_module,
-    concatenate,
-    flatten,
-    micro_batches,
-    sizes_of,
-    stages_of,
-)
+from .passes import Channel, enter, flatten, forward, micro_batches
+
+Balance = Sequence[int] | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +58,82 @@ class Pipeline(Options):
         self.expect("balance", valid, 'the number of children in each stage, or "size"')
 
 
+# -- stages ---------------------------------------------------------------------------------------
+
+
+def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
+    """Return a stage for each child, so that stages are neighbors and about equally heavy."""
+    stages: list[int] = []
+    total = sum(weights) or 1
+    before, last = 0.0, -1
+    for number, weight in enumerate(weights):
+        middle = (before + weight / 2) / total
+        stage = min(max(int(count * middle), last), last + 1, count - 1)
+        # The children that are left must be enough for the other stages.
+        last = max(stage, count - len(weights) + number)
+        stages.append(last)
+        before += weight
+    return stages
+
+
+def stages_of(module: nn.Module, balance: Balance, world_size: int) -> dict[str, int]:
+    """Return the stage of each child. "size" balances the bytes of parameters and buffers."""
+    stages: list[int] = []
+    if not isinstance(balance, str) and world_size > 1:
+        for number, size in enumerate(balance):
+            stages += [number] * size
+        return dict(zip(module._modules, stages, strict=True))
+    weights: list[int] = []
+    # children() would skip an activation that the Sequential has twice.
+    children: Any = module._modules.values()
+    for child in children:
+        weights.append(sum(t.nbytes for t in (*child.parameters(), *child.buffers())))
+    return dict(zip(module._modules, stages_by_weight(weights, world_size), strict=True))
+
+
+def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
+    """Raise BackendError if the module can't be split into stages."""
+    # A subclass may have its own forward, for example to return features too.
+    if getattr(type(module), "forward", None) is not nn.Sequential.forward:
+        raise BackendError(
+            f"A pipeline needs an nn.Sequential, but {type(module).__name__} has its own forward. "
+            'Write the model as nn.Sequential, or use backend="fsdp".'
+        )
+    if world_size == 1:
+        return
+    count = len(module._modules)
+    fits = count >= world_size
+    if not isinstance(balance, str):
+        fits = len(balance) == world_size and sum(balance) == count
+    if not fits:
+        raise BackendError(
+            f"Pipeline(balance={balance!r}) doesn't fit {count} children and {world_size} ranks. "
+            "Give the number of children on each rank, or flatten nested Sequentials."
+        )
+    # Language models tie the embedding and the head, which would be trained apart.
+    seen: dict[int, tuple[int, str]] = {}
+    stage_of = stages_of(module, balance, world_size)
+    parameters = module.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
+        number = stage_of.get(name.partition(".")[0], 0)
+        other, first = seen.setdefault(id(tensor), (number, name))
+        if other != number:
+            raise BackendError(
+                f"{first} and {name} are one tensor in stages {other} and {number}. "
+                "Put them into one stage by Pipeline(balance=[...]), or untie them."
+            )
+
+
+def check_batchnorm(module: nn.Module) -> None:
+    """Raise BackendError if BatchNorm in training would see micro-batches."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, _BatchNorm) and layer.training:
+            raise BackendError(
+                f"{name} would normalize each micro-batch separately. "
+                "Use Pipeline(chunks=1), or nn.GroupNorm, or call eval() on it."
+            )
+
+
 # -- parameters and optimizer state ---------------------------------------------------------------
 
 
@@ -73,14 +142,6 @@ class Elsewhere(Absent, nn.Parameter):
 
     plain = OF_ITSELF
     place: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # model.to(device) writes p.data = p, if the device is the same.
-        sets_data = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
-        if sets_data and args[1] is args[0]:
-            return None
-        return super().__torch_function__(func, types, args, kwargs)
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
@@ -97,19 +158,15 @@ class PipelineHoldings(Holdings):
     """
 
     engine: PipelineEngine
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._rank = engine.process.place.rank
-        #: The stage of each child. Empty while every rank holds all children.
-        self.stage_of: dict[str, int] = {}
+    #: The stage of each child. Empty while every rank holds all children.
+    stage_of: Mapping[str, int] = MappingProxyType({})
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
         return True
 
     def has(self, name: str) -> bool:
-        return not self.stage_of or self._owner(name) == self._rank
+        return not self.stage_of or self._owner(name) == self.engine.process.place.rank
 
     def _owner(self, name: str) -> int:
         # Parameters of the Sequential itself are on rank 0.
@@ -143,23 +200,21 @@ class PipelineHoldings(Holdings):
 
     def gather_stages(self) -> None:
         """Give every rank all stages, unless the other ranks take no part. Collective."""
-        tensors = self._tensors()
-        others = {name: t for name, t in tensors.items() if not self.has(name)}
-        for tensor in others.values():
-            if isinstance(tensor, nn.Parameter):
-                bring_back(tensor)
-        if not self.engine.ended:
-            items: list[Item] = [(name, "", tensor.data) for name, tensor in tensors.items()]
-            items += [(name, "extra", value) for name, value in self.values(None).items()]
-            full = self.gather("the end of a pipeline", [*items, *self.gradients()])
-            for name, tensor in others.items():
-                tensor.data = full[name, ""]
-                tensor.grad = full.get((name, "grad"))
-            extra: dict[str, Any] = {}
-            for (name, key), value in full.items():
-                if key == "extra" and not self.has(name):
-                    extra[name] = value
-            self.fill(None, extra)
+        items: list[Item] = [(name, "extra", value) for name, value in self.values(None).items()]
+        items += self.gradients()
+        others: dict[str, torch.Tensor] = {}
+        for name, tensor in self._tensors().items():
+            if not self.has(name):
+                others[name] = tensor
+                if isinstance(tensor, nn.Parameter):
+                    bring_back(tensor)
+            items.append((name, "data", tensor.data))
+        full = {} if self.engine.ended else self.gather("the end of a pipeline", items)
+        for (name, key), value in full.items():
+            if key == "extra":
+                self.fill(None, {name: value})
+            elif name in others:
+                setattr(others[name], key, value)
         self.stage_of = {}
 
 
@@ -177,10 +232,12 @@ class PipelineGradients(Gradients):
         self.channel = Channel(engine.process, engine.label)
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        if outermost:
-            if self.channel.in_backward and not completed:
-                self.channel.fail("backward")
+        if outermost and self.channel.in_backward:
             self.channel.in_backward = False
+            if completed:
+                self.channel.finish_sends()
+            else:
+                self.channel.fail("backward")
         super().backward_ends(completed, outermost)
 
     def parts(
@@ -199,7 +256,7 @@ class PipelineGradients(Gradients):
 
 @final
 class PipelineEngine(Engine):
-    """Runs one stage on each rank. A single process runs all children."""
+    """Runs one stage on each rank."""
 
     name = "pipeline"
     options_type = Pipeline
@@ -210,8 +267,8 @@ class PipelineEngine(Engine):
     holdings: PipelineHoldings
     options: Pipeline
 
-    #: This rank's stage.
-    stage: Stage | None = None
+    #: This rank's children. A single process runs the module as it is.
+    stage: nn.Sequential | None = None
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
@@ -228,14 +285,11 @@ class PipelineEngine(Engine):
             check_module(module, options.balance, world_size)
         except BackendError:
             return None
-        if world_size == 1:
-            return super().predict(module, tensors, options, world_size)
+        uses: list[list[MemoryUse]] = [[] for _ in range(world_size)]
         stage_of = stages_of(module, options.balance, world_size)
-        uses = defaultdict[int, list[MemoryUse]](list)
         for tensor in tensors:
-            child = tensor.name.partition(".")[0]
-            uses[stage_of.get(child, 0)].append(tensor.use())
-        return max(map(add_uses, uses.values()), key=lambda use: use.total, default=MemoryUse())
+            uses[stage_of.get(tensor.name.partition(".")[0], 0)].append(tensor.use())
+        return max(map(add_uses, uses), key=lambda use: use.total)
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
@@ -245,26 +299,22 @@ class PipelineEngine(Engine):
     def attach(self, optimizer: Optimizer) -> None:
         # PyTorch's time_sequence_prediction example trains with LBFGS.
         if self.distributed and isinstance(optimizer, LBFGS):
-            raise OptimizerError(
-                "LBFGS needs all parameters, but a rank of a pipeline has those of its stage. "
-                "Use an optimizer that treats parameters independently, such as AdamW."
-            )
+            raise OptimizerError("LBFGS can't step a single stage of a pipeline. Use AdamW.")
         super().attach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Take rank 0's weights, and keep this rank's stage. Collective."""
         super().start(optimizers)
-        if self.stage is None:
-            children: Any = dict(self.module._modules)
-            if self.distributed:
-                # From here on a checkpoint, state_dict() and teardown() gather the stages.
-                place = self.process.place
-                stage_of = stages_of(self.module, self.options.balance, place.world_size)
-                self.holdings.divide(stage_of)
-                children = {n: c for n, c in children.items() if stage_of[n] == place.rank}
-                for child in children.values() if self.reads else ():
-                    convert_module(child, self.process.device, None, ExitStack())
-            self.stage = Stage(children)
+        if self.distributed and self.stage is None:
+            place = self.process.place
+            stage_of = stages_of(self.module, self.options.balance, place.world_size)
+            # From here on a checkpoint, state_dict() and teardown() gather the stages.
+            self.holdings.divide(stage_of)
+            children: Any = self.module._modules.items()
+            own = {name: child for name, child in children if stage_of[name] == place.rank}
+            self.stage = nn.Sequential(OrderedDict(own))
+            if self.reads:
+                convert_module(self.stage, self.process.device, None, ExitStack())
         for optimizer in self.optimizers:
             self.holdings.drop_others(optimizer)
 
@@ -278,26 +328,24 @@ class PipelineEngine(Engine):
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return (self._forward if function is self.entry else function)(*args, **kwargs)
+        is_forward = function is self.entry and self.stage is not None
+        return (self._forward if is_forward else function)(*args, **kwargs)
 
     def _forward(self, input: Any) -> Any:
-        assert self.stage is not None
-        tensors, form = flatten(input, "input")
-        sizes = sizes_of(tensors, self.options.chunks)
-        count = len(sizes)
-        if count > 1:
+        stage, channel, options = self.stage, self.gradients.channel, self.options
+        assert stage is not None
+        if options.chunks > 1:
             check_batchnorm(self.module)
-        first_kept = {"always": count, "except_last": count - 1, "never": 0}
-        keep = [number >= first_kept[self.options.checkpoint] for number in range(count)]
-        if not self.distributed:
-            values = [put_back(form, batch) for batch in micro_batches(tensors, sizes)]
-            return concatenate(list(map(self.stage.run, values, keep)), sizes)
-        channel = self.gradients.channel
+        tensors, form = flatten(input, "input")
+        token, batch = enter(channel, tensors)
+        batches = micro_batches(batch, options.chunks)
+        count = len(batches)
+        first_kept = {"always": count, "except_last": count - 1, "never": 0}[options.checkpoint]
         # Evaluation may have a different loader, so its first batches are compared too.
         kind = "" if torch.is_grad_enabled() else "forward"
         channel.same.call(lambda: None, (tensors,), {}, kind)
         try:
-            return forward(channel, self.stage, tensors, form, sizes, keep)
+            return forward(channel, stage, token, form, batches, first_kept)
         except BaseException:
             channel.fail("forward")
             raise

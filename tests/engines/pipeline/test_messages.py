@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from torch import nn
 
 import accel
 from accel.engines.pipeline.passes import Channel
-from tests.distributed import live_tensors, run
+from accel.registry import registry
+from tests.distributed import live_tensors, outcomes, run
 from tests.engines.pipeline.training import apart, batch, net, one_step
+from tests.faults import Fault
 from tests.models import sgd
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -55,11 +59,12 @@ def messages_in_backward(stages: str, checkpoint: str) -> list[tuple[str, tuple[
 
     original = Channel.send, Channel.receive
     reference = sgd(plain)
-    first, second = (m(batch(0)[0]) for m in (model, plain))
-    losses = [first.square().mean() + model(batch(1)[0]).abs().mean()]
-    losses += [second.square().mean() + plain(batch(1)[0]).abs().mean()]
     Channel.send, Channel.receive = send, receive  # type: ignore[method-assign]
     try:
+        first, second = (m(batch(0)[0]) for m in (model, plain))
+        losses = [first.square().mean() + model(batch(1)[0]).abs().mean()]
+        losses += [second.square().mean() + plain(batch(1)[0]).abs().mean()]
+        seen.clear()
         losses[0].backward()
     finally:
         Channel.send, Channel.receive = original  # type: ignore[method-assign]
@@ -85,84 +90,57 @@ def test_messages_of_neighbors_have_one_order(stages: str, world: int) -> None:
             assert seen == expected
 
 
-class Changing(nn.Module):
-    """Gives another structure, shape or dtype by what it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: dict[str, Any]) -> dict[str, Any]:
-        h = self.layer(x["x"])
-        if x["kind"] == "wide":
-            return {"h": torch.cat([h, h], dim=1), "kind": "wide"}
-        if x["kind"] == "half":
-            return {"h": h.bfloat16(), "kind": "half", "parts": [h.detach(), None]}
-        return {"h": h, "kind": "a text longer than the first piece of a message " * 30}
-
-
-class Back(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: dict[str, Any]) -> torch.Tensor:
-        h = x["h"].float()
-        extra = x["parts"][0].mean() if "parts" in x else 1.0 if len(x["kind"]) < 9 else 2.0
-        return self.layer(h[:, :6] + h[:, -6:]) * extra
-
-
-def changing_forms() -> float:
-    def build() -> nn.Sequential:
-        torch.manual_seed(1)
-        return nn.Sequential(Changing(), Back())
-
-    raw, plain = build(), build()
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=1))
-    reference = sgd(plain)
-    for step, (kind, rows) in enumerate(
-        [("plain", 7), ("wide", 7), ("half", 7), ("plain", 2), ("half", 0), ("wide", 1)]
-    ):
-        for m, o in ((model, optimizer), (plain, reference)):
-            o.zero_grad()
-            out: torch.Tensor = m({"x": batch(step, 7)[0][:rows], "kind": kind})
-            out.square().sum().nan_to_num().backward()
-            o.step()
-    accel.teardown(model)
-    return apart(raw, plain)
-
-
-def test_every_message_may_have_another_form() -> None:
-    assert max(run(2, changing_forms)) < 1e-5
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def kept_after(what: str) -> tuple[int, int]:
-    """The live tensors before and after more of the same."""
+def live_after_more() -> list[int]:
+    """The live tensors after steps and forwards, and after more of the same."""
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=4))
-    for step in range(2):
+    counts = []
+    for step in range(4):
         one_step(model, optimizer, step)
         optimizer.zero_grad()
-
-    def evaluate() -> None:
         with torch.no_grad():
             model(batch(0)[0])
-
-    evaluate()
-    before = live_tensors()
-    if what == "forwards":
-        evaluate()
-        evaluate()
-    else:
-        one_step(model, optimizer, 2)
-        optimizer.zero_grad()
-    return before, live_tensors()
+        counts.append(live_tensors())
+    return counts[1:]
 
 
-@pytest.mark.parametrize("what", ["forwards", "a backward"])
-def test_what_was_sent_is_let_go_of(what: str) -> None:
-    for before, after in run(2, kept_after, what):
-        assert after == before
+def test_sent_tensors_are_let_go_of() -> None:
+    for counts in run(2, live_after_more):
+        assert len(set(counts)) == 1
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def two_forwards() -> None:
+    raw = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 3))
+    model = accel.setup(raw, backend=accel.Pipeline(balance=[1, 1, 1, 1])).model
+    model(batch(0)[0])
+    model(batch(1)[0])
+
+
+def test_the_end_of_a_rank_ends_the_others_with_an_error() -> None:
+    end = Fault("exit 3", at="torch.nn:Identity.forward", rank=2, turn=2)
+    results = outcomes(4, two_forwards, breaks=True, fails=[end])
+    assert results[2].error == ("Died",)
+    for rank in (0, 1, 3):
+        assert "AccelError" in results[rank].error, results[rank].trace
+        assert results[rank].seconds < 50  # the group's own timeout is 60 s
+
+
+def collected() -> None:
+    raw = net()
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=2))
+    one_step(model, optimizer, 0)
+    engine, parameters = weakref.ref(registry.find_engine(model)), [weakref.ref(p) for p in raw.parameters()]
+    del raw, model, optimizer
+    gc.collect()
+    assert engine() is None
+    assert not any(parameter() is not None for parameter in parameters)
+
+
+def test_an_engine_dies_with_its_model() -> None:
+    run(2, collected)

@@ -85,7 +85,7 @@ def after_the_end() -> str:
     return "stepped"
 
 
-def test_a_part_of_the_state_is_never_taken_for_the_whole() -> None:
+def test_partial_state_is_never_stepped() -> None:
     for outcome in outcomes(2, after_the_end, breaks=True):
         assert "has lost a part of its state" in outcome.value, outcome
 
@@ -105,5 +105,5 @@ def freed() -> bool:
     return engine() is None and weight() is None
 
 
-def test_nothing_keeps_a_model_that_is_not_used_any_more() -> None:
+def test_an_unused_model_is_freed() -> None:
     assert run(2, freed) == [True, True]
