@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import accel
 from accel import LoaderError
@@ -35,12 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 class Unsized(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(17))
-
-
-class Failing(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(8)
-        raise KeyError("the disk")
 
 
 class Reads(Dataset[int]):
@@ -100,13 +94,10 @@ def test_last_batch_and_groups(build: Any) -> None:
         assert json.dumps(handle.state_dict()) == before
         again = make(build(), rank, world, **options)
         again.load_state_dict(json.loads(before))
-        rest = [(batch, again.is_last) for batch in again]
-        assert [batch for batch, _ in rest] == (list(iterator) or expected)
-        assert [last for _, last in rest] == _lasts(len(rest))
-        iterator = iter(handle)
-        for _ in expected:
-            next(iterator)
-        again.load_state_dict(handle.state_dict())  # after the last batch: the next epoch is next
+        if len(expected) > 2:
+            rest = [(batch, again.is_last) for batch in again]
+            assert rest == list(zip(iterator, _lasts(len(rest)), strict=True))
+        again.load_state_dict(handle.state_dict())  # after the loop: the next epoch is next
         assert len(list(again)) == len(expected)
 
 
@@ -118,14 +109,6 @@ def test_loops_in_loops() -> None:
     outer, inner = make(numbers(4, 2)), make(DataLoader(Counting(3), 1, collate_fn=list))
     seen = [(outer.is_last, inner.is_last) for _ in outer for _ in inner]
     assert seen == [(False, False), (False, False), (False, True), (True, False), (True, False), (True, True)]
-
-
-def test_error_read_ahead_is_in_turn() -> None:
-    handle, got = make(DataLoader(Failing(), 4, collate_fn=list)), []
-    with pytest.raises(KeyError, match="disk"):  # noqa: PT012
-        for batch in handle:
-            got.append((batch, handle.is_last))
-    assert got == [([0, 1, 2, 3], False), ([4, 5, 6, 7], False)]
 
 
 @pytest.mark.parametrize("build", [*BUILDS, "weighted", "mine numpy", "mine own torch", "noise"])
@@ -163,10 +146,6 @@ def test_skip_equals_reading(build: str) -> None:
             again = wrap(loader())
             again.load_state_dict(state)
             assert ids([*begun, *again]) == ids(first[n:]) or n + 1 == len(first)
-        reset()
-        handle = wrap(loader())
-        handle.skip(len(first))
-        assert wrap is not raw_like or list(handle) == second
 
 
 def test_skipped_samples_are_not_read() -> None:
@@ -191,13 +170,10 @@ def test_bad_skip_is_refused() -> None:
     handle = make(numbers(17, 3))
     with pytest.raises(LoaderError, match="expected a number of batches"):
         handle.skip(-1)
-    with pytest.raises(LoaderError, match=r"which has 6\..*step // len\(loader\)"):
-        handle.skip(7)
-    assert len(list(handle)) == 6
-    short = make(sampled(Unsized(), batch_size=3))
-    short.skip(7)
-    with pytest.raises(LoaderError, match="shorter order"):
-        list(short)
+    for short in (handle, make(sampled(Unsized(), batch_size=3)), make(DataLoader(Counting(17), 3))):
+        short.skip(7)
+        with pytest.raises(LoaderError, match="shorter order"):
+            list(short)
     with pytest.raises(LoaderError, match="a number of batches, found"):
         accel.accumulate(handle, 0)  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="takes the loader that accel.setup returned"):
@@ -279,11 +255,6 @@ def test_groups_step_as_one_process() -> None:
             assert own == ([True, True, True, False, True, False] * 2 if backend == "ddp" else [])
 
 
-class Uneven(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8 + 4 * accel.rank()))
-
-
 def _refusals() -> list[str]:
     def text(call: Any) -> str:
         with pytest.raises(accel.AccelError) as caught:
@@ -295,13 +266,11 @@ def _refusals() -> list[str]:
         return accel.setup(None, dataloaders=raw, loader_options=accel.LoaderOptions(**options)).dataloaders
 
     rank = accel.rank()
-    streams = loader(Uneven(), shard=False)
     sampled = loader(torch.arange(10), even_batches=False)  # 5 samples each: equally many batches
     uneven = loader(torch.arange(9), even_batches=False)
     found = [
         text(lambda: list(accel.accumulate(sampled, 2 + rank))),
         text(lambda: list(accel.accumulate(uneven, 2))),
-        text(lambda: [list(group) for group in accel.accumulate(streams, 3)]),
     ]
     assert [len(list(group)) for group in accel.accumulate(sampled, 2)] == [2, 1]
     return found
@@ -310,6 +279,5 @@ def _refusals() -> list[str]:
 def test_uneven_groups_are_refused() -> None:
     mine, other = run(2, _refusals)
     assert mine == other
-    assert "in groups of 2, and rank 1 has 3 in groups of 3" in mine[0]
-    assert "rank 0 has 3 batches in groups of 2, and rank 1 has 2 in" in mine[1]
-    assert "rank 0 has 1 batches in groups of 3, and rank 1 has 3 in" in mine[2]
+    assert "3 batches in groups of 2, 3 batches in groups of 3" in mine[0]
+    assert "3 batches in groups of 2, 2 batches in groups of 2" in mine[1]

@@ -81,13 +81,10 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: numbers(9, 4), {"split_batches": True}, "batch_size=4 does not divide over 3 ranks"),
     (lambda: numbers(9, 3), {"split_batches": True, "shard": False}, "needs shard=True"),
     (ragged, {"split_batches": True}, "a loader with a batch_size"),
-    (lambda: numbers(9, 3), {"dispatch": True}, "iterable datasets"),
-    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "needs shard=True"),
-    (
-        lambda: DataLoader(Counting(9), 3),
-        {"dispatch": True, "even_batches": False},
-        "needs shard=True and even_batches=True",
-    ),
+    (lambda: numbers(9, 3), {"dispatch": True}, "dispatch=True needs an iterable dataset"),
+    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "needs an iterable dataset, shard=True"),
+    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "even_batches": False}, "even_batches=True"),
+    (lambda: DataLoader(Counting(9), 3, num_workers=1), {"even_batches": False}, "needs num_workers=0"),
 ]
 
 
