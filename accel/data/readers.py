@@ -130,9 +130,6 @@ class RawReader(Reader):
     def _tag(self, number: int) -> Tag:
         return Tag(0, number, state=self._loader.state_dict() if self.stateful else None)
 
-    def complete(self) -> bool:
-        return not self.stateful and self.tags[0].position == length_of(self._loader)
-
     def position(self) -> Position:
         position = super().position()
         self.check(position)

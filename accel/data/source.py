@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 from torch.utils.data import Sampler
 
 from ..errors import LoaderError
 from ..process.rng import Generators, Private, global_generators
 from .sampling import Division, divide, mix, on_cpu, parts_of, set_epoch
-
-_BLOCK: Final = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,14 +131,15 @@ class Source:
         count = tag.position if tag.state is None else 0
         head: list[Any] = []
         skipped = checksum = 0
-        while block := list(islice(items, min(_BLOCK, count - skipped))):
+        width = self.division.width
+        while block := list(islice(items, min(width, count - skipped))):
             head += block[: self.division.world - 1 - len(head)]
             skipped += len(block)
             checksum = self._checksum(block, checksum) if self._checksum else 0
         is_same = skipped == count and checksum == expected
         if expected is None:
             # loader.skip() counts full steps, but the last step may have fewer items.
-            is_same = count - self.division.width < skipped
+            is_same = count - width < skipped
         if count and not is_same:
             raise LoaderError(
                 f"The {type(self.items).__name__} draws a different or shorter order than in the "

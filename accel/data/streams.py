@@ -193,10 +193,10 @@ class StreamReader(Reader):
         """Yield the batches after the ranks have compared the first items of the stream."""
         item, firsts = _read_together(batches, lambda item: item[0].checksum)
         if len(set(firsts) - {None}) > 1:
+            kind = type(self._loader.dataset).__name__
             raise LoaderError(
-                f"The ranks read different items from {type(self._loader.dataset).__name__}, which shards "
-                "itself or shuffles differently on each rank. Use a fixed seed, or "
-                "LoaderOptions(shard=False)."
+                f"The ranks read different items from {kind}, which shards itself or shuffles "
+                "differently on each rank. Use a fixed seed, or LoaderOptions(shard=False)."
             )
         if item is not None:
             yield item
@@ -248,7 +248,7 @@ def _pickled(loader: DataLoader[Any]) -> Iterator[list[bytes]]:
 
 
 def _steps(batches: Iterator[Any]) -> Iterator[tuple[Any, list[Any], bool]]:
-    """Yield this rank's batch or None, the ranks with a batch, and if a step follows. Collective."""
+    """Yield this rank's batch or None, the ranks with one, and if a step follows. Collective."""
     item, present = _read_together(batches, lambda item: True)
     while any(present):
         following, then_present = _read_together(batches, lambda item: True)

@@ -54,11 +54,9 @@ class Reads(Dataset[int]):
 BUILDS: dict[str, Any] = {
     "shuffle": lambda: numbers(17, 3, shuffle=True),
     "drop_last": lambda: numbers(17, 3, drop_last=True),
-    "units": lambda: numbers(17, None),
     "batch sampler": ragged,
     "no length": lambda: sampled(Unsized(), batch_size=3),
     "stream": lambda: DataLoader(Counting(17), 3, collate_fn=list),
-    "stream, drop_last": lambda: DataLoader(Counting(17), 3, collate_fn=list, drop_last=True),
     "workers": lambda: numbers(17, 3, num_workers=2),
     "stream, workers": lambda: DataLoader(Counting(17), 3, collate_fn=list, num_workers=2),
 }
@@ -105,13 +103,7 @@ def _lasts(n: int) -> list[bool]:
     return [False] * (n - 1) + [True]
 
 
-def test_loops_in_loops() -> None:
-    outer, inner = make(numbers(4, 2)), make(DataLoader(Counting(3), 1, collate_fn=list))
-    seen = [(outer.is_last, inner.is_last) for _ in outer for _ in inner]
-    assert seen == [(False, False), (False, False), (False, True), (True, False), (True, False), (True, True)]
-
-
-@pytest.mark.parametrize("build", [*BUILDS, "weighted", "mine numpy", "mine own torch", "noise"])
+@pytest.mark.parametrize("build", [*BUILDS, "mine own torch", "noise"])
 def test_skip_equals_reading(build: str) -> None:
     """The rest of the epoch, the epoch after it, and in one process the program's random numbers too."""
 
@@ -206,14 +198,14 @@ def test_group_is_iterated_once() -> None:
     assert positions == [0, 4, 8]
 
 
-def _steps(backend: str, workers: int = 0) -> tuple[list[Any], list[bool], int]:
+def _steps(backend: str) -> tuple[list[Any], list[bool]]:
     """Trained weights and, of ddp, in which backwards gradients stayed this rank's own."""
     model = mlp(3, 4, 2)
     torch.manual_seed(1)
     x = torch.randn(22, 3)
-    loader: Any = DataLoader(x, batch_size=4 // accel.world_size(), num_workers=workers)  # type: ignore[arg-type]
+    loader: Any = DataLoader(x, batch_size=4 // accel.world_size())  # type: ignore[arg-type]
     model, optimizer, loader = accel.setup(model, sgd(model), loader, backend=backend)
-    own, scheduler = [], torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    own: list[bool] = []
     for _ in range(2):
         for group in accel.accumulate(loader, 4):
             for batch in group:
@@ -222,11 +214,10 @@ def _steps(backend: str, workers: int = 0) -> tuple[list[Any], list[bool], int]:
                     grads = accel.all_gather(next(model.parameters()).grad.flatten()).chunk(2)  # type: ignore[union-attr]
                     own.append(not torch.equal(*grads))
             optimizer.step()
-            scheduler.step()
             optimizer.zero_grad()
     state = accel.full_state_dict(model)
     accel.teardown()
-    return [t.tolist() for t in state.values()], own, scheduler.last_epoch
+    return [t.tolist() for t in state.values()], own
 
 
 def _all_steps(backends: list[str]) -> list[Any]:
@@ -234,22 +225,19 @@ def _all_steps(backends: list[str]) -> list[Any]:
 
 
 def test_groups_step_as_one_process() -> None:
-    [[(expected, _, steps)]] = run(1, _all_steps, ["single"])
+    [[(expected, _)]] = run(1, _all_steps, ["single"])
     raw, batches = mlp(3, 4, 2), []
     torch.manual_seed(1)
     optimizer, batches = sgd(raw), list(torch.randn(22, 3).split(4))
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
     for group in [batches[:4], batches[4:]] * 2:
         for batch in group:
             (raw(batch).square().mean() / len(group)).backward()
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
     assert expected == [t.tolist() for t in raw.state_dict().values()]
     backends = ["ddp", "fsdp"]
     for results in run(2, _all_steps, backends):
-        for backend, (weights, own, taken) in zip(backends, results, strict=True):
-            assert taken == steps == 4
+        for backend, (weights, own) in zip(backends, results, strict=True):
             for mine, theirs in zip(weights, expected, strict=True):
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), msg=backend)
             assert own == ([True, True, True, False, True, False] * 2 if backend == "ddp" else [])
