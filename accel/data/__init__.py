@@ -1,7 +1,7 @@
 """Dataloaders: each rank gets its share of every epoch on its device, and the position is saved.
 
 handle, metrics > iteration (an epoch, and groups of batches) > streams, readers (the stand-ins for
-a loader's dataset or sampler) > checks, sampling (which samples each rank gets)
+a loader's dataset or sampler) > source (the items of an epoch) > checks, sampling (who gets what)
 """
 
 from .checks import LoaderOptions as LoaderOptions
