@@ -1,7 +1,7 @@
 """Dataloaders: each rank gets its share of every epoch on its device, and the position is saved.
 
 handle, metrics > iteration (an epoch, and groups of batches) > streams, readers (the stand-ins for
-a loader's dataset or sampler) > checks, sampling (which samples each rank gets)
+a loader's dataset or sampler) > source (the items of an epoch) > checks, sampling (who gets what)
 """
 
 from .checks import LoaderOptions as LoaderOptions
@@ -9,7 +9,6 @@ from .checks import LoaderPlace as LoaderPlace
 from .checks import check as check
 from .checks import check_options as check_options
 from .checks import describe as describe
-from .checks import length_of as length_of
 from .handle import LoaderHandle as LoaderHandle
 from .handle import distribute as distribute
 from .handle import effective_batch_size as effective_batch_size
@@ -18,4 +17,5 @@ from .iteration import Accumulation as Accumulation
 from .iteration import forget as forget
 from .metrics import gather_for_metrics as gather_for_metrics
 from .sampling import first_sample as first_sample
+from .sampling import length_of as length_of
 from .sampling import loader_seed as loader_seed

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from ..errors import LoaderError, described
 from ..process import Process
-from .sampling import digest, parts_of
+from .sampling import digest, length_of, parts_of
 
 
 @final
@@ -69,14 +69,6 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
     return Shape(batcher, 1, False, True)
 
 
-def length_of(sized: Any) -> int | None:
-    """Return the length of a dataset, sampler or loader, or None."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def has_own_iter(loader: DataLoader[Any]) -> bool:
     """True if the loader's class has its own ``__iter__``."""
     return type(loader).__iter__ is not DataLoader.__iter__
@@ -84,20 +76,13 @@ def has_own_iter(loader: DataLoader[Any]) -> bool:
 
 def check_options(options: Any) -> None:
     """Raise LoaderError unless ``options`` are LoaderOptions with valid values."""
-    problem = ""
     if not isinstance(options, LoaderOptions):
-        problem = f"expected accel.LoaderOptions(...) as loader_options, found {described(options)}"
-    else:
-        for name, value in asdict(options).items():
-            kinds = (int, type(None)) if name == "seed" else (bool,)
-            if type(value) not in kinds:
-                expected = "an int or None" if name == "seed" else "True or False"
-                problem = f"expected {expected} for LoaderOptions({name}=...), found {value!r}"
-    if problem:
-        raise LoaderError(f"accel.setup: {problem}.")
+        raise LoaderError(
+            f"accel.setup: expected accel.LoaderOptions(...), found {described(options)}."
+        )
 
 
-def check(loader: DataLoader[Any], options: Any, world: int) -> None:
+def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     """Raise LoaderError if a loader can't be sharded in this way over ``world`` ranks."""
     check_options(options)
     problem = _problem_of_options(loader, options, world)
@@ -109,14 +94,20 @@ def check(loader: DataLoader[Any], options: Any, world: int) -> None:
 
 def _problem_of_options(loader: DataLoader[Any], options: LoaderOptions, world: int) -> str:
     shape = shape_of(loader)
-    if options.dispatch and not isinstance(loader.dataset, IterableDataset):
-        return "LoaderOptions(dispatch=True) is for iterable datasets. Leave it out."
-    if options.dispatch and not (options.shard and options.even_batches):
-        return "LoaderOptions(dispatch=True) needs shard=True and even_batches=True."
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if options.dispatch and not (is_stream and options.shard and options.even_batches):
+        return "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
     if options.split_batches and (shape.units or not options.shard):
-        return "LoaderOptions(split_batches=True) needs shard=True and a loader with a batch_size."
+        return "split_batches=True needs shard=True and a loader with a batch_size."
     if options.split_batches and shape.batch % world:
         return f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple of it."
+    is_uneven = options.shard and not options.even_batches and not shape.drop_last
+    if is_uneven and is_stream and loader.num_workers and world > 1:
+        # Each worker has its own last step, so the ranks' loops would be at different samples.
+        return (
+            "even_batches=False needs num_workers=0 for an iterable dataset. Use "
+            "even_batches=True or drop_last=True."
+        )
     return ""
 
 
@@ -124,14 +115,13 @@ def _problem_of_loader(loader: DataLoader[Any]) -> str:
     off = "or LoaderOptions(shard=False)"
     for part in (*parts_of(loader.batch_sampler), *parts_of(loader.sampler)):
         if isinstance(part, Sampler):
+            # Accelerate and others name it num_processes.
             ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
             if isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}:
                 return (
                     f"The loader is distributed already, by a {type(part).__qualname__}. Use the "
                     f"loader of one process, {off}."
                 )
-    if loader.num_workers and not loader.in_order:
-        return f"A loader with in_order=False mixes the batches. Use in_order=True, {off}."
     if isinstance(loader.dataset, IterableDataset) and has_own_iter(loader):
         return (
             f"{type(loader).__qualname__} has its own __iter__, which accel can't shard over an "
@@ -140,9 +130,8 @@ def _problem_of_loader(loader: DataLoader[Any]) -> str:
     return ""
 
 
-def describe(loader: DataLoader[Any], options: LoaderOptions | None = None) -> dict[str, Any]:
+def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
     """Return everything that must be equal on all ranks, by name. Local."""
-    options = options or LoaderOptions()
     facts = asdict(options)
     if not options.shard:
         return facts

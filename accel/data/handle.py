@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ..errors import LoaderError, described, whole_number
 from ..process import world_size
 from ..process.rng import Generators, from_plain, to_plain
-from .checks import LoaderOptions, LoaderPlace, check, length_of, shape_of
+from .checks import LoaderOptions, LoaderPlace, check
 from .iteration import Iteration, LoaderState
-from .readers import Start
-from .sampling import own_generators
+from .readers import Reader
+from .sampling import length_of, own_generators
 
 
 def distribute(
@@ -61,7 +62,7 @@ class LoaderHandle:
         """
         number = whole_number(epoch)
         if number < 0:
-            raise LoaderError(f"set_epoch({epoch!r}): expected an int of at least 0.")
+            raise LoaderError(f"loader.set_epoch({epoch!r}): expected an int of at least 0.")
         state = self._accel
         is_chosen = state.options.shard and state.start.in_place
         if is_chosen:
@@ -81,18 +82,12 @@ class LoaderHandle:
             n: batches of each rank, at least 0.
 
         Raises:
-            LoaderError: ``n`` isn't a number of batches, or an epoch has fewer. Use
-                ``set_epoch(step // len(loader))`` and ``skip(step % len(loader))``.
+            LoaderError: ``n`` isn't a number of batches. The next iteration raises it if the epoch
+                has fewer. Use ``set_epoch(step // len(loader))`` and ``skip(step % len(loader))``.
         """
         number = whole_number(n)
-        # The streams of several workers may have more batches than the dataset's length tells.
-        is_stream = isinstance(self._accel.raw.dataset, IterableDataset)
-        length = None if is_stream else length_of(self)
-        if number < 0 or (length is not None and number > length):
-            raise LoaderError(
-                f"loader.skip({n!r}): expected a number of batches of an epoch, which has "
-                f"{length}. Use loader.set_epoch(step // len(loader)) before."
-            )
+        if number < 0:
+            raise LoaderError(f"loader.skip({n!r}): expected a number of batches.")
         self._accel.skip = number
 
     @property
@@ -119,25 +114,24 @@ class LoaderHandle:
                 "before its end. Save after the optimizer step."
             )
         if current is None or current.reader.complete():
-            start, following = state.reader().skip(state.start, state.skip), state.following
-            start = start._replace(at=start.at or (0,))
+            position, following = state.reader().skip(state.start, state.skip), state.following
         else:
-            start, following = current.reader.position(), state.start.epoch
+            position, following = current.reader.position(), state.start.epoch
         generators = None
-        if start.seed is None:
+        if position.seed is None:
             own_states = Generators(own_generators(state.raw)).states()
-            generators = {"order": to_plain(start.states), "own": to_plain(own_states)}
+            generators = {"order": to_plain(position.states), "own": to_plain(own_states)}
         return {
-            "epoch": start.epoch,
+            "epoch": position.epoch,
             "next": following,
-            "consumed": sum(start.at),
-            "streams": list(start.at),
-            "checksum": start.checksum,
-            "seed": state.seed if start.seed is None else start.seed,
+            "consumed": position.count,
+            "streams": list(position.at or (0,)),
+            "checksum": position.checksum,
+            "seed": state.seed if position.seed is None else position.seed,
             "generators": generators,
             "length": length_of(state.raw.dataset),
             "part": state.part,
-            "own": start.own,
+            "own": position.own,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -154,22 +148,25 @@ class LoaderHandle:
                 Nothing has changed.
         """
         state, saved, reader = self._accel, _read(state_dict), self._accel.reader()
-        problem = _problem_of_state(state, saved, reader.stateful)
-        if problem:
-            raise LoaderError(problem)
+        _check_state(state, saved, reader)
         generators = saved["generators"]
-        states = None if generators is None else generators["order"]
-        seed = saved["seed"] if generators is None and state.options.shard else None
-        start = Start(saved["epoch"], seed, tuple(saved["streams"]), saved["checksum"], states)
-        if seed is None and states is None:
-            start = state.fresh(start.epoch)._replace(at=start.at, checksum=start.checksum)
-        start = start._replace(own=saved["own"])
-        reader.resume(start)
-        if seed is not None:
-            state.seed, state.in_place = seed, False
-        elif state.in_place:
-            Generators(own_generators(state.raw)).put(generators["own"] if generators else {})
-        state.go_to(start, saved["next"])
+        position = replace(
+            state.fresh(saved["epoch"]),
+            at=tuple(saved["streams"]),
+            checksum=saved["checksum"],
+            own=saved["own"],
+        )
+        is_seeded = generators is None and state.options.shard
+        if is_seeded:
+            position = replace(position, seed=saved["seed"])
+        elif generators is not None and generators["order"] is not None:
+            position = replace(position, seed=None, states=generators["order"])
+        reader.check(position)
+        if is_seeded:
+            state.seed, state.in_place = saved["seed"], False
+        elif state.in_place and generators is not None:
+            Generators(own_generators(state.raw)).put(generators["own"])
+        state.go_to(position, saved["next"])
 
     # A type checker knows the attributes of the loader's class, and no others.
     if not TYPE_CHECKING:
@@ -203,32 +200,34 @@ def _read(state_dict: Any) -> dict[str, Any]:
     try:
         saved |= state_dict
         numbers = [saved["epoch"], saved["next"], saved["consumed"], *saved["streams"]]
-        is_valid = type(saved["seed"]) is int and all(type(n) is int and n >= 0 for n in numbers)
+        if min(map(whole_number, numbers)) < 0:
+            raise ValueError
         generators = saved["generators"]
         if generators is not None:
             saved["generators"] = {name: from_plain(generators[name]) for name in ("order", "own")}
     except (KeyError, TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
-        raise LoaderError(f"Expected a state of LoaderHandle.state_dict(), found {state_dict!r}.")
+        raise LoaderError(
+            f"Expected a state of LoaderHandle.state_dict(), found {state_dict!r}."
+        ) from None
     return saved
 
 
-def _problem_of_state(state: LoaderState, saved: dict[str, Any], is_stateful: bool) -> str:
+def _check_state(state: LoaderState, saved: dict[str, Any], reader: Reader) -> None:
     length = length_of(state.raw.dataset)
     if saved["length"] != length:
-        return f"The state is of a dataset of length {saved['length']}, and this one has {length}."
-    is_stateful = saved["own"] is None or is_stateful
-    is_inside = saved["consumed"] or saved["own"] is not None
-    if is_inside and (saved["part"] != state.part or not is_stateful):
+        raise LoaderError(
+            f"The state is of a dataset of length {saved['length']}, and this one has {length}."
+        )
+    has_own = saved["own"] is not None
+    is_inside = saved["consumed"] > 0 or has_own
+    if is_inside and (saved["part"] != state.part or has_own and not reader.stateful):
         owners = [
             f"rank {p[0]} of {p[1]}" if p else "all ranks" for p in (saved["part"], state.part)
         ]
-        return (
+        raise LoaderError(
             f"The state was saved in mid-epoch by {owners[0]} and can't be loaded by {owners[1]}. "
             "Use as many ranks, the same loader class and options, or save between epochs."
         )
-    return ""
 
 
 def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
@@ -241,10 +240,9 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
         LoaderError: the loader has no batch size.
     """
     raw = raw_loader(loader)
-    size = None
-    if isinstance(raw, DataLoader):
-        shape = shape_of(raw)
-        size = getattr(raw.batch_sampler, "batch_size", None) if shape.units else shape.batch
+    size = getattr(raw, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(raw, "batch_sampler", None), "batch_size", None)
     if type(size) is not int:
         raise LoaderError(
             f"effective_batch_size: {described(raw)} has no batch_size. Multiply the size of a "

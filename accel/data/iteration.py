@@ -16,13 +16,14 @@ from ..errors import LoaderError, RankMismatchError
 from ..process import ended, running
 from ..process.control import agree
 from ..process.transfer import Transfer
-from .checks import LoaderOptions, LoaderPlace, has_own_iter, length_of, shape_of
-from .readers import Reader, RealRows, SamplerReader, Start
-from .sampling import Division, mix, on_cpu
+from .checks import LoaderOptions, LoaderPlace, has_own_iter, shape_of
+from .readers import RawReader, Reader, RealRows, SamplerReader
+from .sampling import Division, length_of, mix, on_cpu
+from .source import Position
 from .streams import SHARDS, StreamReader, mode_of
 
 if TYPE_CHECKING:
-    from . import LoaderHandle
+    from .handle import LoaderHandle
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class LoaderState:
     #: True if orders are drawn from the program's generators, as in raw PyTorch.
     in_place: bool
     #: The start of the next iteration, the batches to skip after it, and the epoch that follows.
-    start: Start = field(init=False)
+    start: Position = field(init=False)
     skip: int = 0
     following: int = 1
     #: The real rows of the last batch.
@@ -58,15 +59,15 @@ class LoaderState:
         self.in_place = self.in_place or not self.options.shard
         self.start = self.fresh(0)
 
-    def fresh(self, epoch: int) -> Start:
-        return Start(epoch, None if self.in_place else self.seed)
+    def fresh(self, epoch: int) -> Position:
+        return Position(epoch=epoch, seed=None if self.in_place else self.seed)
 
     def current(self) -> Iteration | None:
         """Return the iteration that a loop is in."""
         iteration = self.latest()
         return None if iteration is None or iteration.finished else iteration
 
-    def go_to(self, start: Start, following: int) -> None:
+    def go_to(self, start: Position, following: int) -> None:
         """Begin the next iteration at a loaded position."""
         self.start, self.following, self.skip = start, following, 0
         self.latest = lambda: None
@@ -94,9 +95,8 @@ class LoaderState:
 
     def reader(self) -> Reader:
         raw, options, shape = self.raw, self.options, shape_of(self.raw)
-        mixes_batches = raw.num_workers > 0 and not raw.in_order
-        if not options.shard and (has_own_iter(raw) or mixes_batches):
-            return Reader(raw)
+        if not options.shard and has_own_iter(raw):
+            return RawReader(raw)
         division = Division(
             rank=self.place.rank if options.shard else 0,
             world=self.place.world if options.shard else 1,
@@ -114,8 +114,12 @@ class LoaderState:
             return self.persistent
         reader = self.reader()
         loader = copy.copy(self.raw)
-        vars(loader)["_iterator"] = None
+        # Positions and padding are counted in the order of the sampler.
+        vars(loader).update(_iterator=None, in_order=True)
         reader.install(loader)
+        # The workers of a stream learn its seed and position when they start.
+        is_stream = isinstance(reader, StreamReader)
+        vars(loader)["persistent_workers"] &= self.in_place or not is_stream
         if loader.persistent_workers:
             self.persistent = loader, reader
         return loader, reader
@@ -138,7 +142,8 @@ latest = Latest()
 
 def forget() -> None:
     """Forget the last batch and the last ``split``, because the process group changes."""
-    vars(latest).update(vars(Latest()))
+    latest.rows = latest.replica = None
+    latest.divisions.clear()
 
 
 @final
@@ -152,93 +157,70 @@ class Iteration:
         moves = state.options.move and device.type != "cpu"
         self._state = state
         self._transfer = Transfer(device) if moves else None
-        #: Batches and errors that were read before the loop asked for them.
-        self._ahead: deque[tuple[Any, Exception | None]] = deque()
+        #: Batches that were read before the loop asked for them.
+        self._ahead: deque[Any] = deque()
         #: Batches of the current group of ``accumulate`` that the loop hasn't got.
         self.group_left = 0
         self.finished = False
-        self._begin()
-
-    def _begin(self) -> None:
-        state = self._state
         loader, self.reader = state.prepare()
         start = self.reader.skip(state.start, state.skip)
         self.reader.begin(start, state.in_place)
         if not start.in_place:
-            loader.generator = self._seeds(start)
+            loader.generator = _worker_seeds(state, start)
         with on_cpu():
             self._batches = self.reader.open(loader)
-        self._length = length_of(self._batches)
+        # A stream of several workers may have more batches than its dataset's length tells.
+        self.length = length_of(self.reader) if isinstance(self.reader, SamplerReader) else None
         state.start = state.fresh(state.following)
         state.following += 1
         state.skip = 0
         state.latest = weakref.ref(self)
 
-    def _seeds(self, start: Start) -> torch.Generator:
-        """Return a generator for the seeds of workers, which leaves the program's alone."""
-        generator = torch.Generator()
-        if start.states and "seeds" in start.states:
-            return generator.set_state(start.states["seeds"])
-        place = self._state.place.rank
-        return generator.manual_seed(mix(self._state.seed, start.epoch, sum(start.at), place))
-
-    def __iter__(self) -> Iteration:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.reader)
 
     def __next__(self) -> Any:
-        item, error = self._ahead.popleft() if self._ahead else (self._read(), None)
-        if error is not None:
-            raise error
+        if not self._ahead and not self._read():
+            self.finished = True
+            raise StopIteration
         state = self._state
-        batch = self.reader.take(item)
+        tag, batch = self._ahead.popleft()
+        self.reader.take(tag)
         state.rows = latest.rows = self.reader.rows
         latest.replica = state.place[:2]
         state.latest = weakref.ref(self)
         return batch if self._transfer is None else self._transfer(batch)
 
-    def _read(self) -> Any:
-        """Return the next item. If a resumed epoch has no batches left, begin the next one."""
-        while not self.finished:
-            try:
-                return next(self._batches)
-            except StopIteration:
-                self.reader.close()
-            is_empty = any(self.reader.start.at) and not self.reader.given
-            self.finished = not is_empty or not self.reader.complete()
-            if not self.finished:
-                self._begin()
-        raise StopIteration
-
-    def ready(self) -> bool:
-        """Read the next batch, and return False at the end."""
-        return bool(self._ahead) or self._read_ahead(self._read)
+    def _read(self) -> bool:
+        """Read the next item, and return False at the end."""
+        for item in self._batches:
+            self._ahead.append(item)
+            return True
+        return False
 
     def upcoming(self, count: int) -> int:
         """Return how many of the next ``count`` batches there are. Read them if necessary."""
-        if self._length is not None:
-            return min(count, self._length - self.reader.given)
+        if self.length is not None:
+            return min(count, self.length - self.reader.given)
         if count == 1 and self.reader.more is not None:
             return int(self.reader.more)
-        while len(self._ahead) < count and not (self._ahead and self._ahead[-1][1]):
-            if not self._read_ahead(lambda: next(self._batches)):
-                break
+        while len(self._ahead) < count and self._read():
+            pass
         return min(count, len(self._ahead))
 
-    def _read_ahead(self, read: Callable[[], Any]) -> bool:
-        """Read an item, or the error that is raised in its turn. Return False at the end."""
-        try:
-            self._ahead.append((read(), None))
-        except StopIteration:
-            return False
-        except Exception as error:
-            self._ahead.append((None, error))
-        return True
+
+def _worker_seeds(state: LoaderState, start: Position) -> torch.Generator:
+    """Return a generator for the seeds of workers, which leaves the program's alone."""
+    generator = torch.Generator()
+    if start.states and "seeds" in start.states:
+        return generator.set_state(start.states["seeds"])
+    return generator.manual_seed(mix(state.seed, start.epoch, start.count, state.place.rank))
 
 
-# -- Groups ----------------------------------------------------------------------------------------
+# -- Groups of batches for one optimizer step -------------------------------------------------------
 
 
 @final
@@ -249,25 +231,26 @@ class Group(Generic[T]):
         self._iteration = iteration
         self._size = size
         self._accumulate = accumulate
-        #: The number of batches that weren't given, or None before the first.
-        self._left: int | None = None
+        self._left = size
+        self._is_used = False
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[T]:
-        if self._left is not None:
+        if self._is_used:
             raise LoaderError(
                 "A group of accel.accumulate gives its batches once, before the next group. Keep "
                 "them with list(group) to use them twice."
             )
-        self._left = self._size
+        self._is_used = True
         return self._batches()
 
     def _batches(self) -> Iterator[T]:
         try:
             while self._left:
-                self._left = self._iteration.group_left = self._left - 1
+                self._left -= 1
+                self._iteration.group_left = self._left
                 self._accumulate(self._left > 0)
                 yield next(self._iteration)
         finally:
@@ -275,11 +258,9 @@ class Group(Generic[T]):
 
     def close(self) -> None:
         """Drop the batches that the loop didn't take, so that the ranks stay at one step."""
-        left = self._size if self._left is None else self._left
-        self._left = self._iteration.group_left = 0
-        for _ in range(left):
-            next(self._iteration)
-        self._accumulate(False)
+        self._is_used = True
+        for _ in self._batches():
+            pass
 
 
 @final
@@ -298,16 +279,16 @@ class Accumulation(Generic[T]):
         state, accumulate = self._loader._accel, self._accumulate
         iteration = iter(self._loader)
         state.release = lambda: accumulate(False)
-        # Different numbers of batches would pair the gradients of different steps.
-        known = length_of(iteration)
-        is_even = state.options.shard and (state.options.even_batches or state.raw.drop_last)
-        self._compare("accel.accumulate", known)
-        while True:
-            size = iteration.upcoming(self._n) if iteration.ready() else 0
-            if known is None and not is_even:
-                self._compare("a group of accel.accumulate", size)
-            if not size:
-                return
+        if state.place.process is not None:
+            groups = f"{iteration.length} batches in groups of {self._n}"
+            by_rank = agree("accel.accumulate", groups)
+            if len(set(by_rank)) > 1:
+                # Gradients of different steps would be averaged.
+                raise RankMismatchError(
+                    f"accel.accumulate: the ranks have different batches: {', '.join(by_rank)}. "
+                    "Use LoaderOptions(even_batches=True) or drop_last=True."
+                )
+        while size := iteration.upcoming(self._n):
             group: Group[T] = Group(iteration, size, accumulate)
             try:
                 yield group
@@ -316,14 +297,3 @@ class Accumulation(Generic[T]):
                 state.latest = lambda: None
                 raise
             group.close()
-
-    def _compare(self, label: str, size: int | None) -> None:
-        process = self._loader._accel.place.process
-        answers = [] if process is None else agree(label, (self._n, size))
-        for rank, answer in enumerate(answers):
-            if answer != answers[0]:
-                raise RankMismatchError(
-                    f"accel.accumulate: rank 0 has {answers[0][1]} batches in groups of "
-                    f"{answers[0][0]}, and rank {rank} has {answer[1]} in groups of {answer[0]}. "
-                    "Use LoaderOptions(even_batches=True) or drop_last=True."
-                )

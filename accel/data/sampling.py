@@ -1,22 +1,21 @@
-"""Which samples each rank gets: the division of an epoch, its order, and checksums of samples."""
+"""The division of an epoch over the ranks, its generators, and checksums of samples."""
 
 from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, Sampler
 
 from ..process.packing import bytes_of, is_dense, to_bytes
-from ..process.rng import global_generators, is_generator, seed_of
+from ..process.rng import is_generator, seed_of
 from ..trees import walk
 
 # -- Division --------------------------------------------------------------------------------------
@@ -47,11 +46,6 @@ class Division:
     @property
     def pads(self) -> bool:
         return self.even and not self.drop_last and self.world > 1
-
-    @property
-    def ragged(self) -> bool:
-        """True if the ranks may get different numbers of samples."""
-        return not self.even and not self.drop_last and self.world > 1
 
     def share(self, count: int) -> Share:
         """Return this rank's share of a global step of ``count`` samples."""
@@ -101,16 +95,15 @@ def has_parts(items: Any) -> bool:
     return isinstance(items, list | tuple | range) and not hasattr(items, "_fields")
 
 
-# -- Order -----------------------------------------------------------------------------------------
+def length_of(sized: Any) -> int | None:
+    """Return the length of a dataset, sampler or loader, or None."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
 
-_BLOCK: Final = 1 << 16
-#: Torch's samplers that draw from torch's global generator or their own, and from no others.
-_TORCHS: Final = (
-    torch_data.RandomSampler,
-    torch_data.SubsetRandomSampler,
-    torch_data.WeightedRandomSampler,
-)
-_FIXED: Final = (torch_data.SequentialSampler, range, list, tuple)
+
+# -- Generators ------------------------------------------------------------------------------------
 
 
 def mix(*values: Any) -> int:
@@ -145,17 +138,6 @@ def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
     return {f"own {number}": part for number, part in enumerate(generators.values())}
 
 
-def drawn_from(sampler: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generators that a sampler may draw from: the global ones and ``own``."""
-    # Saving and restoring all global generators takes 0.2 ms for each batch, torch's alone 10 us.
-    if type(sampler) in _FIXED:
-        return dict(own)
-    if type(sampler) in _TORCHS:
-        uses_global = sampler.generator is None
-        return {"torch": torch.default_generator, **own} if uses_global else dict(own)
-    return {**global_generators(), **own}
-
-
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
     """Return the seed of a loader's orders. ``place`` is the loader's number in its ``setup``."""
     if seed is not None:
@@ -170,37 +152,6 @@ def on_cpu() -> AbstractContextManager[Any]:
     # Workers that start inside a device context stay in it, and each call of torch gets slower.
     is_cpu = torch.get_default_device().type == "cpu"
     return nullcontext() if is_cpu else torch.device("cpu")
-
-
-class SampleOrder:
-    """The items of one epoch of a sampler, drawn inside ``context`` as they are needed."""
-
-    def __init__(self, sampler: Any, context: Any) -> None:
-        self.context = context
-        #: The first items that ``skip`` dropped, for padding.
-        self.head: list[Any] = []
-        self.ended = False
-        with context, on_cpu():
-            self._items = iter(sampler)
-
-    def read(self, count: int) -> list[Any]:
-        """Return the next ``count`` items, or fewer at the end."""
-        with self.context, on_cpu():
-            items = list(islice(self._items, count))
-        self.ended = len(items) < count
-        return items
-
-    def skip(self, count: int, head: int) -> tuple[int, int]:
-        """Drop ``count`` items, and return how many there were and their checksum.
-
-        ``self.head`` keeps the first ``head`` items.
-        """
-        skipped = crc = 0
-        while block := self.read(min(_BLOCK, count - skipped)):
-            self.head += block[: head - len(self.head)]
-            skipped += len(block)
-            crc = digest(block, crc)
-        return skipped, crc
 
 
 # -- Checksums -------------------------------------------------------------------------------------
@@ -221,63 +172,48 @@ def digest(items: Sequence[Any], crc: int = 0) -> int:
     return crc
 
 
-def fingerprint(items: Any, aside: list[torch.Tensor] | None = None) -> tuple[int, int]:
-    """Return checksums of the integers and texts in nested items, and of all other values.
+def identity(items: Any) -> int:
+    """Return a checksum of nested items, which is equal in every process for equal items.
 
-    They are equal in every process for equal items, and 0 if there are no such values. If ``aside``
-    is a list, tensors are appended to it, and only their dtypes and shapes count here.
+    It covers integers and texts. If there are none, it covers the other values, although random
+    augmentation may change them.
     """
     checksums = [0, 0]
 
     def visit(path: str, leaf: Any) -> Any:
-        is_number, content = _content(leaf, aside)
-        checksums[is_number] = zlib.crc32(content, checksums[is_number])
+        is_name = _is_name(leaf)
+        checksums[is_name] = zlib.crc32(_content(leaf), checksums[is_name])
         return leaf
 
-    walk(visit, items, "", _is_names)
-    return checksums[0], checksums[1]
+    walk(visit, items, "")
+    return checksums[True] or checksums[False]
 
 
-def identity(items: Any) -> int:
-    """Return a checksum that tells items apart, if possible without the augmented numbers."""
-    names, numbers = fingerprint(items)
-    return names or numbers
+def _is_name(leaf: Any) -> bool:
+    """True for integers, which are labels or tokens, and texts. Bytes of a tensor are pixels."""
+    dtype = getattr(leaf, "dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return not (dtype.is_floating_point or dtype.is_complex or dtype.itemsize == 1)
+    if dtype is not None:
+        return dtype.kind in "iuSU" and dtype.itemsize > 1
+    return isinstance(leaf, int | str | bytes)
 
 
-def _is_names(value: Any) -> bool:
-    names = isinstance(value, list | tuple) and len(value) > 0
-    return names and all(isinstance(item, int | str | bytes) for item in value)
-
-
-def _content(leaf: Any, aside: list[torch.Tensor] | None) -> tuple[bool, bytes]:
-    """Return True if a leaf is a number that random augmentation changes, and its content."""
+def _content(leaf: Any) -> bytes | bytearray:
     if isinstance(leaf, torch.Tensor):
-        header = f"{leaf.dtype} {leaf.layout} {tuple(leaf.shape)}".encode()
-        is_float = leaf.dtype.is_floating_point or leaf.dtype.is_complex
         has_values = is_dense(leaf) and leaf.numel() > 0
-        if aside is not None:
-            aside += [leaf] if is_dense(leaf) else []
-            return False, header
-        content = to_bytes(bytes_of(leaf, torch.device("cpu"))) if has_values else b""
-        # Integers are labels or tokens, but bytes are pixels.
-        return is_float or leaf.dtype.itemsize == 1, header + content
-    if hasattr(leaf, "dtype") and hasattr(leaf, "tobytes") and leaf.dtype.kind != "O":
-        is_name = leaf.dtype.kind in "iuSU" and leaf.dtype.itemsize > 1
-        return not is_name, f"{leaf.dtype} {leaf.shape}".encode() + leaf.tobytes()
-    if isinstance(leaf, int | str | bytes | range) or _is_names(leaf):
-        return False, repr(leaf).encode()
-    is_number = isinstance(leaf, float | complex)
-    return True, (repr(leaf) if is_number else type(leaf).__qualname__).encode()
+        return to_bytes(bytes_of(leaf, torch.device("cpu"))) if has_values else b""
+    if isinstance(leaf, int | str | bytes | float | complex):
+        return repr(leaf).encode()
+    # An array of objects holds their addresses.
+    holds_objects = str(getattr(leaf, "dtype", "")) == "object"
+    return leaf.tobytes() if hasattr(leaf, "tobytes") and not holds_objects else b""
 
 
 def first_sample(dataset: Any) -> str:
     """Return a checksum of the first sample of a dataset in memory, or "" for all others."""
     index = 0
-    try:
-        while type(dataset) is torch_data.Subset and len(dataset):
-            dataset, index = dataset.dataset, dataset.indices[index]
-        is_in_memory = type(dataset) in (torch_data.TensorDataset, list, tuple, torch.Tensor)
-        return str(fingerprint(dataset[index])) if is_in_memory and len(dataset) else ""
-    except Exception:
-        # Iterating raises the error of a sample that can't be read.
-        return ""
+    while type(dataset) is torch_data.Subset and len(dataset):
+        dataset, index = dataset.dataset, dataset.indices[index]
+    is_in_memory = type(dataset) in (torch_data.TensorDataset, list, tuple, torch.Tensor)
+    return str(identity(dataset[index])) if is_in_memory and length_of(dataset) else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import accel
 from accel import LoaderError
@@ -37,12 +37,6 @@ class Unsized(Sampler[int]):
         return iter(range(17))
 
 
-class Failing(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(8)
-        raise KeyError("the disk")
-
-
 class Reads(Dataset[int]):
     """Notes which samples are read."""
 
@@ -60,11 +54,9 @@ class Reads(Dataset[int]):
 BUILDS: dict[str, Any] = {
     "shuffle": lambda: numbers(17, 3, shuffle=True),
     "drop_last": lambda: numbers(17, 3, drop_last=True),
-    "units": lambda: numbers(17, None),
     "batch sampler": ragged,
     "no length": lambda: sampled(Unsized(), batch_size=3),
     "stream": lambda: DataLoader(Counting(17), 3, collate_fn=list),
-    "stream, drop_last": lambda: DataLoader(Counting(17), 3, collate_fn=list, drop_last=True),
     "workers": lambda: numbers(17, 3, num_workers=2),
     "stream, workers": lambda: DataLoader(Counting(17), 3, collate_fn=list, num_workers=2),
 }
@@ -100,13 +92,10 @@ def test_last_batch_and_groups(build: Any) -> None:
         assert json.dumps(handle.state_dict()) == before
         again = make(build(), rank, world, **options)
         again.load_state_dict(json.loads(before))
-        rest = [(batch, again.is_last) for batch in again]
-        assert [batch for batch, _ in rest] == (list(iterator) or expected)
-        assert [last for _, last in rest] == _lasts(len(rest))
-        iterator = iter(handle)
-        for _ in expected:
-            next(iterator)
-        again.load_state_dict(handle.state_dict())  # after the last batch: the next epoch is next
+        if len(expected) > 2:
+            rest = [(batch, again.is_last) for batch in again]
+            assert rest == list(zip(iterator, _lasts(len(rest)), strict=True))
+        again.load_state_dict(handle.state_dict())  # after the loop: the next epoch is next
         assert len(list(again)) == len(expected)
 
 
@@ -114,21 +103,7 @@ def _lasts(n: int) -> list[bool]:
     return [False] * (n - 1) + [True]
 
 
-def test_loops_in_loops() -> None:
-    outer, inner = make(numbers(4, 2)), make(DataLoader(Counting(3), 1, collate_fn=list))
-    seen = [(outer.is_last, inner.is_last) for _ in outer for _ in inner]
-    assert seen == [(False, False), (False, False), (False, True), (True, False), (True, False), (True, True)]
-
-
-def test_error_read_ahead_is_in_turn() -> None:
-    handle, got = make(DataLoader(Failing(), 4, collate_fn=list)), []
-    with pytest.raises(KeyError, match="disk"):  # noqa: PT012
-        for batch in handle:
-            got.append((batch, handle.is_last))
-    assert got == [([0, 1, 2, 3], False), ([4, 5, 6, 7], False)]
-
-
-@pytest.mark.parametrize("build", [*BUILDS, "weighted", "mine numpy", "mine own torch", "noise"])
+@pytest.mark.parametrize("build", [*BUILDS, "mine own torch", "noise"])
 def test_skip_equals_reading(build: str) -> None:
     """The rest of the epoch, the epoch after it, and in one process the program's random numbers too."""
 
@@ -163,10 +138,6 @@ def test_skip_equals_reading(build: str) -> None:
             again = wrap(loader())
             again.load_state_dict(state)
             assert ids([*begun, *again]) == ids(first[n:]) or n + 1 == len(first)
-        reset()
-        handle = wrap(loader())
-        handle.skip(len(first))
-        assert wrap is not raw_like or list(handle) == second
 
 
 def test_skipped_samples_are_not_read() -> None:
@@ -191,13 +162,10 @@ def test_bad_skip_is_refused() -> None:
     handle = make(numbers(17, 3))
     with pytest.raises(LoaderError, match="expected a number of batches"):
         handle.skip(-1)
-    with pytest.raises(LoaderError, match=r"which has 6\..*step // len\(loader\)"):
-        handle.skip(7)
-    assert len(list(handle)) == 6
-    short = make(sampled(Unsized(), batch_size=3))
-    short.skip(7)
-    with pytest.raises(LoaderError, match="shorter order"):
-        list(short)
+    for short in (handle, make(sampled(Unsized(), batch_size=3)), make(DataLoader(Counting(17), 3))):
+        short.skip(7)
+        with pytest.raises(LoaderError, match="shorter order"):
+            list(short)
     with pytest.raises(LoaderError, match="a number of batches, found"):
         accel.accumulate(handle, 0)  # type: ignore[arg-type]
     with pytest.raises(LoaderError, match="takes the loader that accel.setup returned"):
@@ -230,14 +198,14 @@ def test_group_is_iterated_once() -> None:
     assert positions == [0, 4, 8]
 
 
-def _steps(backend: str, workers: int = 0) -> tuple[list[Any], list[bool], int]:
+def _steps(backend: str) -> tuple[list[Any], list[bool]]:
     """Trained weights and, of ddp, in which backwards gradients stayed this rank's own."""
     model = mlp(3, 4, 2)
     torch.manual_seed(1)
     x = torch.randn(22, 3)
-    loader: Any = DataLoader(x, batch_size=4 // accel.world_size(), num_workers=workers)  # type: ignore[arg-type]
+    loader: Any = DataLoader(x, batch_size=4 // accel.world_size())  # type: ignore[arg-type]
     model, optimizer, loader = accel.setup(model, sgd(model), loader, backend=backend)
-    own, scheduler = [], torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    own: list[bool] = []
     for _ in range(2):
         for group in accel.accumulate(loader, 4):
             for batch in group:
@@ -246,11 +214,10 @@ def _steps(backend: str, workers: int = 0) -> tuple[list[Any], list[bool], int]:
                     grads = accel.all_gather(next(model.parameters()).grad.flatten()).chunk(2)  # type: ignore[union-attr]
                     own.append(not torch.equal(*grads))
             optimizer.step()
-            scheduler.step()
             optimizer.zero_grad()
     state = accel.full_state_dict(model)
     accel.teardown()
-    return [t.tolist() for t in state.values()], own, scheduler.last_epoch
+    return [t.tolist() for t in state.values()], own
 
 
 def _all_steps(backends: list[str]) -> list[Any]:
@@ -258,30 +225,22 @@ def _all_steps(backends: list[str]) -> list[Any]:
 
 
 def test_groups_step_as_one_process() -> None:
-    [[(expected, _, steps)]] = run(1, _all_steps, ["single"])
+    [[(expected, _)]] = run(1, _all_steps, ["single"])
     raw, batches = mlp(3, 4, 2), []
     torch.manual_seed(1)
     optimizer, batches = sgd(raw), list(torch.randn(22, 3).split(4))
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
     for group in [batches[:4], batches[4:]] * 2:
         for batch in group:
             (raw(batch).square().mean() / len(group)).backward()
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
     assert expected == [t.tolist() for t in raw.state_dict().values()]
     backends = ["ddp", "fsdp"]
     for results in run(2, _all_steps, backends):
-        for backend, (weights, own, taken) in zip(backends, results, strict=True):
-            assert taken == steps == 4
+        for backend, (weights, own) in zip(backends, results, strict=True):
             for mine, theirs in zip(weights, expected, strict=True):
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), msg=backend)
             assert own == ([True, True, True, False, True, False] * 2 if backend == "ddp" else [])
-
-
-class Uneven(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8 + 4 * accel.rank()))
 
 
 def _refusals() -> list[str]:
@@ -295,13 +254,11 @@ def _refusals() -> list[str]:
         return accel.setup(None, dataloaders=raw, loader_options=accel.LoaderOptions(**options)).dataloaders
 
     rank = accel.rank()
-    streams = loader(Uneven(), shard=False)
     sampled = loader(torch.arange(10), even_batches=False)  # 5 samples each: equally many batches
     uneven = loader(torch.arange(9), even_batches=False)
     found = [
         text(lambda: list(accel.accumulate(sampled, 2 + rank))),
         text(lambda: list(accel.accumulate(uneven, 2))),
-        text(lambda: [list(group) for group in accel.accumulate(streams, 3)]),
     ]
     assert [len(list(group)) for group in accel.accumulate(sampled, 2)] == [2, 1]
     return found
@@ -310,6 +267,5 @@ def _refusals() -> list[str]:
 def test_uneven_groups_are_refused() -> None:
     mine, other = run(2, _refusals)
     assert mine == other
-    assert "in groups of 2, and rank 1 has 3 in groups of 3" in mine[0]
-    assert "rank 0 has 3 batches in groups of 2, and rank 1 has 2 in" in mine[1]
-    assert "rank 0 has 1 batches in groups of 3, and rank 1 has 3 in" in mine[2]
+    assert "3 batches in groups of 2, 3 batches in groups of 3" in mine[0]
+    assert "3 batches in groups of 2, 2 batches in groups of 2" in mine[1]

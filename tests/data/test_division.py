@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     SequentialSampler,
 )
 
@@ -124,30 +122,11 @@ def test_len_is_right_on_each_rank(kind: Any, options: Any, kwargs: Any) -> None
         assert len(make(raw)) == len(raw)
 
 
-def test_unsized_stream_has_no_length() -> None:
-    class Unsized(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(5))
-
-    handle = make(DataLoader(Unsized(), batch_size=2, collate_fn=list))
-    with pytest.raises(TypeError):
-        len(handle)
-    assert list(handle) == [[0, 1], [2, 3], [4]]
-
-
 def test_custom_batches_stay_whole() -> None:
     assert everyone(ragged, 2) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]
     assert everyone(ragged, 2, even_batches=False) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6]]]
     assert everyone(ragged, 1) == [[[0], [1, 2], [3, 4, 5], [6], [7, 8]]]
     assert [len(make(ragged(), rank, 2, even_batches=False)) for rank in (0, 1)] == [3, 2]
-
-
-def test_plain_batch_sampler() -> None:
-    def build() -> DataLoader[Any]:
-        sampler = BatchSampler(SequentialSampler(range(9)), 2, True)
-        return DataLoader(Numbers(9), batch_sampler=sampler, collate_fn=list)
-
-    assert everyone(build, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def test_without_batching() -> None:

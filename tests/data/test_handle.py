@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import (
     DataLoader,
     Sampler,
@@ -16,11 +15,9 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-import accel
 from accel import LoaderError
 from accel.data import LoaderOptions, check, describe
 from tests.data.loaders import Numbers, flat, make, numbers, sampled
-from tests.distributed import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -102,9 +99,6 @@ class Foreign(Sampler[int]):
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: sampled(DistributedSampler(Numbers(4), 1, 0)), {}, "distributed already, by a DistributedSampler"),
     (lambda: sampled(Foreign()), {}, "distributed already, by a Foreign"),
-    (lambda: numbers(4, num_workers=1, in_order=False), {}, "in_order"),
-    (lambda: numbers(4), {"seed": 1.5}, "seed"),
-    (lambda: numbers(4), {"even_batches": 1}, "even_batches"),
 ]
 
 
@@ -116,39 +110,10 @@ def test_check_refuses() -> None:
 
 def test_describe() -> None:
     split = [DataLoader(Subset(Numbers(9), indices)) for indices in ([1, 2], [1, 3], [1, 2])]
-    texts = [describe(loader) for loader in split]
+    options = LoaderOptions()
+    texts = [describe(loader, options) for loader in split]
     assert texts[0] == texts[2] != texts[1]
-    assert describe(numbers(4)) != describe(numbers(5))
-    assert describe(numbers(4, 2)) != describe(numbers(4, 4))
+    assert describe(numbers(4), options) != describe(numbers(5), options)
+    assert describe(numbers(4, 2), options) != describe(numbers(4, 4), options)
     off = LoaderOptions(shard=False)
     assert describe(numbers(4), off) == describe(numbers(5), off)
-
-
-def test_pin_memory_only_warns() -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("needs a machine without accelerator")
-    handle = make(numbers(4, 2, pin_memory=True))
-    with pytest.warns(UserWarning, match="pin_memory"):
-        assert list(handle) == [[0, 1], [2, 3]]
-
-
-def other_options() -> list[str]:
-    messages = []
-    net = nn.Linear(1, 1)
-    for with_model in (False, True):
-        model = net if with_model else None
-        loader = accel.setup(model, dataloaders=DataLoader(range(8), 2)).dataloaders
-        same = accel.setup(model, dataloaders=loader).dataloaders
-        assert same is loader
-        for options in (accel.LoaderOptions(even_batches=False), accel.LoaderOptions(seed=5)):
-            with pytest.raises(accel.AlreadySetUpError) as refused:
-                accel.setup(model, dataloaders=loader, loader_options=options)
-            messages.append(str(refused.value))
-    return messages
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_different_options_are_refused(world: int) -> None:
-    """As its loader is: a cell that is run again gives the handle."""
-    for messages in run(world, other_options):
-        assert all("is already set up with" in message for message in messages)

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -33,7 +31,6 @@ from tests.data.loaders import (
     own,
     raw_like,
     reset,
-    resumed,
     rng_states,
 )
 
@@ -96,27 +93,6 @@ def test_batches_are_raw_pytorchs(name: str) -> None:
     assert play(raw_like(build()), draws=True) == play(build(), draws=True)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    n=st.integers(1, 40),
-    batch=st.integers(1, 7),
-    drop_last=st.booleans(),
-    generator=st.booleans(),
-    replacement=st.booleans(),
-    num_samples=st.integers(1, 90),
-    draws=st.booleans(),
-)
-def test_random_samplers_are_raw_pytorchs(
-    n: int, batch: int, drop_last: bool, generator: bool, replacement: bool, num_samples: int, draws: bool
-) -> None:
-    def build() -> DataLoader[Any]:
-        source = own() if generator else None
-        sampler = RandomSampler(range(n), replacement, num_samples, source)
-        return DataLoader(Numbers(n), batch, sampler=sampler, drop_last=drop_last, generator=source, collate_fn=list)
-
-    assert play(raw_like(build()), draws) == play(build(), draws)
-
-
 def interrupted(build: Any, draws: bool, stop: tuple[int, int]) -> tuple[list[Any], dict[str, Any], Any]:
     """What a loop of two epochs got after it had saved its position, that position, and the generators then."""
     reset()
@@ -168,15 +144,6 @@ def test_order_mixed_with_loop_is_refused() -> None:
         raw_like(DRAWING["drawing"]()).load_state_dict(state)
 
 
-@pytest.mark.parametrize("name", DRAWING)
-def test_seeded_drawing_order_resumes(name: str) -> None:
-    seeded = make(DRAWING[name]())
-    iterator = iter(seeded)
-    next(iterator), torch.rand(3), random.random(), np.random.rand(), next(iterator)
-    (again,) = resumed(DRAWING[name], 1, seeded.state_dict())
-    assert list(again) == list(iterator)
-
-
 @pytest.mark.parametrize("name", ["shuffle", "weighted, generator", "mine own numpy"])
 def test_resume_on_ranks_and_back(name: str) -> None:
     build = (RAW | DRAWING)[name]
@@ -191,15 +158,3 @@ def test_resume_on_ranks_and_back(name: str) -> None:
     back = raw_like(build())
     back.load_state_dict(json.loads(json.dumps(handles[0].state_dict())))
     assert flat(seen) + flat(_plain(b) for b in back) == flat(rest)
-
-
-def test_chosen_epoch_uses_the_seed() -> None:
-    found = []
-    for first in (0, 2):
-        reset(first)
-        handle = raw_like(numbers(20, shuffle=True))
-        for epoch in range(first, 4):
-            handle.set_epoch(epoch)
-            found.append((epoch, list(handle)))
-    assert found[2:4] == found[4:]
-    assert found[0][1] != found[1][1]

@@ -15,7 +15,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     SequentialSampler,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -24,13 +23,10 @@ from accel.data import LoaderHandle, LoaderOptions
 from tests.data.loaders import (
     OWN,
     SAMPLERS,
-    Counting,
-    Mine,
     Noisy,
     Numbers,
     by_step,
     flat,
-    loader_of,
     make,
     numbers,
     own,
@@ -70,12 +66,6 @@ def test_order_is_the_samplers(name: str) -> None:
     assert flat(again) != orders[0][1]
 
 
-def test_weighted_sampler() -> None:
-    order = flat(make(sampled(WeightedRandomSampler([0.0, 1.0, 0.0, 3.0], 400), batch_size=9)))
-    assert set(order) == {1, 3}
-    assert 250 < order.count(3) < 350
-
-
 def test_own_generators_are_restored() -> None:
     for build in (SAMPLERS | OWN).values():
         sampler = build()
@@ -104,39 +94,23 @@ def test_sampler_gets_set_epoch() -> None:
     assert Told.epochs == [0, 1, 7]
 
 
-def _run(
-    raw: Any, *, seed: int = 21, options: LoaderOptions | None = None, one: bool = False, before: bool = False
-) -> list[list[int]]:
-    """Two epochs of a program's first setup, which ends with a teardown of the model, or of all."""
+def _epochs(raw: Any, seed: int = 21, options: LoaderOptions | None = None) -> list[list[int]]:
     accel.seed(seed)
-    if before:
-        accel.setup(nn.Linear(1, 1), None, [numbers(12, shuffle=True)])
-    handles = accel.setup(nn.Linear(1, 1), None, raw, loader_options=options)
-    epochs = [samples(handles.dataloaders) for _ in range(2)]
-    accel.teardown(handles.model if one else None)
+    loader = accel.setup(nn.Linear(1, 1), None, raw, loader_options=options).dataloaders
+    epochs = [samples(loader) for _ in range(2)]
+    accel.teardown()
     return epochs
 
 
 def _same_orders() -> None:
-    place = accel.rank(), accel.world_size()
-    first, kept, seeded = _run(numbers(40, shuffle=True)), numbers(40, shuffle=True), LoaderOptions(seed=7)
+    seeded = LoaderOptions(seed=7)
+    first = _epochs(numbers(40, shuffle=True))
     assert first[0] != first[1]
-    for one in (False, True):
-        assert _run(numbers(40, shuffle=True), one=one) == first
-        assert _run(numbers(40, shuffle=True), one=one, before=True) == first
-        assert _run(kept, one=one) == _run(kept, one=one) == first
-    by_option = _run(numbers(40, shuffle=True), options=seeded)
-    assert by_option != first
-    for seed in (21, 22):
-        assert _run(numbers(40, shuffle=True), seed=seed, options=seeded, one=True, before=True) == by_option
-    drawn = _run(numbers(40, shuffle=True, generator=own(1)))
-    assert _run(numbers(40, shuffle=True, generator=own(1)), seed=22, one=True) == drawn
-    assert _run(numbers(40, shuffle=True, generator=own(2))) != drawn
-    assert _run(loader_of(Mine("own numpy"))) == _run(loader_of(Mine("own numpy")))
-    assert _run(numbers(12, sampler=iter(range(12)))) == [
-        samples(make(numbers(12), *place)),
-        [],
-    ]  # gives its items once
+    assert _epochs(numbers(40, shuffle=True)) == first != _epochs(numbers(40, shuffle=True), 22)
+    by_option = [_epochs(numbers(40, shuffle=True), seed, seeded) for seed in (21, 22)]
+    assert by_option[0] == by_option[1] != first
+    drawn = [_epochs(numbers(40, shuffle=True, generator=own(1)), seed) for seed in (21, 22)]
+    assert drawn[0] == drawn[1] != _epochs(numbers(40, shuffle=True, generator=own(2)))
     accel.seed(21)
     pair = accel.setup(nn.Linear(1, 1), None, [numbers(40, shuffle=True), numbers(40, shuffle=True)]).dataloaders
     assert samples(pair[0]) == first[0]
@@ -159,34 +133,27 @@ def test_break_ends_an_epoch() -> None:
     assert handle.state_dict()["epoch"] == 3
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"num_workers": 1}])
-@pytest.mark.parametrize("kind", [Numbers, Counting])
-def test_two_iterators(kind: Any, kwargs: Any) -> None:
-    shuffle = {"shuffle": True} if kind is Numbers else {}
-    handle = make(DataLoader(kind(12), batch_size=2, collate_fn=list, **shuffle, **kwargs), 1, 2)
-    alone = [list(handle), list(handle)]
-    handle.set_epoch(0)
-    pairs = list(zip(handle, handle, strict=True))
-    assert [[a for a, _ in pairs], [b for _, b in pairs]] == alone
-
-
-@pytest.mark.parametrize("kind", [Numbers, Counting])
-def test_persistent_workers(kind: Any) -> None:
-    class Where(kind):  # type: ignore[misc]
-        pass
+@pytest.mark.parametrize("dataset", [Noisy(), Numbers(20)])
+def test_persistent_workers(dataset: Any) -> None:
+    """Those of a seeded stream start again in each epoch, because they learn their seed when they start."""
 
     def build(**kwargs: Any) -> LoaderHandle:
-        loader = DataLoader(Noisy() if kind is Counting else Numbers(20), batch_size=5, collate_fn=list, **kwargs)
-        return make(loader, 0, 2)
+        return make(DataLoader(dataset, batch_size=5, collate_fn=list, num_workers=1, **kwargs), 0, 2)
 
-    handle = build(num_workers=1, persistent_workers=True)
-    plain = build(num_workers=1)
+    handle, plain = build(persistent_workers=True), build()
     assert list(handle) == list(plain)
-    workers = handle._accel.persistent[0]._iterator._workers  # type: ignore[index, union-attr]
+    persistent = handle._accel.persistent
+    assert (persistent is None) == isinstance(dataset, Noisy)
     next(iter(handle)), next(iter(plain))
     assert list(handle) == list(plain)
-    assert handle._accel.persistent[0]._iterator._workers is workers  # type: ignore[index, union-attr]
+    assert handle._accel.persistent is persistent
     assert handle._accel.raw._iterator is None
+
+
+def test_workers_keep_the_samplers_order() -> None:
+    handle = make(numbers(12, 2, num_workers=2, in_order=False), 1, 2)
+    assert list(handle) == [[2, 3], [6, 7], [10, 11]]
+    assert handle._accel.prepare()[0].in_order
 
 
 class Drawn(Dataset[Any]):

@@ -115,13 +115,6 @@ def test_state_at_end_of_epoch() -> None:
         assert len(list(resumed(build, 1, inside)[0])) == 5
 
 
-def test_lengths_of_a_resumed_epoch() -> None:
-    _, state = advance([make(numbers(20, 4))], 2)
-    (handle,) = resumed(lambda: numbers(20, 4), 1, state)
-    assert (len(handle), len(iter(handle))) == (5, 3)
-    assert len(iter(handle)) == 5
-
-
 def test_position_without_a_share() -> None:
     handles = [make(numbers(9, 2), rank, 4, even_batches=False) for rank in range(4)]
     _, state = advance(handles, 1)
@@ -168,22 +161,6 @@ def test_refused_states_change_nothing() -> None:
         make(DataLoader(Counting(20))).load_state_dict(good)
     with pytest.raises(LoaderError, match="set_epoch"):
         other.set_epoch(-1)
-
-
-def test_unknown_position_is_refused() -> None:
-    class Own(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return super().__iter__()
-
-    off = make(Own(Numbers(8), 2, collate_fn=list), shard=False)
-    assert off.state_dict()["consumed"] == 0
-    for k, _ in enumerate(off):
-        if k < 3:
-            with pytest.raises(LoaderError, match="mid-epoch"):
-                off.state_dict()
-        else:
-            assert off.state_dict()["epoch"] == 1
-    off.load_state_dict(off.state_dict())
 
 
 def _off(directory: str, saves: bool, stream: bool) -> list[list[int]]:
