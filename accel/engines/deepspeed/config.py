@@ -87,7 +87,7 @@ class Configuration:
         self.masters = not _is_off(config.get("bf16"))
         clipping = config.get("gradient_clipping")
         #: The norm to which every step clips. 0: no clipping.
-        self.clipping = 0.0 if _is_off(clipping) else clipping
+        self.clipping: Any = 0.0 if _is_off(clipping) else clipping
         if not isinstance(self.clipping, int | float) or self.clipping < 0:
             _refuse("gradient_clipping", clipping, "Pass a number of at least 0.")
 
@@ -159,7 +159,8 @@ class Configuration:
             weights = 1.0
             if self.stage == 3:
                 weights = share + (tensor.numel <= threshold)
-            uses.append(tensor.use(weights=weights, gradients=share, state=share))
+            gradients = 2 * share if self.masters else share  # fp32, like the masters
+            uses.append(tensor.use(weights=weights, gradients=gradients, state=share))
         bucket = min(int(self._zero.get("reduce_bucket_size", _BUCKET)), numel + numel % 2)
         return replace(add_uses(uses), buckets=bucket * itemsize if self.stage == 3 else 0)
 

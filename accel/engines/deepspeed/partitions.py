@@ -46,10 +46,11 @@ class Fragment:
     @torch.no_grad()
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Add a reduced gradient. Copies to CPU memory end with ``wait_for_copies``."""
-        weights, is_first = self.weights, self.weights.grad is None
-        # `to` waits for the copy of an earlier gradient.
-        gradient = gradient.to(weights, copy=is_first, non_blocking=is_first)
-        weights.grad = gradient if is_first else weights.grad.add_(gradient)
+        grad = self.weights.grad
+        if grad is None:
+            self.weights.grad = gradient.to(self.weights, copy=True, non_blocking=True)
+        else:
+            grad.add_(gradient.to(self.weights))  # which waits for the first copy
 
 
 def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
@@ -143,10 +144,6 @@ class Partitions(ABC):
     def fragment_of(self, parameter: torch.Tensor) -> Fragment | None:
         """Return this rank's fragment of a parameter."""
         return self.fragments.get(self.numbers[id(parameter)])
-
-    def shards(self, parameter: torch.Tensor) -> bool:
-        """True if ranks have fragments of a parameter. Stages 1 and 2 replicate integers."""
-        return parameter.is_floating_point()
 
     def announced(
         self, act: Callable[..., Any], what: str | Callable[..., str]

@@ -91,9 +91,6 @@ class Stage3(Partitions):
             mark(weight, name, self)
         self.gather()
 
-    def shards(self, parameter: torch.Tensor) -> bool:
-        return True
-
     def _take_over_gradients(self) -> None:
         """Collect reduced gradients in the fragments, and announce DeepSpeed's reductions."""
         zero = self.zero

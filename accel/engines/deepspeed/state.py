@@ -60,7 +60,9 @@ class DeepSpeedHoldings(Holdings):
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         zero = self.engine.zero
         parameter = self.engine.named.get(name)
-        if zero is None or parameter is None or not zero.shards(parameter):
+        if zero is None or parameter is None:
+            return super().part(name, tensor, key)
+        if self.engine.stage < 3 and not parameter.is_floating_point():  # on every rank
             return super().part(name, tensor, key)
         shape, fragment = tuple(self.shapes[name]), zero.fragment_of(parameter)
         if not key:

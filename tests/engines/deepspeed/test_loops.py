@@ -136,28 +136,6 @@ def hooks_of_the_program(stage: int) -> None:
     pair.check()
 
 
-def came_twice(stage: int) -> None:
-    """A layer that runs in a reentrant checkpoint and directly: refused, and right without reentrancy."""
-    pair = Pair(zero(stage), momentum)
-
-    def out(model: nn.Module, x: torch.Tensor, reentrant: bool = False) -> torch.Tensor:
-        again = model.right(checkpoint(model.body, x.requires_grad_(), use_reentrant=reentrant))  # type: ignore[operator]
-        return again.square().mean() + model.body(x).square().mean()  # type: ignore[operator]
-
-    for step in range(3):
-        pair.zero_grad()
-        x = data(step, accel.rank())
-        if step == 1:
-            with pytest.raises((AssertionError, AttributeError)):  # DeepSpeed's own
-                out(pair.model, x, True).backward()
-            pair.optimizer.zero_grad()
-        out(pair.model, x).backward()
-        for batch in data(step):
-            (out(pair.plain, batch) / accel.world_size()).backward()
-        pair.step()
-    pair.check()
-
-
 def graph_from_before_a_step(stage: int) -> None:
     """As on one process: a step has changed its weights in place."""
     pair = Pair(zero(stage), momentum)
@@ -177,8 +155,3 @@ LOOPS = [
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_loop_is_exact(stage: int, loop: Callable[[int], None]) -> None:
     run(2, loop, stage)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_layer_in_a_reentrant_checkpoint_and_outside_of_it(stage: int) -> None:
-    run(2, came_twice, stage)
