@@ -130,7 +130,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def arrange(self) -> None:
-        """Find this rank's fragments in what DeepSpeed built."""
+        """Find this rank's fragments in the memory that DeepSpeed built."""
 
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
         """Note that this rank owns ``home`` of a parameter."""
@@ -148,7 +148,7 @@ class Partitions(ABC):
     def announced(
         self, act: Callable[..., Any], what: str | Callable[..., str]
     ) -> Callable[..., Any]:
-        """Return a collective function of DeepSpeed's, which first says what it does."""
+        """Return a collective function of DeepSpeed's, which is announced first."""
         process, label = self.process, self.label
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -262,7 +262,7 @@ class Partitions(ABC):
     # -- exceptions -------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Clear what an exception in a forward or backward has left in DeepSpeed. Local."""
+        """Clear the state that an exception has left in DeepSpeed. Local."""
         if torch._C._current_graph_task_id() != -1:  # checkpoints run forwards in a backward
             return
         if self.running:  # their ends did not come
@@ -316,7 +316,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def gather(self) -> None:
-        """Give every rank what is in the homes. Collective."""
+        """Give every rank the values of all homes. Collective."""
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the root module, which is a forward, or a method of it."""

@@ -106,7 +106,7 @@ class Stage3(Partitions):
         setattr(zero, name, self.announced(getattr(zero, name), "the reduction of a bucket"))
 
     def _watch_modules(self) -> None:
-        """Announce what DeepSpeed gathers for a module, and notice backward passes."""
+        """Announce the gathers for each module, and notice backward passes."""
         offload, coordinator, owner = (
             self.zero.parameter_offload,
             self._coordinator,
@@ -156,7 +156,7 @@ class Stage3(Partitions):
 
     @plainly
     def finish(self) -> None:
-        """Reduce what is in the buckets, and release modules whose own hook did not fire."""
+        """Reduce the buckets, and release modules whose own hook did not fire."""
         zero = self.zero
         for dtype in list(zero.ipg_buckets):
             getattr(zero, f"{OF_STAGE3}reduce_and_partition_ipg_grads")(dtype)

@@ -43,7 +43,7 @@ class DeepSpeedHoldings(Holdings):
         return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """True for optimizers, and for the model if it doesn't hold what they update."""
+        """True for optimizers, and for the model if they update copies or shards."""
         zero = self.engine.zero
         return zero is not None and (
             optimizer is not None or self.engine.stage == 3 or zero.masters
