@@ -101,26 +101,6 @@ def move(tree: Any, to: Callable[[Any], Any]) -> Any:
     return walk(visit, tree, "data", is_movable)
 
 
-def exchange(
-    give: Callable[[Tensor], Tensor], tree: Any, give_inside: Callable[[Tensor], Tensor]
-) -> Any:
-    """Replace every tensor by ``give(tensor)``.
-
-    Tensors in the attributes of other objects are replaced in place, by ``give_inside``.
-    """
-
-    def visit(_: str, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return give(leaf)
-        if hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module):
-            for name, value in list(vars(leaf).items()):
-                if isinstance(value, Tensor):
-                    vars(leaf)[name] = give_inside(value)
-        return leaf
-
-    return walk(visit, tree, "")
-
-
 def walk(
     visit: Callable[[str, Any], Any],
     tree: T,

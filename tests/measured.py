@@ -34,7 +34,7 @@ def _tensors(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from (("parameters", fragment.home) for fragment in fragments if fragment.home is not None)
     yield from (("parameters", parameter) for parameter in engine.parameters)
     yield from (("buffers", buffer) for buffer in engine.module.buffers())
-    holders = [*engine.parameters, *fragments]
+    holders = [*engine.parameters, *(fragment.weights for fragment in fragments)]
     yield from (("gradients", holder.grad) for holder in holders if holder.grad is not None)
     for optimizer in engine.optimizers:
         for state in optimizer.state.values():

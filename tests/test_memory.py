@@ -133,7 +133,7 @@ def predict(options: Any, tensors: list[TensorSize], world: int, module: nn.Modu
         (accel.DeepSpeed(), 4, (1, 1 / 4, 1 / 2)),
         (accel.DeepSpeed(stage=3), 1, (1, 1, 2)),
         (accel.DeepSpeed(stage=3), 4, (5 / 4, 1 / 4, 1 / 2)),
-        (accel.DeepSpeed(stage=1, config=HALF), 4, (1 / 2, 1 / 8, 3 / 4)),
+        (accel.DeepSpeed(stage=1, config=HALF), 4, (1 / 2, 1 / 4, 3 / 4)),
         (accel.DeepSpeed(stage=3, config=keeping(63)), 4, (1 / 4, 1 / 4, 1 / 2)),
         (accel.DeepSpeed(stage=3, config=keeping(64)), 4, (5 / 4, 1 / 4, 1 / 2)),
     ],

@@ -49,7 +49,7 @@ class Case:
 
 
 def _zero(stage: int, whole: float, divided: float, *, half: bool = False) -> Case:
-    """In fp32; or bfloat16 weights and gradients (N / 2 each) with fp32 copies and AdamW's state (3 N)."""
+    """In fp32; or bfloat16 weights (N / 2) with gradients, copies and AdamW's state in fp32 (4 N)."""
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         # Small weights would stay whole by DeepSpeed's threshold, and the bucket be as large as such a small model.
@@ -68,9 +68,9 @@ CASES = (
     _zero(1, 1, 3),
     _zero(2, 1, 3),
     _zero(3, 0, 4),
-    _zero(1, 0.5, 3.5, half=True),
-    _zero(2, 0.5, 3.5, half=True),
-    _zero(3, 0, 4, half=True),
+    _zero(1, 0.5, 4, half=True),
+    _zero(2, 0.5, 4, half=True),
+    _zero(3, 0, 4.5, half=True),
 )
 
 

@@ -87,6 +87,7 @@ class PartsInGroups:
 
     def put_in(self, optimizer: Optimizer) -> None:
         """Replace the parameters in the groups by this rank's parts."""
+        self.take_out()  # DeepSpeed's engine may have put them in before the step
         for group in optimizer.param_groups:
             self._groups.append((group, group["params"]))
             group["params"] = self._parts_of(group["params"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,14 +31,13 @@ from ..base.memory import MemoryUse, TensorSize
 from ..base.options import SequenceOptions
 from ..base.parts import PartsInGroups
 from ..base.placement import Placement, Placements
+from ..base.raw_objects import Override
 from .config import Configuration, check_parameters
 from .flat import Flat
 from .library import probe, release_groups
 from .partitions import Fragment, Partitions
 from .stage3 import Stage3
-from .state import DeepSpeedHoldings, put_zero_grad
-
-logger = logging.getLogger("accel")
+from .state import DeepSpeedHoldings, watch_zero_grad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +77,11 @@ class ZeROGradients(Gradients):
     reduced = True
     engine: DeepSpeedEngine
 
-    _warned = False
-
     def holders(self) -> Sequence[Any]:
         """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
         zero = self.engine.zero
         fragments = [] if zero is None else zero.fragments.values()
-        return [*self.engine.parameters, *fragments]
+        return [*self.engine.parameters, *(fragment.weights for fragment in fragments)]
 
     def pending(self) -> bool:
         zero = self.engine.zero
@@ -93,10 +90,9 @@ class ZeROGradients(Gradients):
     def hidden(self) -> bool:
         return self.engine.zero is not None
 
-    def backward_begins(self) -> None:
-        super().backward_begins()
-        if self.engine.zero is not None:
-            self.engine.zero.replace_assigned()
+    @property
+    def in_parts(self) -> bool:
+        return self.engine.zero is not None
 
     # -- final gradients --------------------------------------------------------------------------
 
@@ -105,22 +101,28 @@ class ZeROGradients(Gradients):
         zero = self.engine.zero
         if zero is None:
             self._average()
-            if optimizer is not None:
-                self._clip(optimizer)
+        else:
+            if optimizer is not None and zero.eager:
+                refuse_inside_backward()
+            zero.recover()
+            zero.refuse_incomplete()
+            if self.pending():
+                zero.flush()
+                self.buffers.synchronize()  # a method, or the raw module, may have changed them
+        if optimizer is None:
             return
-        if optimizer is not None and zero.eager:
-            refuse_inside_backward()
-        zero.recover()
-        zero.refuse_incomplete()
-        if self.pending():
-            self._reduce(zero)
-        if optimizer is not None:
-            self._clip(optimizer)
-            for fragment in zero.fragments.values():
-                weights, grad = fragment.weights, fragment.grad
-                weights.grad = None if grad is None else grad.to(weights.dtype)
-            # The user's hooks before a step edit these gradients.
+        self._clip(optimizer)
+        if zero is not None:
+            # The user's hooks before a step edit the gradients of fragments.
             self.engine.steps[id(optimizer)].put_in(optimizer)
+
+    def _average(self) -> None:
+        """Average ``p.grad`` until DeepSpeed shards the model, which then has an optimizer."""
+        engine = self.engine
+        if engine.distributed and any(p.grad is not None for p in engine.parameters):
+            what = f"the reduction of gradients ({engine.label})"
+            if average_gradients_(what, engine.parameters, engine.names, self.process):
+                self.buffers.synchronize()
 
     def _clip(self, optimizer: Optimizer) -> None:
         """Clip to the ``gradient_clipping`` of the configuration, as DeepSpeed's own step does."""
@@ -137,49 +139,11 @@ class ZeROGradients(Gradients):
         else:
             nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
-    def _reduce(self, zero: Partitions) -> None:
-        # Stages 2 and 3 have reduced these in their order of arrival.
-        arrivals = zero.arrivals if zero.eager else ()
-        assigned = zero.assigned()
-        masks = self.engine.compare(
-            "the gradients of a step",
-            # Numbers only: hash(None) is an address, which differs between processes.
-            hash((*arrivals, -1, *assigned)),
-            lambda _: "different parameters, or in a different order",
-            zero.mask(),
-        )
-        zero.replace_assigned()
-        # for p in model.parameters(): p.grad = None
-        if not self._warned and not zero.used.isdisjoint(zero.arrivals):
-            self._warned = True
-            logger.warning(
-                "backend='deepspeed' adds new gradients to those of an earlier step, which "
-                "p.grad = None doesn't drop. Call optimizer.zero_grad() or model.zero_grad()."
-            )
-        zero.flush(masks)
-        self.buffers.synchronize()  # a method, or the raw module, may have changed them
-
-    def _average(self) -> None:
-        """Average ``p.grad`` until DeepSpeed shards the model, which then has an optimizer."""
-        engine = self.engine
-        if engine.distributed and any(p.grad is not None for p in engine.parameters):
-            what = f"the reduction of gradients ({engine.label})"
-            if average_gradients_(what, engine.parameters, engine.names, self.process):
-                self.buffers.synchronize()
-
-    @property
-    def in_parts(self) -> bool:
-        return self.engine.zero is not None
-
     def parts(
         self, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        gradients = []
-        for fragment in self.engine.fragments_of(parameters):
-            fragment.widen()
-            if fragment.grad is not None:
-                gradients.append(fragment.grad)
-        return gradients, []
+        gradients = [fragment.weights.grad for fragment in self.engine.fragments_of(parameters)]
+        return [gradient for gradient in gradients if gradient is not None], []
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -194,41 +158,25 @@ class ZeROGradients(Gradients):
             self.engine.zero.unpublished = True
             self.announce_step(optimizer)
 
-    def break_step(self) -> None:
-        for steps in self.engine.steps.values():
-            steps.take_out()
-
     def after_step(self, optimizer: Optimizer) -> None:
-        self.break_step()
-        if (zero := self.engine.zero) is None:
+        zero = self.engine.zero
+        if zero is None:
             return
+        self.engine.steps[id(optimizer)].take_out()
         for index, fragment in zero.fragments.items():
-            fragment.weights.grad = None
-            if fragment.grad is not None:
+            if fragment.weights.grad is not None:
                 zero.used.add(index)
         # Autograd tells by the version that a graph was made with other values.
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        torch.autograd.graph.increment_version([p for p in parameters if p.requires_grad])
+        trainable = [p for p in parameters_of(optimizer) if p.requires_grad]
+        torch.autograd.graph.increment_version(trainable)
         zero.publish()
 
 
-@final
-class FragmentSteps(PartsInGroups):
-    """Puts this rank's fragments into the groups of an optimizer while it steps."""
-
-    def __init__(self, optimizer: Optimizer, owner: weakref.ref[DeepSpeedEngine]) -> None:
-        self._owner = owner
-        super().__init__(optimizer, self._weights_of)
-
-    def _weights_of(self, parameters: list[Any]) -> list[Any]:
-        engine = self._owner()
-        if engine is None or engine.zero is None:
-            return parameters
-        return [fragment.weights for fragment in engine.fragments_of(parameters)]
-
-    def put_in(self, optimizer: Optimizer) -> None:
-        self.take_out()  # `settle` may have put them in already
-        super().put_in(optimizer)
+def _weights_of(owner: weakref.ref[DeepSpeedEngine], parameters: list[Any]) -> list[Any]:
+    engine = owner()
+    if engine is None or engine.zero is None:
+        return parameters
+    return [fragment.weights for fragment in engine.fragments_of(parameters)]
 
 
 @final
@@ -252,7 +200,9 @@ class DeepSpeedEngine(Engine):
             self.placements = replace(self.placements, weights=Placement.BY_ELEMENT)
         super().__init__(module, entry, context)
         self.zero: Partitions | None = None
-        self.steps: dict[int, FragmentSteps] = {}
+        #: By identity of the optimizer: they put this rank's fragments into its groups in a step.
+        self.steps: dict[int, PartsInGroups] = {}
+        self._zero_grads: dict[int, Override] = {}
 
     @classmethod
     def probe(cls) -> str:
@@ -287,21 +237,25 @@ class DeepSpeedEngine(Engine):
                 "DeepSpeed stage 3 can't gather weights inside a torch.compile wrapper. Use "
                 "model.compile(), or stage=2."
             )
-        put_zero_grad(self.module, self)
+        # A GAN in one ModuleDict calls model.critic.zero_grad().
+        for module in self.module.modules():
+            self.undo.callback(watch_zero_grad(self, module).remove)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Take rank 0's weights, and let DeepSpeed shard them. Collective."""
         super().start(optimizers)
         floating = [p for p in self.parameters if p.is_floating_point()]
         if self.distributed and floating and self.zero is None and (self.stage == 3 or optimizers):
-            self.zero = zero = Stage3(self) if self.stage == 3 else Flat(self)
+            self.zero = Stage3(self) if self.stage == 3 else Flat(self)
             # All weights that DeepSpeed shards have this dtype.
             dtype = next((p for p in floating if p.requires_grad), floating[0]).dtype
             numel = sum(p.numel() for p in self.parameters)
             device = self.process.device
             transport = self.process.backends.get(device.type)
-            zero.start(self.configuration.complete(dtype, numel, transport), device)
-        for optimizer in optimizers if self.zero is not None else ():
+            self.zero.start(self.configuration.complete(dtype, numel, transport), device)
+        if self.zero is None:
+            return
+        for optimizer in optimizers:
             indices = self.indices(optimizer)
             state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in indices}
             self.holdings.take(optimizer, state)
@@ -310,7 +264,8 @@ class DeepSpeedEngine(Engine):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a forward or method. At stage 3 each module gathers its weights."""
-        if (zero := self.zero) is None:
+        zero = self.zero
+        if zero is None:
             return function(*args, **kwargs)
         zero.recover()
         if zero.unpublished:
@@ -322,29 +277,29 @@ class DeepSpeedEngine(Engine):
         self.gradients.check(optimizer)
         super().attach(optimizer)
         if self.distributed:
-            put_zero_grad(optimizer, self)
-            self.steps[id(optimizer)] = FragmentSteps(optimizer, weakref.ref(self))
+            self._zero_grads[id(optimizer)] = watch_zero_grad(self, optimizer)
+            parts_of = functools.partial(_weights_of, weakref.ref(self))
+            self.steps[id(optimizer)] = PartsInGroups(optimizer, parts_of)
 
     def detach(self, optimizer: Optimizer) -> None:
-        if (steps := self.steps.pop(id(optimizer), None)) is not None:
-            steps.close()
-        put_zero_grad(optimizer, None)
+        if self.distributed:
+            self.steps.pop(id(optimizer)).close()
+            self._zero_grads.pop(id(optimizer)).remove()
         super().detach(optimizer)
 
     def fragments_of(self, parameters: Sequence[torch.Tensor]) -> list[Fragment]:
         """Return this rank's fragments of these parameters."""
         assert self.zero is not None
-        fragments = [self.zero.fragments.get(self.zero.numbers[id(p)]) for p in parameters]
-        return [fragment for fragment in fragments if fragment is not None]
+        fragments = map(self.zero.fragment_of, parameters)
+        return list(filter(None, fragments))
 
     def indices(self, raw: nn.Module | Optimizer) -> list[int]:
         """Return the numbers of the parameters of this model's module or optimizer."""
-        numbers = {id(p): i for i, p in enumerate(self.parameters)}
+        numbers = {} if self.zero is None else self.zero.numbers
         parameters = raw.parameters() if isinstance(raw, nn.Module) else parameters_of(raw)
         return [numbers[id(p)] for p in parameters if id(p) in numbers]
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        put_zero_grad(self.module, None)
         zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
         if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)

@@ -16,12 +16,15 @@ from ...errors import BackendError, OptimizerError, PrecisionError
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.parts import elementwise
 
-#: Sections that DeepSpeed gets as they are, and keys that accel reads or that a loop doesn't need.
+#: Sections that DeepSpeed gets as they are.
 _PASSED: Final = {"activation_checkpointing", "comms_logger", "communication_data_type"}
-_READ: Final = {"bf16", "gradient_clipping", "zero_allow_untested_optimizer", "zero_optimization"}
-_IGNORED: Final = {"steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"}
-#: Keys that a raw loop contradicts, and what to write instead.
-_ADVICE: Final = {
+#: Keys that accel reads itself, or that a raw loop doesn't need.
+_READ: Final = {
+    *("bf16", "gradient_clipping", "zero_allow_untested_optimizer", "zero_optimization"),
+    *("steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"),
+}
+#: Other keys raise. For these there is something to write instead.
+_INSTEAD: Final = {
     "amp": "Use precision='16-mixed'.",
     "fp16": "Use precision='bf16-mixed' or '16-mixed'.",
     "gradient_accumulation_steps": "Call backward() several times before step().",
@@ -31,13 +34,8 @@ _ADVICE: Final = {
 }
 #: Keys of ``zero_optimization`` that need DeepSpeed's own step, or change the result.
 _UNSUPPORTED: Final = {
-    "cpu_offload",
-    "cpu_offload_param",
-    "mics_shard_size",
-    "zenflow",
-    "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_weights",
+    *("cpu_offload", "cpu_offload_param", "mics_shard_size", "zenflow"),
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
 }
 #: Elements of a bucket. DeepSpeed allocates all of its 5e8. Gloo is faster with small buckets.
 _BUCKET: Final = 200_000_000
@@ -46,16 +44,15 @@ _GLOO_BUCKET: Final = 8_000_000
 _ELEMENTWISE: Final = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion")
 
 
+def _refuse(key: str, value: Any, advice: str) -> NoReturn:
+    raise BackendError(f"DeepSpeed's {key!r} is {value!r}. {advice}")
+
+
 def _is_off(value: Any) -> bool:
     """True if a value asks for nothing. "auto" leaves it to accel."""
     if isinstance(value, Mapping):
         return not value or _is_off(value.get("enabled", True))
     return value is None or value is False or value == "auto"
-
-
-def _refuse(key: str, value: Any, advice: str) -> NoReturn:
-    """Raise BackendError for an option or a key of the configuration."""
-    raise BackendError(f"DeepSpeed's {key!r} is {value!r}. {advice}")
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
@@ -71,8 +68,8 @@ class Configuration:
     """The options and the user's configuration together."""
 
     def __init__(self, options: Any) -> None:
-        self._config = _read(options.config)
-        zero = self._config.get("zero_optimization") or {}
+        self._config = config = _read(options.config)
+        zero = config.get("zero_optimization") or {}
         if not isinstance(zero, dict):
             _refuse("zero_optimization", zero, "Use a dict, such as {'stage': 2}.")
         self._zero = {k: v for k, v in zero.items() if v is not None and v != "auto"}
@@ -83,36 +80,33 @@ class Configuration:
         if self.stage not in (1, 2, 3):
             _refuse("stage", self.stage, "Use 1, 2 or 3, or backend='ddp' instead of 0.")
         #: The weights that the optimizer updates are in CPU memory.
-        self.offload_optimizer = self._offloads("offload_optimizer", options.offload_optimizer)
+        self.offload_optimizer = options.offload_optimizer or self._offloads("offload_optimizer")
         #: The shards of the model's weights are in CPU memory.
-        self._offload_param = self._offloads("offload_param", options.offload_parameters)
+        self._offload_param = options.offload_parameters or self._offloads("offload_param")
         #: The optimizer updates fp32 copies of bfloat16 weights.
-        self.masters = not _is_off(self._config.get("bf16"))
+        self.masters = not _is_off(config.get("bf16"))
+        clipping = config.get("gradient_clipping")
         #: The norm to which every step clips. 0: no clipping.
-        self.clipping = self._clipping(self._config.get("gradient_clipping"))
-        self._any_optimizer = self._config.get("zero_allow_untested_optimizer") is True
+        self.clipping: Any = 0.0 if _is_off(clipping) else clipping
+        if not isinstance(self.clipping, int | float) or self.clipping < 0:
+            _refuse("gradient_clipping", clipping, "Pass a number of at least 0.")
 
-    def _clipping(self, value: Any) -> float:
-        if _is_off(value):
-            return 0.0
-        if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-            _refuse("gradient_clipping", value, "Pass a number of at least 0.")
-        return float(value)
-
-    def _offloads(self, key: str, option: bool) -> bool:
+    def _offloads(self, key: str) -> bool:
         section = self._zero.get(key) or {}
         device = section.get("device", "none") if isinstance(section, dict) else section
         if device not in ("cpu", "none"):
             _refuse(f"zero_optimization.{key}", section, "Use {'device': 'cpu'}.")
-        return bool(option or device == "cpu")
+        return bool(device == "cpu")
 
     def check(self, world_size: int) -> None:
-        """Raise BackendError for keys that contradict the loop or would be ignored."""
-        known = _PASSED | _READ | _IGNORED
+        """Raise BackendError for keys that contradict the loop or would be ignored.
+
+        DeepSpeed itself raises for unknown keys of ``zero_optimization``.
+        """
         for key, value in self._config.items():
             accumulates_once = key == "gradient_accumulation_steps" and value == 1
-            if key not in known and not _is_off(value) and not accumulates_once:
-                _refuse(key, value, _ADVICE.get(key, "Remove it, because accel doesn't use it."))
+            if key not in _PASSED | _READ and not _is_off(value) and not accumulates_once:
+                _refuse(key, value, _INSTEAD.get(key, "Remove it, because accel doesn't use it."))
         for key in _UNSUPPORTED & self._zero.keys():
             if not _is_off(self._zero[key]):
                 _refuse(f"zero_optimization.{key}", self._zero[key], "Remove it.")
@@ -136,7 +130,8 @@ class Configuration:
             # FusedAdam counts steps per group, which differ on ranks that lack some parameters.
             fits = kind.__name__ in _ELEMENTWISE
         else:
-            fits = elementwise(optimizer) or self._any_optimizer
+            untested = self._config.get("zero_allow_untested_optimizer") is True
+            fits = untested or elementwise(optimizer)
         if not fits:
             raise OptimizerError(
                 f"{kind.__name__} can't step flat shards. Use an elementwise optimizer such as "
@@ -151,22 +146,23 @@ class Configuration:
         """
         if world_size == 1:
             return add_uses(tensor.use() for tensor in tensors)
-        if self.masters:
-            tensors = [_with_master(tensor) for tensor in tensors]
         threshold = int(self._zero.get("stage3_param_persistence_threshold", 100_000))
         share = 1 / world_size
         uses = []
+        numel = itemsize = 0
         for tensor in tensors:
-            full = self.stage < 3 or tensor.numel <= threshold
-            weights = full + (share if self.stage == 3 else 0)
-            uses.append(tensor.use(weights=weights, gradients=share, state=share))
-        use = add_uses(uses)
-        if self.stage < 3:
-            return use
-        parameters = [tensor for tensor in tensors if not tensor.is_buffer]
-        numel = sum(p.numel for p in parameters)
+            if not tensor.is_buffer:
+                if self.masters:
+                    tensor = _with_master(tensor)
+                numel += tensor.numel
+                itemsize = max(itemsize, tensor.itemsize)
+            weights = 1.0
+            if self.stage == 3:
+                weights = share + (tensor.numel <= threshold)
+            gradients = 2 * share if self.masters else share  # fp32, like the masters
+            uses.append(tensor.use(weights=weights, gradients=gradients, state=share))
         bucket = min(int(self._zero.get("reduce_bucket_size", _BUCKET)), numel + numel % 2)
-        return replace(use, buckets=bucket * max((p.itemsize for p in parameters), default=0))
+        return replace(add_uses(uses), buckets=bucket * itemsize if self.stage == 3 else 0)
 
     def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
         """Return the configuration for ``deepspeed.initialize`` and weights of this size and dtype.
@@ -178,8 +174,7 @@ class Configuration:
         zero["stage"] = self.stage
         zero.pop("offload_optimizer", None)  # the user's optimizer steps accel's fragments
         if self._offload_param:
-            offload = self._zero.get("offload_param", {})
-            zero["offload_param"] = {**offload, "device": "cpu"}
+            zero["offload_param"] = {**self._zero.get("offload_param", {}), "device": "cpu"}
         config = {
             **{key: self._config[key] for key in _PASSED & self._config.keys()},
             "steps_per_print": None,
@@ -192,17 +187,15 @@ class Configuration:
             "zero_force_ds_cpu_optimizer": False,
         }
         if dtype in (torch.bfloat16, torch.float16):
-            short = "bf16" if dtype is torch.bfloat16 else "fp16"
-            config["data_types"] = {"grad_accum_dtype": short}
+            is_bfloat16 = dtype is torch.bfloat16
+            config["data_types"] = {"grad_accum_dtype": "bf16" if is_bfloat16 else "fp16"}
             # Its own fp16 would scale the loss.
-            config["bf16"] = {"enabled": dtype is torch.bfloat16}
+            config["bf16"] = {"enabled": is_bfloat16}
         return config
 
 
 def _with_master(tensor: TensorSize) -> TensorSize:
     """Return the sizes of a 2-byte parameter whose optimizer steps an fp32 copy."""
-    if tensor.is_buffer:
-        return tensor
     state = tensor.state_bytes * 4 // tensor.itemsize
     if tensor.trainable and tensor.optimizer is not None:
         state += 4 * tensor.numel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ class Flat(Partitions):
 
     def arrange(self) -> None:
         zero = self.zero
-        #: Of each parameter: its group, and its place in the flat memory.
+        #: The group and the place in the flat memory of each parameter.
         self._groups: dict[int, int] = {}
         self._places: dict[int, torch.Tensor] = {}
         for number, parameters in enumerate(zero.round_robin_bit16_groups):
@@ -29,7 +29,7 @@ class Flat(Partitions):
             for parameter in parameters:
                 index = self.numbers[id(parameter)]
                 self._groups[index] = number
-                self._places[index] = parameter.data
+                self._places[index] = parameter.data.view(self.shapes[index])
                 offset = parameter.data.storage_offset() - flat.storage_offset()
                 start, end = max(offset, first), min(offset + parameter.numel(), first + size)
                 if start < end:
@@ -39,6 +39,8 @@ class Flat(Partitions):
             zero.single_partition_of_fp32_groups[number].data = torch.empty(0, device="cpu")
         zero.copy_grads_in_partition = self._collect
         zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, "the reduction of a bucket")
+        #: The stream on which DeepSpeed reduces, or None.
+        self._stream = zero.reduction_stream if zero.overlap_comm else None
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -54,7 +56,7 @@ class Flat(Partitions):
 
     def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
         """Take this rank's range of a gradient that DeepSpeed has reduced."""
-        fragment = self.fragments.get(self.numbers[id(parameter)])
+        fragment = self.fragment_of(parameter)
         if fragment is not None and parameter.grad is not None:
             flat = parameter.grad.reshape(-1)
             fragment.accumulate(flat.narrow(0, fragment.start, fragment.home.numel()))
@@ -76,8 +78,8 @@ class Flat(Partitions):
         self.wait_for_copies()
 
     def reset(self) -> None:
-        self._wait_for_reductions()
         zero = self.zero
+        self._wait_for_reductions()
         for bucket in zero.ipg_buckets.values():
             bucket.clear()
         zero.extra_large_param_to_reduce.clear()
@@ -85,14 +87,8 @@ class Flat(Partitions):
         zero._release_ipg_buffers()
 
     def _wait_for_reductions(self) -> None:
-        """Let the device's main stream wait for the stream on which DeepSpeed reduces."""
-        if (stream := self._stream) is not None:
-            accelerator().current_stream().wait_stream(stream)
-
-    @property
-    def _stream(self) -> Any:
-        """The stream on which DeepSpeed reduces with ``overlap_comm``, or None."""
-        return self.zero.reduction_stream if self.zero.overlap_comm else None
+        if self._stream is not None:
+            accelerator().current_stream().wait_stream(self._stream)
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -115,8 +111,8 @@ class Flat(Partitions):
         )
 
     def end(self, full: Sequence[torch.Tensor]) -> None:
-        """Free the flat memory too, which DeepSpeed's objects hold until a garbage collection."""
         super().end(full)
+        # DeepSpeed's objects hold the flat memory until a garbage collection.
         self._places.clear()
         self.zero.bit16_groups_flat.clear()
         self.zero.parallel_partitioned_bit16_groups.clear()

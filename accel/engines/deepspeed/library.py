@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import importlib
 import logging
 import os
-import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ...gradients.hooks import remove_hooks
-from ...gradients.patches import Patch, around, ignored, replaced
+from ...gradients.patches import around, replaced
 from ...process import running
 from ...process.startup import unseen_group
 from ..base.versions import check_version
@@ -52,14 +51,9 @@ def _import() -> Any:
     # With 0.19.6 and 0.19.7 the tests of configurations fail.
     check_version("deepspeed", "deepspeed", "0.19.8", "0.19.8")
     # Its Muon is decorated by torch.compile, whose import takes longer than all the rest.
-    with replaced(vars(torch), "compile", _leave_uncompiled):
-        deepspeed = library()
+    with replaced(vars(torch), "compile", lambda *_, **options: lambda function: function):
         library("deepspeed.runtime.zero.muon.muon_optimizer")
-    return deepspeed
-
-
-def _leave_uncompiled(function: Any = None, **_: Any) -> Any:
-    return (lambda decorated: decorated) if function is None else function
+    return library()
 
 
 @contextlib.contextmanager
@@ -74,7 +68,8 @@ def _quietly(device: torch.device) -> Iterator[None]:
         logger = logging.getLogger("DeepSpeed")
         logger.addFilter(_is_error)
         undo.callback(logger.removeFilter, _is_error)
-        undo.enter_context(ignored())
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -103,27 +98,22 @@ def initialize(
             deepspeed = _import()
         _prepare_groups()
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
-        # All ranks have rank 0's weights already.
-        kind = type(
-            "DeepSpeedEngine",
-            (deepspeed.DeepSpeedEngine,),
-            {"_broadcast_model": lambda engine: None},
-        )
         # Its shared-memory op takes a minute to compile, and serves only inference.
         no_ops: dict[str, bool] = collections.defaultdict(bool)
-        with (
-            replaced(vars(library("deepspeed.ops")), "__compatible_ops__", no_ops),
-            replaced(vars(deepspeed), kind.__name__, kind),
-        ):
+        with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", no_ops):
             if zero["stage"] == 3:
                 # It moves weights to the device one at a time.
                 deepspeed.zero.Init(module=module, config_dict_or_path=config)
             engine, *_ = deepspeed.initialize(
                 model=module, optimizer=stand_in, config=config, dist_init_required=False
             )
-    _renamed.need(engine)
+    # torch warns in every step about functions that DeepSpeed calls.
+    renamed = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`"
+    warnings.filterwarnings("ignore", renamed, FutureWarning)
     if zero["stage"] == 3:
-        _comparison().need(engine)
+        coordinator = library("deepspeed.runtime.zero.partitioned_param_coordinator")
+        # It needs LOCAL_RANK, and accel announces gathers anyway.
+        coordinator.assert_ints_same_as_other_ranks = lambda ints: None
         if zero.get("memory_efficient_linear", True):
             _efficient_linear.need(engine)
     # accel's own hooks collect gradients, also for several forwards before a backward.
@@ -152,17 +142,6 @@ def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None
 
 
 _efficient_linear: Final = around(vars(nn.functional), "linear", _linear)
-#: torch's warnings, in every step, about functions that DeepSpeed calls.
-_renamed: Final = ignored(
-    r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`", FutureWarning
-)
-
-
-@functools.cache
-def _comparison() -> Patch:
-    """Return a patch that leaves out a comparison over ranks, because accel announces gathers."""
-    table = vars(library("deepspeed.runtime.zero.partitioned_param_coordinator"))
-    return replaced(table, "assert_ints_same_as_other_ranks", lambda numbers: None)
 
 
 # -- process groups -------------------------------------------------------------------------------
@@ -182,15 +161,12 @@ def _prepare_groups() -> None:
 
 def forget_groups() -> None:
     """Let go of the process groups that DeepSpeed holds, and end its copy of the user's group."""
-    groups: Any = sys.modules.get("deepspeed.utils.groups")
-    comm: Any = sys.modules.get("deepspeed.comm.comm")
-    if groups is not None:
-        if groups._WORLD_GROUP in distributed_c10d._world.pg_map:
-            dist.destroy_process_group(groups._WORLD_GROUP)
-        groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-        groups._ALL_TO_ALL_GROUP = {}
-    if comm is not None:
-        comm.cdb = None
+    groups = library("deepspeed.utils.groups")
+    if groups._WORLD_GROUP in distributed_c10d._world.pg_map:
+        dist.destroy_process_group(groups._WORLD_GROUP)
+    groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    groups._ALL_TO_ALL_GROUP = {}
+    library("deepspeed.comm.comm").cdb = None
 
 
 def release_groups(roots: Iterable[Any]) -> None:

@@ -8,10 +8,10 @@ one process.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from ...errors import BackendError
 from ...gradients.hooks import at_end_of_backward, remove_hooks
 from ...gradients.totals import held_by_any, held_here
-from ...process.control import Waiting, announce
+from ...process.control import Waiting, announce, require_equal
+from ...process.packing import row_of
 from ..base.absent import plainly
 from ..base.raw_objects import Snapshot
 from .library import accelerator, end, initialize
@@ -29,36 +30,27 @@ from .library import accelerator, end, initialize
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
 
+logger = logging.getLogger("accel")
+
 
 @final
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """The range of one parameter that this rank owns.
-
-    ``grad`` is its mean gradient, or None as in ``p.grad``. The gradient of a single reduction
-    keeps the dtype of that reduction, which loses nothing. A sum has the dtype of ``weights``.
-    """
+    """The range of one parameter that this rank owns. Its mean gradient is ``weights.grad``."""
 
     start: int  # its first element
     home: torch.Tensor  # the range in the model's own memory
     #: What an optimizer updates: ``home``, or a copy of higher precision or on another device.
     weights: torch.Tensor
-    grad: torch.Tensor | None = None
 
     @torch.no_grad()
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Add a reduced gradient. Copies to CPU memory end with ``wait_for_copies``."""
-        if self.grad is None:
-            self.grad = gradient.to(self.weights.device, copy=True, non_blocking=True)
+        grad = self.weights.grad
+        if grad is None:
+            self.weights.grad = gradient.to(self.weights, copy=True, non_blocking=True)
         else:
-            gradient = gradient.to(self.weights.device)  # which waits for the first one
-            self.widen()
-            self.grad.add_(gradient)
-
-    def widen(self) -> None:
-        """Convert the gradient to the dtype of ``weights``, in which it is summed and clipped."""
-        if self.grad is not None:
-            self.grad = self.grad.to(self.weights.dtype)
+            grad.add_(gradient.to(self.weights))  # which waits for the first copy
 
 
 def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
@@ -77,9 +69,6 @@ class Partitions(ABC):
         #: The parameters that get gradients.
         self.floating = {i: p for i, p in enumerate(self.parameters) if p.is_floating_point()}
         self.fragments: dict[int, Fragment] = {}
-        #: The numbers of the parameters of which ranks have fragments, by name.
-        indices = range(len(self.names)) if engine.stage == 3 else self.floating
-        self.sharded = {self.names[i]: i for i in indices}
         self.masters = engine.configuration.masters
         self._offloads = engine.configuration.offload_optimizer
         #: The optimizer updates copies of the homes: fp32 master weights, or weights in CPU memory.
@@ -91,6 +80,7 @@ class Partitions(ABC):
         self.arrivals: list[int] = []
         #: Parameters whose gradients a step has used since ``zero_grad``.
         self.used: set[int] = set()
+        self._warned = False
         #: Autograd's numbers of the backwards that run, inside of each other.
         self.running: set[int] = set()
         #: DeepSpeed still has the state of a forward, backward or reduction that raised.
@@ -106,23 +96,21 @@ class Partitions(ABC):
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Let DeepSpeed shard the model, and find this rank's fragments. Collective."""
         trainable = [p.requires_grad for p in self.parameters]
+        # A frozen base may have another dtype than the adapters of LoRA.
+        groups: dict[bool, list[Any]] = {True: [], False: []}
+        for index, parameter in self.floating.items():
+            groups[trainable[index]].append(parameter)
         try:
-            for parameter in self.floating.values():
-                parameter.requires_grad_(True)
-            # DeepSpeed can't broadcast a tensor without dimensions, such as CLIP's logit_scale.
-            scalars = [p for p in self.parameters if p.dim() == 0]
-            for parameter in scalars:
-                parameter.data = parameter.data.view(1)
-            # A frozen base may have another dtype than the adapters of LoRA.
-            active = [p for i, p in self.floating.items() if trainable[i]]
-            frozen = [p for i, p in self.floating.items() if not trainable[i]]
-            groups = [group for group in (active, frozen) if group]
-            try:
-                self.library = initialize(self.module, groups, config, device)
-            finally:
-                for parameter in scalars:
-                    if parameter.data.numel():
-                        parameter.data = parameter.data.view(())
+            for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+                # DeepSpeed can't send weights in other orders, such as channels_last, and no
+                # tensor without dimensions, such as CLIP's logit_scale.
+                if not shape or not parameter.is_contiguous() or parameter.stride(-1) != 1:
+                    row = row_of(parameter.data.contiguous())
+                    parameter.data = row.view(shape or (1,))
+                parameter.requires_grad_(parameter.is_floating_point())
+            self.library = initialize(
+                self.module, [g for g in groups.values() if g], config, device
+            )
             self.zero = self.library.optimizer
             self.snapshot.changed()
             self.arrange()
@@ -131,12 +119,18 @@ class Partitions(ABC):
                 hook = functools.partial(_arrived, weakref.ref(self), index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         finally:
-            for index, parameter in self.floating.items():
-                parameter.requires_grad_(trainable[index])
+            self._restore(trainable)
+
+    @plainly
+    def _restore(self, trainable: Sequence[bool]) -> None:
+        for index, parameter in enumerate(self.parameters):
+            parameter.requires_grad_(trainable[index])
+            if not self.shapes[index] and parameter.numel():
+                parameter.data = parameter.data.view(())
 
     @abstractmethod
     def arrange(self) -> None:
-        """Find this rank's fragments in what DeepSpeed built."""
+        """Find this rank's fragments in the memory that DeepSpeed built."""
 
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
         """Note that this rank owns ``home`` of a parameter."""
@@ -147,17 +141,20 @@ class Partitions(ABC):
             weights = weights.pin_memory()
         self.fragments[index] = Fragment(start, home, weights)
 
+    def fragment_of(self, parameter: torch.Tensor) -> Fragment | None:
+        """Return this rank's fragment of a parameter."""
+        return self.fragments.get(self.numbers[id(parameter)])
+
     def announced(
-        self, act: Callable[..., Any], what: str | Callable[..., str], announces: bool = True
+        self, act: Callable[..., Any], what: str | Callable[..., str]
     ) -> Callable[..., Any]:
-        """Return a collective function of DeepSpeed's, which first says what it does."""
+        """Return a collective function of DeepSpeed's, which is announced first."""
         process, label = self.process, self.label
 
         def call(*args: Any, **kwargs: Any) -> Any:
             text = what if isinstance(what, str) else what(*args, **kwargs)
             text = f"{text} ({label})"
-            if announces:
-                announce(process, text)
+            announce(process, text)
             with Waiting(process, text):
                 return act(*args, **kwargs)
 
@@ -205,24 +202,34 @@ class Partitions(ABC):
         grads = [p.grad for p in self.parameters]
         return [i for i, grad in enumerate(grads) if grad is not None and i not in from_backward]
 
-    def replace_assigned(self) -> None:
-        """Let gradients that the program has set replace those from backward passes."""
-        for index in self.assigned():
+    def flush(self) -> None:
+        """Reduce each ``p.grad`` that any rank has. Collective.
+
+        They come from a backward of stage 1, or the program has set them.
+        """
+        what = f"the gradients of a step ({self.label})"
+        assigned = self.assigned()
+        masks = require_equal(
+            what,
+            # Numbers only: hash(None) is an address, which differs between processes.
+            hash((*(self.arrivals if self.eager else ()), -1, *assigned)),
+            lambda _: "different parameters, or in a different order",
+            plainly(held_here)(self.floating.values()),
+        )
+        for index in assigned:
             self.used.discard(index)
-            if (fragment := self.fragments.get(index)) is not None:
-                fragment.grad = None
-
-    @plainly
-    def mask(self) -> bytes:
-        """Return which parameters have a ``p.grad``, in a few bytes."""
-        return zlib.compress(held_here(self.floating.values()), level=1)
-
-    def flush(self, masks: Iterable[bytes]) -> None:
-        """Reduce each ``p.grad`` that a rank has, by the masks of all ranks. Collective."""
+            if index in self.fragments:
+                self.fragments[index].weights.grad = None
+        # for p in model.parameters(): p.grad = None
+        if not self._warned and not self.used.isdisjoint(self.arrivals):
+            self._warned = True
+            logger.warning(
+                "backend='deepspeed' adds new gradients to those of an earlier step, which "
+                "p.grad = None doesn't drop. Call optimizer.zero_grad() or model.zero_grad()."
+            )
         self.stale = self.incomplete = True  # until the reduction has ended
         indices = list(self.floating)
-        what = f"the gradients of a step ({self.label})"
-        given = held_by_any(what, map(zlib.decompress, masks), [self.names[i] for i in indices])
+        given = held_by_any(what, masks, [self.names[index] for index in indices])
         for number in given:
             self.take(indices[number])
         if given:
@@ -237,10 +244,12 @@ class Partitions(ABC):
         self.used.difference_update(indices)
         for index in indices:
             fragment = self.fragments.get(index)
-            if fragment is not None and set_to_none:
-                fragment.grad = None
-            elif fragment is not None and fragment.grad is not None:
-                fragment.grad.zero_()
+            if fragment is None or fragment.weights.grad is None:
+                continue
+            if set_to_none:
+                fragment.weights.grad = None
+            else:
+                fragment.weights.grad.zero_()
         if set_to_none:
             dropped = set(indices)
             self.arrivals[:] = [i for i in self.arrivals if i not in dropped]
@@ -253,7 +262,7 @@ class Partitions(ABC):
     # -- exceptions -------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Clear what an exception in a forward or backward has left in DeepSpeed. Local."""
+        """Clear the state that an exception has left in DeepSpeed. Local."""
         if torch._C._current_graph_task_id() != -1:  # checkpoints run forwards in a backward
             return
         if self.running:  # their ends did not come
@@ -307,7 +316,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def gather(self) -> None:
-        """Give every rank what is in the homes. Collective."""
+        """Give every rank the values of all homes. Collective."""
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the root module, which is a forward, or a method of it."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from ...process.packing import row_of
-from ...trees import exchange
+from ...trees import map_tensors
 from ..base.absent import plainly
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .partitions import Partitions
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook of DeepSpeed's that gets a list of the tensors in a module's inputs or output.
 
-    The hook itself fails at numbers, and finds no tensor in a dataclass, as HF models return.
+    The hook itself fails at numbers, and finds no tensor in a dataclass.
     """
 
     def call(module: Any, *values: Any) -> Any:
@@ -38,21 +37,20 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(leaf, torch.Tensor):  # the usual case
             changed = hook(module, *values[:-1], [leaf])
             return changed and (tuple(changed) if single else changed[0])
+        # Once each, because attention(x, x, x) computes differently with three tensors.
         tensors: dict[int, torch.Tensor] = {}
-        _exchange(lambda tensor: tensors.setdefault(id(tensor), tensor), tree)
+        map_tensors(lambda tensor: tensors.setdefault(id(tensor), tensor), tree, others=True)
         changed = hook(module, *values[:-1], list(tensors.values()))
         if changed is None:
             return None
-        # One for each, because attention(x, x, x) computes differently with three tensors.
         others = dict(zip(tensors, changed, strict=True))
-        return _exchange(lambda tensor: others.get(id(tensor), tensor), tree)
+        return map_tensors(lambda tensor: others[id(tensor)], tree, others=True)
 
     return _disable_dynamo(call)
 
 
-def _exchange(give: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """Return the tree with another tensor for each, except for leaves in objects."""
-    return exchange(give, tree, lambda tensor: tensor if tensor.grad_fn is None else give(tensor))
+def _nothing(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *_: None
 
 
 @final
@@ -68,38 +66,30 @@ class Stage3(Partitions):
 
     # -- building ---------------------------------------------------------------------------------
 
-    def start(self, config: dict[str, Any], device: torch.device) -> None:
-        for parameter in self.parameters:
-            # DeepSpeed cuts a weight's memory as it lies there: channels_last, a transposed weight.
-            if not parameter.is_contiguous() or parameter.stride()[-1:] not in ((), (1,)):
-                parameter.data = row_of(parameter.data.contiguous()).view(parameter.shape)
-        super().start(config, device)
-        self._order_gathers()
-
     def arrange(self) -> None:
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
-        self._find_fragments()
-        self._take_over_gradients()
-        self._watch_coordinator()
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            self.snapshot.change_hooks(name, among_tensors)
-        self._tables: list[Any] = [module._parameters for module in self.module.modules()]
-        # A module that stays on DeepSpeed's global stack would never be freed.
-        self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
-        self._stack[:] = [m for m in self._stack if m is not self.module]
-        for name, weight in zip(self.names, self.parameters, strict=True):
-            mark(weight, name, self)
-
-    def _find_fragments(self) -> None:
-        """Own a fragment of each parameter of which this rank's shard isn't padding only."""
+        #: Weights that are being gathered, with what to wait for.
+        self._inflight: Any = self.module.ds_inflight_param_registry
         parameters: Sequence[Any] = self.parameters
         for index, parameter in enumerate(parameters):
             shard, shape = parameter.ds_tensor, self.shapes[index]
             start = shard.ds_numel * parameter.ds_zero_partition_rank
             parameter.ds_shape = shape  # a scalar was shown with one dimension
             numel = min(shard.ds_numel, shape.numel() - start)
-            if numel > 0:
+            if numel > 0:  # the last shards may be padding only
                 self.own(index, start, shard.data.narrow(0, 0, numel))
+        self._take_over_gradients()
+        self._watch_modules()
+        # If all weights are small, they stay gathered, and nothing has to be done for a module.
+        change = _nothing if all(p.ds_persist for p in parameters) else among_tensors
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            self.snapshot.change_hooks(name, change)
+        # A module that stays on DeepSpeed's global stack would never be freed.
+        self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
+        self._stack[:] = [m for m in self._stack if m is not self.module]
+        for name, weight in zip(self.names, self.parameters, strict=True):
+            mark(weight, name, self)
+        self.gather()
 
     def _take_over_gradients(self) -> None:
         """Collect reduced gradients in the fragments, and announce DeepSpeed's reductions."""
@@ -115,37 +105,31 @@ class Stage3(Partitions):
         name = f"{OF_STAGE3}reduce_and_partition_ipg_grads"
         setattr(zero, name, self.announced(getattr(zero, name), "the reduction of a bucket"))
 
-    def _watch_coordinator(self) -> None:
-        """Announce what the coordinator gathers, and notice backward passes."""
-        coordinator, owner = self._coordinator, weakref.ref(self)
+    def _watch_modules(self) -> None:
+        """Announce the gathers for each module, and notice backward passes."""
+        offload, coordinator, owner = (
+            self.zero.parameter_offload,
+            self._coordinator,
+            weakref.ref(self),
+        )
         names = {id(m): name or "the model itself" for name, m in self.module.named_modules()}
-        weights: Sequence[Any] = self.parameters
-        gathers = any(not weight.ds_persist for weight in weights)
 
-        def describe(module: Any, forward: bool) -> str:
-            kind = "forward" if forward else "backward"
-            return f"the gathering of {names[id(module)]} for its {kind}"
+        def describe(module: Any) -> str:
+            return f"the gathering of {names[id(module)]}"
 
-        fetch = self.announced(coordinator.fetch_sub_module, describe, gathers)
-        release = coordinator.release_sub_module
-
-        def fetch_sub_module(module: Any, forward: bool) -> None:
-            if not forward and (stage3 := owner()) is not None:
+        def before_backward(module: Any) -> None:
+            if (stage3 := owner()) is not None:
                 stage3.enter_backward()
-            fetch(module, forward)
+            gather_for_backward(module)
 
-        def release_sub_module(module: Any, forward: bool = False) -> None:
-            # A second backward of one graph has gathered nothing.
-            if forward or getattr(coordinator, f"{OF_COORDINATOR}active_backward_submodules"):
-                release(module, forward)
-
-        begin = self.announced(coordinator.reset_step, "the start of a forward", gathers)
-        methods = {"fetch_sub_module": fetch_sub_module, "release_sub_module": release_sub_module}
-        methods["reset_step"] = begin
-        for name in ("trace_prologue", "release_and_reset_all", "release_backward_leftovers"):
-            methods[name] = getattr(coordinator, name)
-        for name, method in methods.items():
-            setattr(coordinator, name, by_library(method))
+        before_forward = self.announced(offload.pre_sub_module_forward_function, describe)
+        gather_for_backward = self.announced(offload.pre_sub_module_backward_function, describe)
+        offload.pre_sub_module_forward_function = by_library(before_forward)
+        offload.pre_sub_module_backward_function = by_library(before_backward)
+        for name in ("post_sub_module_forward_function", "post_sub_module_backward_function"):
+            setattr(offload, name, by_library(getattr(offload, name)))
+        reset_step = self.announced(coordinator.reset_step, "the start of a forward")
+        coordinator.reset_step = by_library(reset_step)
         # A cache of its own, because DeepSpeed's would keep the coordinator and its model for good.
         name = f"{OF_COORDINATOR}params_to_release"
         cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
@@ -162,7 +146,7 @@ class Stage3(Partitions):
         """Take this rank's shards of gradients that DeepSpeed has reduced, without the padding."""
         stream = self.zero.reduce_and_partition_stream
         for parameter, shard in zip(parameters, shards, strict=True):
-            fragment = self.fragments.get(self.numbers[id(parameter)])
+            fragment = self.fragment_of(parameter)
             if fragment is not None:
                 fragment.accumulate(shard.reshape(-1).narrow(0, 0, fragment.home.numel()))
             if stream is not None:
@@ -172,7 +156,7 @@ class Stage3(Partitions):
 
     @plainly
     def finish(self) -> None:
-        """Reduce what is in the buckets, and release modules whose own hook did not fire."""
+        """Reduce the buckets, and release modules whose own hook did not fire."""
         zero = self.zero
         for dtype in list(zero.ipg_buckets):
             getattr(zero, f"{OF_STAGE3}reduce_and_partition_ipg_grads")(dtype)
@@ -201,7 +185,7 @@ class Stage3(Partitions):
         homes, values = [], []
         # DeepSpeed keeps small weights in full, so WGAN's clamping writes to their full values.
         for weight in self.zero.persistent_parameters:
-            fragment = self.fragments.get(self.numbers[id(weight)])
+            fragment = self.fragment_of(weight)
             if fragment is not None and weight.ds_status is weight.available:
                 homes.append(fragment.home)
                 values.append(weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel()))
@@ -228,18 +212,17 @@ class Stage3(Partitions):
 
     def _release_weights(self) -> None:
         """Release all but the small weights, also those that are being gathered."""
-        underway = getattr(self._coordinator, f"{OF_COORDINATOR}inflight_param_registry")
-        while underway:
+        while self._inflight:
             # If its connections are lost for good, what follows fails.
             with contextlib.suppress(RuntimeError, AssertionError):
-                underway.popitem()[1].wait()
+                self._inflight.popitem()[1].wait()
         weights: Sequence[Any] = self.parameters
         for weight in weights:
             if weight.ds_status is type(weight.available).INFLIGHT:  # a gather ended half-way
                 weight.ds_status = type(weight.available).NOT_AVAILABLE
             weight.ds_active_sub_modules.clear()
-            if not weight.ds_persist:
-                getattr(self._coordinator, f"{OF_COORDINATOR}release_param")(weight)
+            if weight.ds_status is weight.available:
+                weight.partition()
             # The second copy that `zero_hpz_partition_size` keeps for backward.
             weight.ds_secondary_tensor = None
 
@@ -249,8 +232,7 @@ class Stage3(Partitions):
         if not self._forwards:
             return False
         module = self._stack[-1]
-        underway = getattr(self._coordinator, f"{OF_COORDINATOR}inflight_param_registry")
-        if (gathering := underway.pop(weight, None)) is not None:
+        if (gathering := self._inflight.pop(weight, None)) is not None:
             gathering.wait()
         # From now on DeepSpeed gathers it with this module, in backward too.
         library("deepspeed.runtime.zero").register_external_parameter(module, weight)
@@ -270,29 +252,14 @@ class Stage3(Partitions):
     # -- forwards ---------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a forward, or a method with DeepSpeed's hooks around it."""
-        with self._forward():
-            if isinstance(function, nn.Module):  # which calls the hooks
-                return function(*args, **kwargs)
-            for hook in self.snapshot.hooks("_forward_pre_hooks"):
-                if (changed := hook(self.module, args)) is not None:
-                    args = changed if isinstance(changed, tuple) else (changed,)
-            out = function(*args, **kwargs)
-            for hook in self.snapshot.hooks("_forward_hooks"):
-                if (changed := hook(self.module, args, out)) is not None:
-                    out = changed
-            return out
-
-    @contextlib.contextmanager
-    def _forward(self) -> Iterator[None]:
-        """Let modules read each other's weights, and note an exception."""
+        """Call a forward, or a method. Modules may read each other's weights."""
         depth = len(self._stack)
         self._stack.append(self.module)
         self._forwards += 1
-        for table in self._tables:
-            table._in_forward = True
         try:
-            yield
+            if isinstance(function, nn.Module):  # which calls the hooks
+                return function(*args, **kwargs)
+            return self._call_method(function, args, kwargs)
         except BaseException:
             # In a backward, activation checkpointing ends its forward early by an exception.
             self.stale |= torch._C._current_graph_task_id() == -1
@@ -300,8 +267,17 @@ class Stage3(Partitions):
         finally:
             self._forwards -= 1
             del self._stack[depth:]
-            for table in self._tables:
-                table._in_forward = self._forwards > 0
+
+    def _call_method(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a method with DeepSpeed's hooks of a forward around it."""
+        for hook in self.snapshot.hooks("_forward_pre_hooks"):
+            if (changed := hook(self.module, args)) is not None:
+                args = changed
+        out = function(*args, **kwargs)
+        for hook in self.snapshot.hooks("_forward_hooks"):
+            if (changed := hook(self.module, args, out)) is not None:
+                out = changed
+        return out
 
     def end(self, full: Sequence[torch.Tensor]) -> None:
         plainly(self._release_weights)()

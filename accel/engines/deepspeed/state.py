@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -17,7 +18,7 @@ from ...shard import Shard, StateEntry
 from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
-from ..base.raw_objects import Snapshot
+from ..base.raw_objects import Override, Snapshot
 from ..base.step import take_added_groups
 from .config import Configuration
 from .partitions import Partitions
@@ -42,7 +43,7 @@ class DeepSpeedHoldings(Holdings):
         return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """True for optimizers, and for the model if it doesn't hold what they update."""
+        """True for optimizers, and for the model if they update copies or shards."""
         zero = self.engine.zero
         return zero is not None and (
             optimizer is not None or self.engine.stage == 3 or zero.masters
@@ -58,9 +59,12 @@ class DeepSpeedHoldings(Holdings):
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         zero = self.engine.zero
-        if zero is None or name not in zero.sharded:
+        parameter = self.engine.named.get(name)
+        if zero is None or parameter is None:
             return super().part(name, tensor, key)
-        shape, fragment = tuple(self.shapes[name]), zero.fragments.get(zero.sharded[name])
+        if self.engine.stage < 3 and not parameter.is_floating_point():  # on every rank
+            return super().part(name, tensor, key)
+        shape, fragment = tuple(self.shapes[name]), zero.fragment_of(parameter)
         if not key:
             return fragment and Shard(name, shape, fragment.start, fragment.weights)
         is_step = key == "step" and tensor.numel() == 1
@@ -69,15 +73,17 @@ class DeepSpeedHoldings(Holdings):
         return Shard(f"{name}/{key}", shape, fragment.start, tensor)
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        if (zero := self.engine.zero) is None:
+        zero = self.engine.zero
+        if zero is None:
             return super().entries(optimizer)
         take_added_groups(self.engine, optimizer)
         entries = []
         for index in self.engine.indices(optimizer):
-            if (fragment := zero.fragments.get(index)) is not None:
-                name, weights = self.engine.names[index], fragment.weights
-                state = optimizer.state.get(weights, {})
-                entries.append(StateEntry(name, tuple(zero.shapes[index]), weights, state))
+            fragment = zero.fragments.get(index)
+            if fragment is not None:
+                name, shape = self.engine.names[index], tuple(zero.shapes[index])
+                state = optimizer.state.get(fragment.weights, {})
+                entries.append(StateEntry(name, shape, fragment.weights, state))
         return entries
 
     def new_state(
@@ -90,8 +96,9 @@ class DeepSpeedHoldings(Holdings):
         zero = self.engine.zero
         assert zero is not None  # `restore` calls it
         for index, fragment in zero.fragments.items():
-            if fragment.grad is not None and not zero.incomplete:
-                yield self.engine.names[index], "grad", fragment.grad
+            grad = fragment.weights.grad
+            if grad is not None and not zero.incomplete:
+                yield self.engine.names[index], "grad", grad
 
     def filled(self) -> None:
         if self.engine.zero is not None:
@@ -127,32 +134,17 @@ class DeepSpeedHoldings(Holdings):
             zero.end([p.detach().clone() for p in self.engine.parameters])
 
 
-@final
-class ZeroGrad:
-    """The ``zero_grad`` of a module or optimizer, which drops the gradients of fragments too.
-
-    Submodules have it too: a GAN in one ModuleDict calls ``model.critic.zero_grad()``. It is an
-    object with a short repr, because EmbeddingBag shows all of its attributes in its own.
-    """
-
-    def __init__(self, engine: weakref.ref[DeepSpeedEngine], owner: Any) -> None:
-        self._engine = engine
-        self._owner = owner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raw, engine = self._owner, self._engine()
-        with torch._C.DisableTorchFunctionSubclass():
-            out = type(raw).zero_grad(raw, *args, **kwargs)
-        if engine is not None and engine.zero is not None:
-            set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-            engine.zero.drop(engine.indices(raw), set_to_none)
-        return out
+def watch_zero_grad(engine: DeepSpeedEngine, raw: nn.Module | Optimizer) -> Override:
+    """Let ``raw.zero_grad()`` drop the gradients of fragments too."""
+    return Override(raw, "zero_grad", functools.partial(_zero_grad, weakref.ref(engine)))
 
 
-def put_zero_grad(raw: nn.Module | Optimizer, engine: DeepSpeedEngine | None) -> None:
-    """Replace the method of an optimizer, or of a module and its submodules. None undoes it."""
-    for owner in raw.modules() if isinstance(raw, nn.Module) else [raw]:
-        if isinstance(vars(owner).get("zero_grad"), ZeroGrad):
-            del vars(owner)["zero_grad"]
-        if engine is not None:
-            vars(owner)["zero_grad"] = ZeroGrad(weakref.ref(engine), owner)
+def _zero_grad(
+    reference: weakref.ref[DeepSpeedEngine], raw: Any, original: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = plainly(original)(*args, **kwargs)
+    engine = reference()
+    if engine is not None and engine.zero is not None:
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        engine.zero.drop(engine.indices(raw), set_to_none)
+    return result

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,6 @@ import accel
 from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.config import Configuration
 from accel.engines.deepspeed.library import _quietly, accelerator, library
-from accel.process import current
 from accel.registry import registry
 from tests.distributed import run
 from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, loss_of, whole, zero
@@ -123,10 +120,10 @@ def read_beside(config: dict[str, Any]) -> None:
     pair = Pair(
         DeepSpeed(stage=2, config={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 30, **config}})
     )
-    optimizer = registry.find_engine(pair.model).zero.zero
+    partitions = registry.find_engine(pair.model).zero
     events: list[Any] = []
     beside, main = Stream(None), Stream(lambda other: events.append(("waited", other is beside)))
-    optimizer.reduction_stream = beside
+    partitions._stream = partitions.zero.reduction_stream = beside
 
     def record(tensor: torch.Tensor, stream: Any) -> None:
         events.append((tensor.numel(), stream is beside))
@@ -146,41 +143,3 @@ def read_beside(config: dict[str, Any]) -> None:
 def test_the_memory_of_large_gradients_is_kept_until_they_are_reduced() -> None:
     run(3, read_beside, {})
     run(2, read_beside, {"reduce_scatter": False})
-
-
-# -- whole states -------------------------------------------------------------------------------------------------------
-
-
-def whole_states(stage: int) -> None:
-    """Nothing of what is put together is moved to the device, here one without memory, where it would lose its values."""
-    pair = Pair(zero(stage))
-    pair.train()
-    with mock.patch.object(current(), "devices", (torch.device("meta"),)):
-        pair.check()
-        pair.model.load_state_dict(whole(pair.model))
-        pair.optimizer.load_state_dict(accel.full_state_dict(pair.optimizer))
-    pair.train()
-    pair.check()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_whole_states_lie_in_the_hosts_memory(stage: int) -> None:
-    run(2, whole_states, stage)
-
-
-def flat_memory(stage: int) -> None:
-    pair = Pair(zero(stage))
-    pair.train()
-    flat = weakref.ref(registry.find_engine(pair.model).zero.zero.bit16_groups_flat[0])
-    with mock.patch.object(gc, "collect"):
-        gc.disable()
-        try:
-            accel.teardown(pair.model)
-            assert flat() is None
-        finally:
-            gc.enable()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_the_flat_memory_goes_before_whole_weights_come_to_the_device(stage: int) -> None:
-    run(2, flat_memory, stage)

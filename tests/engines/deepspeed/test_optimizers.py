@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import accel
-from accel.engines.deepspeed import DeepSpeed
 from accel.engines.deepspeed.library import library
 from tests.distributed import run
-from tests.engines.deepspeed.training import CONFIG, Pair, zero
+from tests.engines.deepspeed.training import Pair, zero
 
 
 class CompiledOp:
@@ -61,7 +60,7 @@ def trained_by_cpu_adam(stage: int) -> None:
         mock.patch.object(library("cpuinfo"), "get_cpu_info", dict),
     ):
         for offload in (False, True):
-            pair = Pair(DeepSpeed(stage=stage, config=CONFIG, offload_optimizer=offload), cpu_adam)
+            pair = Pair(zero(stage, offload_optimizer=offload), cpu_adam)
             pair.train()
             pair.train(range(3, 6), forward=lambda m, x: m(x, right=False))
             pair.check()

@@ -1,4 +1,4 @@
-"""What each rank holds under ZeRO, and how whole states go in and out."""
+"""Bytes that each rank holds under ZeRO."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
-from accel.registry import registry
 from tests.distributed import run, wait_for
-from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, whole, zero
-
-# -- bytes ------------------------------------------------------------------------------------------------------------
+from tests.engines.deepspeed.training import STAGES, adamw
 
 
 def tensors() -> list[torch.Tensor]:
@@ -72,54 +68,3 @@ def test_bytes_on_each_rank(world: int) -> None:
     for stage in STAGES:
         for found in run(world, held, stage, theory[stage]):
             assert found == pytest.approx(theory[stage], abs=0.1), stage
-
-
-# -- state ------------------------------------------------------------------------------------------------------------
-
-
-def state_verbs(stage: int) -> None:
-    """A full state goes in and out; shards tile every tensor once; slots take what shards gave."""
-    pair = Pair(zero(stage), precision="32-true")
-    pair.train()
-    model_state, optimizer_state = whole(pair.model), accel.full_state_dict(pair.optimizer)
-    other = Net(9)
-    model, optimizer, _ = accel.setup(other, adamw(other), backend=zero(stage))
-    assert model.load_state_dict(model_state).missing_keys == []
-    optimizer.load_state_dict(optimizer_state)
-    pair.model, pair.optimizer, pair.raw = model, optimizer, other
-    pair.check()
-    pair.train(range(5, 8))
-    pair.check()
-
-    engine, raw = registry.find_engine(model), optimizer
-    full = {**whole(model)}
-    for index, entries in accel.full_state_dict(optimizer)["state"].items():
-        full.update({f"{engine.names[index]}/{k}": v for k, v in entries.items() if v.dim() or k != "step"})
-    seen = {name: torch.zeros(value.numel()) for name, value in full.items()}
-    shards = [*engine.holdings.shards(None), *engine.holdings.shards(raw)]
-    for shard in shards:
-        assert shard.shape == tuple(full[shard.name].shape)
-        part = full[shard.name].reshape(-1).narrow(0, shard.start, shard.tensor.numel())
-        assert torch.equal(part, shard.tensor.reshape(-1))
-        seen[shard.name].narrow(0, shard.start, shard.tensor.numel()).add_(1)
-    for name, count in seen.items():
-        dist.all_reduce(count)
-        assert (count == 1).all(), name
-    manifest = {name: (tuple(value.shape), value.dtype) for name, value in full.items()}
-    values = accel.process.control.agree("values", engine.holdings.values(raw))
-    merged = {"groups": values[0]["groups"], "state": {k: v for one in values for k, v in one["state"].items()}}
-    third = Net(11)
-    model, optimizer, _ = accel.setup(third, adamw(third), backend=zero(stage))
-    engine, raw = registry.find_engine(model), optimizer
-    for slot in [*engine.holdings.slots(None, manifest), *engine.holdings.slots(raw, manifest)]:
-        slot.tensor.copy_(full[slot.name].reshape(-1).narrow(0, slot.start, slot.tensor.numel()).view_as(slot.tensor))
-    engine.holdings.fill(raw, merged)
-    engine.holdings.filled()
-    pair.model, pair.optimizer, pair.raw = model, optimizer, third
-    pair.train(range(8, 10))
-    pair.check()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_state_goes_in_and_out(stage: int) -> None:
-    run(2, state_verbs, stage)

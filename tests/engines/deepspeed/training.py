@@ -13,18 +13,21 @@ from accel.engines.deepspeed import DeepSpeed
 from tests.models import distance
 
 STAGES = (1, 2, 3)
-
-
-# Without it, models as small as these stay whole at stage 3.
-CONFIG = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+#: Without it, models as small as these stay gathered at stage 3.
+DIVIDED = {"stage3_param_persistence_threshold": 0}
 
 
 def zero(stage: int, **options: Any) -> Any:
-    return DeepSpeed(stage=stage, config=CONFIG, **options)
+    return DeepSpeed(stage=stage, config={"zero_optimization": DIVIDED}, **options)
+
+
+def with_masters(stage: int) -> Any:
+    """The optimizer steps fp32 copies of bfloat16 weights."""
+    return DeepSpeed(stage=stage, config={"bf16": {"enabled": True}, "zero_optimization": DIVIDED})
 
 
 class Net(nn.Module):
-    """Two branches, odd sizes, a buffer."""
+    """Two branches, odd sizes, a scalar."""
 
     def __init__(self, seed: int = 3) -> None:
         super().__init__()
@@ -64,7 +67,11 @@ def loss_of(out: Any) -> torch.Tensor:
     return out["out"].square().mean() if isinstance(out, dict) else out.square().mean()
 
 
-def mean_loss(model: nn.Module, forward: Callable[[nn.Module, torch.Tensor], Any], step: int) -> torch.Tensor:
+def forward_of(model: Any, x: torch.Tensor) -> Any:
+    return model(x)
+
+
+def mean_loss(model: nn.Module, forward: Callable[..., Any], step: int) -> torch.Tensor:
     """What one process on the whole batch would have: the mean over the ranks' batches."""
     return torch.stack([loss_of(forward(model, x)) for x in data(step)]).mean()
 
@@ -90,17 +97,21 @@ class Pair:
         for index, entries in theirs["state"].items():
             assert distance(mine["state"][index], entries) <= tolerance
 
-    def train(
-        self,
-        steps: range = range(3),
-        forward: Callable[..., Any] = lambda m, x: m(x),
-        more: Callable[[Any], Any] = lambda model: 0.0,
-    ) -> None:
-        """Train both. ``more`` is added to the loss."""
+    def zero_grad(self, **options: Any) -> None:
+        self.optimizer.zero_grad(**options)
+        self.plain_optimizer.zero_grad(**options)
+
+    def backward(self, step: int, forward: Any = forward_of, more: Any = lambda model: 0.0) -> None:
+        """``more`` is added to the loss."""
+        (loss_of(forward(self.model, data(step, accel.rank()))) + more(self.model)).backward()
+        (mean_loss(self.plain, forward, step) + more(self.plain)).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.plain_optimizer.step()
+
+    def train(self, steps: range = range(3), forward: Any = forward_of, more: Any = lambda model: 0.0) -> None:
         for step in steps:
-            self.optimizer.zero_grad()
-            self.plain_optimizer.zero_grad()
-            (loss_of(forward(self.model, data(step, accel.rank()))) + more(self.model)).backward()
-            (mean_loss(self.plain, forward, step) + more(self.plain)).backward()
-            self.optimizer.step()
-            self.plain_optimizer.step()
+            self.zero_grad()
+            self.backward(step, forward, more)
+            self.step()
