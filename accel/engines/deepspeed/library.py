@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any, Final
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ...gradients.hooks import remove_hooks
-from ...gradients.patches import Patch, around, ignored, replaced
+from ...gradients.patches import Patch, around, replaced
 from ...process import running
 from ...process.startup import unseen_group
 from ..base.versions import check_version
@@ -74,7 +75,8 @@ def _quietly(device: torch.device) -> Iterator[None]:
         logger = logging.getLogger("DeepSpeed")
         logger.addFilter(_is_error)
         undo.callback(logger.removeFilter, _is_error)
-        undo.enter_context(ignored())
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -121,7 +123,9 @@ def initialize(
             engine, *_ = deepspeed.initialize(
                 model=module, optimizer=stand_in, config=config, dist_init_required=False
             )
-    _renamed.need(engine)
+    # torch warns in every step about functions that DeepSpeed calls.
+    renamed = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`"
+    warnings.filterwarnings("ignore", renamed, FutureWarning)
     if zero["stage"] == 3:
         _comparison().need(engine)
         if zero.get("memory_efficient_linear", True):
@@ -152,10 +156,6 @@ def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None
 
 
 _efficient_linear: Final = around(vars(nn.functional), "linear", _linear)
-#: torch's warnings, in every step, about functions that DeepSpeed calls.
-_renamed: Final = ignored(
-    r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor`", FutureWarning
-)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -13,13 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
-from ...gradients.patches import muon_patch
 from ...gradients.totals import average_gradients_
 from ...precision import here
 from ...process import Process
 from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
-from ...shard import Shard, StateEntry, parameters_of
+from ...shard import Shard, StateEntry
 from ..base import refusals
 from ..base.activations import Choice
 from ..base.engine import Context, Engine, lost_weights
@@ -33,7 +32,7 @@ from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from ..base.sequence import sequence_size
-from .plan import Mesh, Plan, axes_of, blocks, check_module, is_plan, split_dims
+from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +55,7 @@ class FSDP(SequenceOptions):
         tensor_parallel: the number of neighboring ranks that split each layer named by the plan.
             They compute on the same batches. The other ranks shard what is left.
         plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which
-            ``*`` stands for one component. None: the ``tp_plan`` of a transformers model.
+            ``*`` stands for one component.
         param_dtype: FSDP2's mixed precision: gather and compute in this dtype (torch.bfloat16).
         reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, otherwise
             the dtype of the parameters.
@@ -69,7 +68,7 @@ class FSDP(SequenceOptions):
     replicas: int = 1
     tensor_parallel: int = 1
     # A notebook cell that runs twice makes new style objects, which are never equal.
-    plan: Plan = field(default=None, compare=False)
+    plan: Plan | None = field(default=None, compare=False)
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -83,11 +82,11 @@ class FSDP(SequenceOptions):
         classes = isinstance(wrap, tuple) and all(isinstance(c, type) for c in wrap)
         valid = wrap is None or classes or (callable(wrap) and not isinstance(wrap, type))
         self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
-        valid = plan is None or (self.tensor_parallel > 1 and is_plan(plan))
-        self.expect("plan", valid, "styles by module names, with tensor_parallel=n too")
+        valid = isinstance(plan, Mapping) if self.tensor_parallel > 1 else plan is None
+        self.expect("plan", valid, "a dict of styles by module names, if tensor_parallel > 1")
 
 
-FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
+FSDP.shown = (FSDP(replicas=2),)
 
 
 @final
@@ -249,17 +248,10 @@ class FSDPGradients(Gradients):
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.announce_step(optimizer)
-        # A backward of an earlier forward then raises, as it does in one process.
-        gathered = self.engine.conversion.gathered
-        stepped: list[torch.Tensor] = []
-        for p in parameters_of(optimizer):
-            if p.grad is not None and id(p) in gathered:
-                stepped.append(gathered[id(p)])
-        torch.autograd.graph.increment_version(stepped)
 
 
 #: Optimizers that don't compute with shards, or not as they would with full tensors.
-_REFUSED = ("Adafactor", "LBFGS", "SparseAdam")
+_REFUSED = ("Adafactor", "LBFGS")
 #: Packages whose optimizers pass addresses of full tensors to their kernels.
 _OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
 
@@ -294,7 +286,6 @@ class FSDPEngine(Engine):
         sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
             check_module(module)
-            refusals.refuse_scripts(module, cls.name)
             refusals.refuse_overlaps(module, cls.name)
             refusals.refuse_sparse(module, cls.name)
             refusals.refuse_quantized(module, cls.name)
@@ -302,7 +293,8 @@ class FSDPEngine(Engine):
             raise BackendError(
                 "sequence_parallel and tensor_parallel both divide the heads. Use one of them."
             )
-        split_dims(module, options.plan, sizes["tensor"])
+        if sizes["tensor"] > 1:
+            planned_layers(module, options.plan)
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
@@ -317,17 +309,14 @@ class FSDPEngine(Engine):
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
         try:
-            sizes = axes_of(options, world_size)
-            dims = split_dims(module, options.plan, sizes["tensor"])
+            ranks = axes_of(options, world_size)["shard"]
         except BackendError:
             return None
         uses: list[MemoryUse] = []
         for tensor in tensors:
             # FSDP2 pads the rows.
             rows = next(iter(tensor.shape), 1) or 1
-            fraction = math.ceil(rows / sizes["shard"]) / rows
-            if tensor.name in dims:
-                fraction /= sizes["tensor"]
+            fraction = math.ceil(rows / ranks) / rows
             uses.append(tensor.use(fraction, fraction, fraction))
         return add_uses(uses)
 
@@ -341,15 +330,11 @@ class FSDPEngine(Engine):
                 'Use an optimizer like AdamW or SGD, or backend="ddp".'
             )
         super().attach(optimizer)
-        if self.distributed and isinstance(optimizer, torch.optim.Muon):
-            muon_patch().need(optimizer)
         if self.distributed and elementwise(optimizer):
             written = torch.autograd.graph.increment_version
             self._local_steps[id(optimizer)] = LocalSteps(optimizer, written)
 
     def detach(self, optimizer: Optimizer) -> None:
-        if self.distributed and isinstance(optimizer, torch.optim.Muon):
-            muon_patch().drop(optimizer)
         if (steps := self._local_steps.pop(id(optimizer), None)) is not None:
             steps.close()
         super().detach(optimizer)
@@ -407,7 +392,7 @@ class FSDPEngine(Engine):
         compute = functools.partial(function, *args, **kwargs)
         if function is not self.entry:
             name = getattr(function, "__name__", type(function).__name__)
-            compute = functools.partial(sharded.compute, function, args, kwargs)
+            compute = functools.partial(sharded.compute, function, *args, **kwargs)
         try:
             out = compute() if same is None else same.call(compute, args, kwargs, name)
         except BaseException:
