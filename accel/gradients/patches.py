@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import sys
 import threading
 import weakref
@@ -22,7 +21,7 @@ from ..process.control import raise_lost
 from ..trees import map_tensors
 from .hooks import runs_backward
 
-#: ``vars`` of a module, a different dict, or an object with ``get`` and items.
+#: A dict such as ``vars`` of a module, or ``Attributes``.
 Table: TypeAlias = Any
 _ABSENT: Final = object()
 #: One thread at a time changes patches, because any thread may collect an engine as garbage.
@@ -55,13 +54,9 @@ class Patch:
         self._users.discard(user)
         self._prune()
 
-    def users(self) -> list[Any]:
-        """Return the objects that need the patch now."""
-        return list(self._users)
-
     def _prune(self) -> None:
         with changing:
-            if not self.users():  # `len` would count a user that is being collected
+            if not list(self._users):  # `len` would count a user that is being collected
                 self.__exit__()
 
     def __enter__(self) -> None:
@@ -115,7 +110,6 @@ class Attributes:
 
 #: ``Gradients`` of engines, which have methods ``backward_begins`` and ``backward_ends``.
 Listeners: TypeAlias = list[weakref.ref[Any]]
-_dereference: Final = operator.methodcaller("__call__")
 _INPUTS: Final = 4  # the place of ``inputs`` among the arguments of a backward
 
 
@@ -137,7 +131,8 @@ def backward_patches(
         if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
             return original(*args, **kwargs)
         # Strong references, because an engine may be collected meanwhile.
-        listening = list(filter(None, map(_dereference, listeners)))
+        listening = [reference() for reference in listeners]
+        listening = list(filter(None, listening))
         outermost, completed = depth == 0, False
         depth += 1
         try:
@@ -247,18 +242,14 @@ def muon_patch() -> Patch:
     return around(vars(module), "_zeropower_via_newtonschulz", orthogonalize)
 
 
-def data_patch(take: Callable[[Any, torch.Tensor], bool]) -> Patch:
-    """Let ``take`` handle ``p.data = values`` of a DTensor, unless it returns False.
-
-    FSDP2 would silently keep the old values. Loops assign averaged weights like this.
-    """
+def data_patch() -> Patch:
+    """Return a patch with which ``p.data = values`` calls ``p.set_data(values)`` if p has it."""
     from torch.distributed.tensor import DTensor
 
     data: Any = torch.Tensor.data
 
     def put(tensor: Any, value: torch.Tensor) -> None:
-        if not take(tensor, value):
-            data.__set__(tensor, value)
+        vars(tensor).get("set_data", partial(data.__set__, tensor))(value)
 
     return replaced(Attributes(DTensor), "data", property(data.__get__, put))
 

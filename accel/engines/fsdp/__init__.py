@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import BackendError, OptimizerError
+from ...errors import OptimizerError
 from ...gradients.totals import average_gradients_
 from ...precision import here
 from ...process import Process
@@ -31,7 +31,6 @@ from ..base.options import Options, SequenceOptions
 from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
-from ..base.sequence import sequence_size
 from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
 
 if TYPE_CHECKING:
@@ -84,6 +83,8 @@ class FSDP(SequenceOptions):
         self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
         valid = isinstance(plan, Mapping) if self.tensor_parallel > 1 else plan is None
         self.expect("plan", valid, "a dict of styles by module names, if tensor_parallel > 1")
+        valid = self.tensor_parallel == 1 or self.sequence_parallel == 1
+        self.expect("sequence_parallel", valid, "1, because tensor_parallel divides the heads too")
 
 
 FSDP.shown = (FSDP(replicas=2),)
@@ -136,18 +137,15 @@ class FSDPHoldings(Holdings):
         canonical: Any = self.engine.gradients.canonical
         for group in optimizer.param_groups:
             group["params"][:] = map(canonical, group["params"])
-        names, groups = self.parameter_names, self.groups(optimizer)
+        groups = self.groups(optimizer)
         # Some optimizers keep values under strings too.
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
             shard, state = canonical(parameter), optimizer.state.pop(parameter)
-            name = names[id(shard)]
-            optimizer.state[shard] = self.shards_of(name, state, groups.get(name, {}))
-
-    def shards_of(self, name: str, state: dict[Any, Any], group: Any) -> dict[Any, Any]:
-        """Return this rank's shards of a parameter's full state. Local."""
-        shard = self.engine.named[name]
-        entry = StateEntry(name, tuple(shard.shape), shard, {})
-        return {key: self.own_part(entry, key, value, group) for key, value in state.items()}
+            name = self.parameter_names[id(shard)]
+            entry = StateEntry(name, tuple(shard.shape), shard, {})
+            for key, value in state.items():
+                state[key] = self.own_part(entry, key, value, groups.get(name, {}))
+            optimizer.state[shard] = state
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return tensors with copies on other ranks. A shard has its place in its name."""
@@ -250,10 +248,8 @@ class FSDPGradients(Gradients):
         self.announce_step(optimizer)
 
 
-#: Optimizers that don't compute with shards, or not as they would with full tensors.
-_REFUSED = ("Adafactor", "LBFGS")
 #: Packages whose optimizers pass addresses of full tensors to their kernels.
-_OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
+_OWN_KERNELS = ("apex.", "bitsandbytes.", "deepspeed.")
 
 
 class FSDPEngine(Engine):
@@ -289,10 +285,6 @@ class FSDPEngine(Engine):
             refusals.refuse_overlaps(module, cls.name)
             refusals.refuse_sparse(module, cls.name)
             refusals.refuse_quantized(module, cls.name)
-        if sizes["tensor"] > 1 and sequence_size(options, process) > 1:
-            raise BackendError(
-                "sequence_parallel and tensor_parallel both divide the heads. Use one of them."
-            )
         if sizes["tensor"] > 1:
             planned_layers(module, options.plan)
 
@@ -308,11 +300,9 @@ class FSDPEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        try:
-            ranks = axes_of(options, world_size)["shard"]
-        except BackendError:
+        if world_size > 1 and world_size % (options.replicas * options.tensor_parallel):
             return None
-        uses: list[MemoryUse] = []
+        ranks, uses = axes_of(options, world_size)["shard"], list[MemoryUse]()
         for tensor in tensors:
             # FSDP2 pads the rows.
             rows = next(iter(tensor.shape), 1) or 1
@@ -321,13 +311,11 @@ class FSDPEngine(Engine):
         return add_uses(uses)
 
     def attach(self, optimizer: Optimizer) -> None:
-        kind = type(optimizer)
-        packages = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
-        refused = kind.__name__ in _REFUSED or packages & _OWN_KERNELS
-        if self.distributed and refused:
+        modules = [cls.__module__ for cls in type(optimizer).__mro__]
+        if self.distributed and any(name.startswith(_OWN_KERNELS) for name in modules):
             raise OptimizerError(
-                f"{kind.__name__} cannot train sharded parameters. "
-                'Use an optimizer like AdamW or SGD, or backend="ddp".'
+                f"{type(optimizer).__name__} cannot train sharded parameters. "
+                'Use an optimizer of torch.optim, or backend="ddp".'
             )
         super().attach(optimizer)
         if self.distributed and elementwise(optimizer):
@@ -355,19 +343,12 @@ class FSDPEngine(Engine):
         self.holdings.synchronize()
         names = [name for name, _ in blocks(self.module, self.options.wrap)]
         self.compare("the choice of FSDP(wrap=...)", names)
-        what = f"gradients before accel.setup ({self.label})"
-        average_gradients_(what, self.parameters, self.names, self.process)
-        gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         self.sharded = ShardedModule(self.module, self.process, self.options)
         self.conversion, self.divided = Conversion(self), True
         self.conversion.shard(names)
         self._read_parameters()
         self.known = self.conversion.known
         self.gradients.start(self.sharded.mesh)
-        # They survive a teardown and a setup with a different backend.
-        for name, gradient in gradients.items():
-            state = self.holdings.shards_of(name, {"grad": gradient}, {})
-            self.named[name].grad = state["grad"]
         if self.sharded.mesh.parallel:
             self._match_ranks(self.sharded.mesh)
         self.started = True
@@ -406,13 +387,14 @@ class FSDPEngine(Engine):
         return out
 
     def rebuild(self) -> None:
-        if self.divided:
-            self.sharded.refresh_dtypes()
+        # FSDP2 knows no dtype of a block that was frozen until now.
+        for group in self.sharded.groups if self.divided else ():
+            group._init_mp_dtypes()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        if self.divided:
-            self.sharded.release_groups()
+        for group in self.sharded.groups if self.divided else ():
+            group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         if not self.divided:

@@ -72,9 +72,9 @@ class Conversion:
                 parameter.grad = None
                 parameter.requires_grad_(False)
                 take_away(parameter, StandIn, shard=shard)
-        for gathered, shard in self.sharded.gathered():
-            self.gathered[id(shard)] = gathered
-            self.known[id(gathered)] = shard
+        for param in self.sharded.params:
+            self.gathered[id(param.sharded_param)] = param.unsharded_param
+            self.known[id(param.unsharded_param)] = param.sharded_param
 
     @torch.no_grad()
     def _give_values(self, blocks: Sequence[nn.Module]) -> None:
@@ -89,6 +89,7 @@ class Conversion:
         last: dict[nn.Module, int] = {}
         for number, (child, _) in enumerate(resets):
             last.update(dict.fromkeys(child.modules(), number))
+        ends = {block: max(last.get(part, 0) for part in block.modules()) for block in blocks}
         #: By the identity of the parameter on the meta device, which the caller puts back.
         full: dict[int, nn.Parameter] = {}
         for number, (child, reset) in enumerate(resets):
@@ -101,7 +102,7 @@ class Conversion:
                 reset_own(child, reset, borrowed[id(child)])
                 broadcast_([p.data for p in child.parameters()], process.group)
             for block in blocks:
-                if number == max(last.get(part, 0) for part in block.modules()):
+                if ends[block] == number:
                     inside = set(block.parameters())
                     full = {key: p for key, p in full.items() if p not in inside}
                     self.sharded.apply(block)
@@ -111,19 +112,22 @@ class Conversion:
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Put full values into the old parameters: NaN if a rank can't be reached."""
         engine, old = self.engine, self.old
+        holdings, named = engine.holdings, engine.named
         full: dict[tuple[str, Any], torch.Tensor] = {}
         try:
             if old and not engine.ended:
-                full = self._gather()
+                shards = [(name, "", named[name]) for name in old]
+                gradients = [item for item in holdings.gradients() if item[0] in old]
+                full = holdings.gather("the end of a sharded model", [*shards, *gradients])
         except (RuntimeError, AccelError) as error:
             engine.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
         self.sharded.undo()
         for table, name, parameter in self._places:
             table[name] = parameter
-        back = {id(engine.named[name]): p for name, p in old.items()}
+        back = {id(named[name]): p for name, p in old.items()}
         for name, parameter in old.items():
             bring_back(parameter)
-            shard = engine.named[name]
+            shard = named[name]
             if (value := full.get((name, ""))) is None:
                 value = without_values(shard, engine.process.device)
             if parameter.is_meta:
@@ -136,14 +140,7 @@ class Conversion:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
             for name in old:
-                optimizer.state.pop(engine.named[name], None)
-
-    def _gather(self) -> dict[tuple[str, Any], torch.Tensor]:
-        """Return full values and gradients. Collective."""
-        holdings, named = self.engine.holdings, self.engine.named
-        shards = [(name, "", named[name]) for name in self.old]
-        gradients = [item for item in holdings.gradients() if item[0] in self.old]
-        return holdings.gather("the end of a sharded model", [*shards, *gradients])
+                optimizer.state.pop(named[name], None)
 
 
 # -- parameter objects of before setup: lists of them clip, freeze and build optimizers ------------

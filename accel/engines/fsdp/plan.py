@@ -57,9 +57,7 @@ class Mesh:
         #: True with tensor parallelism.
         self.parallel = "tensor" in axes
         #: The ranks that shard what is left of split layers.
-        self.data = self.whole
-        if self.parallel:
-            self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
+        self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
 
     def copies(self, tensor: Any) -> list[str]:
         """Return the axes along which all ranks hold the same values of a tensor."""

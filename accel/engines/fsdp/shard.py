@@ -1,10 +1,10 @@
-"""A module under torch's ``fully_shard``. Only this file uses FSDP2's own objects."""
+"""A module under torch's ``fully_shard``, and its use of FSDP2's private objects."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -28,13 +28,8 @@ from ..base.absent import refuse_second_derivatives
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, planned_layers, split_layer
 
-
-def _set_data(tensor: Any, value: torch.Tensor) -> bool:
-    return any(module.set_data(tensor, value) for module in _patches[0].users())
-
-
 #: Of torch, while a sharded module lives.
-_patches: Final[tuple[Patch, ...]] = (*shard_patches(), data_patch(_set_data), muon_patch())
+_patches: Final[tuple[Patch, ...]] = (*shard_patches(), data_patch(), muon_patch())
 
 
 @final
@@ -108,13 +103,11 @@ class ShardedModule:
         self.snapshot.changed()
         for group in self.groups:
             _announce(group, self.process, label)
-        for gathered, shard in self.gathered():
+        for param in self.params:
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            vars(shard)["register_hook"] = lambda hook, p=gathered: p.register_hook(hook)
-
-    def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield each parameter of the graphs, with its shard."""
-        return ((param.unsharded_param, param.sharded_param) for param in self.params)
+            leaf, attributes = param.unsharded_param, vars(param.sharded_param)
+            attributes["register_hook"] = lambda hook, leaf=leaf: leaf.register_hook(hook)
+            attributes["set_data"] = lambda value, param=param: _set_data(param, value)
 
     # -- training ----------------------------------------------------------------------------------
 
@@ -145,37 +138,7 @@ class ShardedModule:
                 param.unsharded_param.grad = None
             self.module.reset_iter_state()
 
-    def refresh_dtypes(self) -> None:
-        """Follow a change of ``requires_grad``. FSDP2 knows no dtype of a frozen block."""
-        for group in self.groups:
-            group._init_mp_dtypes()
-
-    def set_data(self, tensor: Any, value: Any) -> bool:
-        """Set a shard to full values, or to an equally sharded DTensor. False if it is not ours.
-
-        EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
-        """
-        param = next((p for p in self.params if p.sharded_param is tensor), None)
-        if param is None:
-            return False
-        mesh, placements = tensor.device_mesh, tensor.placements
-        if not isinstance(value, DTensor):
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-        if value.shape != tensor.shape or value.placements != placements:
-            raise BackendError(
-                f"p.data = ... of a sharded parameter of shape {tuple(tensor.shape)} needs full "
-                "values of this shape. Or use model.load_state_dict()."
-            )
-        tensor._local_tensor = value.to_local().detach()
-        param.reset_sharded_param()
-        return True
-
     # -- the end -----------------------------------------------------------------------------------
-
-    def release_groups(self) -> None:
-        """Drop the process groups, because they are ended."""
-        for group in self.groups:
-            group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
     def undo(self) -> None:
         """Make the modules plain again. The caller puts parameters in the shards' places."""
@@ -185,6 +148,23 @@ class ShardedModule:
         self.snapshot.restore()
         for child in self.module.modules():
             _composable_state._module_state_mapping.pop(child, None)
+
+
+def _set_data(param: Any, value: Any) -> None:
+    """Set a shard to full values, or to an equally sharded DTensor.
+
+    EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
+    """
+    shard = param.sharded_param
+    if not isinstance(value, DTensor):
+        value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
+    if value.shape != shard.shape or value.placements != shard.placements:
+        raise BackendError(
+            f"p.data = ... needs a full tensor of shape {tuple(shard.shape)}. "
+            "Or call model.load_state_dict()."
+        )
+    shard._local_tensor = value.to_local().detach()
+    param.reset_sharded_param()
 
 
 def _announce(group: Any, process: Process, label: str) -> None:
