@@ -77,7 +77,7 @@ def _norm_over_ranks(
     by_rank = local.new_empty(process.place.world_size)
     with Waiting(process, "clipping of gradients"):
         dist.all_gather(list(by_rank.unbind()), local, group=process.group)
-    norm = torch.linalg.vector_norm(by_rank, order)
+    norm: torch.Tensor = torch.linalg.vector_norm(by_rank, order)
     # The parameters tell the dtype, because this rank may count no gradient.
     is_double = any(parameter.dtype is torch.float64 for parameter in parameters)
     return norm if is_double else norm.float()
@@ -143,20 +143,20 @@ def _total_norm(
     registry: Any, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     given = _as_list(tensors)
-    norm = original(given, *args, **kwargs)
-    if hasattr(norm, "full_tensor"):  # of FSDP2's gradients
-        return norm.full_tensor()  # type: ignore[no-any-return]
+    norm: Any = original(given, *args, **kwargs)
     keys = set(map(id, given))
     for engine in registry.in_order():
         if not (engine.distributed and engine.gradients.in_parts):
             continue
         is_hidden = not given and engine.gradients.hidden()
         if is_hidden or not keys.isdisjoint([id(p.grad) for p in engine.parameters]):
+            if hasattr(norm, "full_tensor"):  # of FSDP2's gradients
+                return norm.full_tensor()  # type: ignore[no-any-return]
             raise BackendError(
                 "torch.nn.utils.get_total_norm sees only this rank's gradients. Call "
                 'accel.clip_grad_norm_(model, float("inf")) for the norm over all ranks.'
             )
-    return norm
+    return norm  # type: ignore[no-any-return]
 
 
 def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[torch.Tensor]]:

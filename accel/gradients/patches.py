@@ -131,8 +131,7 @@ def backward_patches(
         if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
             return original(*args, **kwargs)
         # Strong references, because an engine may be collected meanwhile.
-        listening = [reference() for reference in listeners]
-        listening = list(filter(None, listening))
+        listening = list(filter(None, [reference() for reference in listeners]))
         outermost, completed = depth == 0, False
         depth += 1
         try:

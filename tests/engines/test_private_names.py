@@ -159,11 +159,11 @@ FAIRSCALE: Names = (
     ("fairscale.nn.misc:ParamBucket.", "add_param", "weights in flat buffers"),
 )
 #: Names that no row can look up: of Python, of operators, of objects that torch's schedulers and DeepSpeed mark, of NCCL,
-#: of fsspec and of transformers.
+#: and of fsspec.
 _PYTHON: Final = {"_at_fork_reinit", "_current_frames", "_exit", "_getframe", "_register_atexit", "_replace"}
 _OPERATORS: Final = {"_C", "_foreach_lerp_", "_local_scalar_dense"}
 _MARKS: Final = {"_opt_called", "_external_params", "_metadata"}
-_OTHERS: Final = {"_group_start", "_group_end", "_get_kwargs_from_urls", "_strip_protocol", "_tp_plan"}
+_OTHERS: Final = {"_group_start", "_group_end", "_get_kwargs_from_urls", "_strip_protocol"}
 ELSEWHERE: Final = _PYTHON | _OPERATORS | _MARKS | _OTHERS
 ALL: Final = [*_COMMON, *(row for rows in _OF.values() for row in rows), *DEEPSPEED, *FAIRSCALE]
 PACKAGE: Final = Path(accel.__file__).parent

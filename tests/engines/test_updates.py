@@ -126,9 +126,7 @@ def train_by_hand(backend: Any, backwards: list[Any], updates: list[Any]) -> Non
 def test_updates_by_hand(backend: Any) -> None:
     backwards = [accumulated, without_reduction, clipped]
     need("sharded" if backend == "deferred" else backend, 2)
-    updates = [by_data, in_place]
-    if backend != "fsdp":  # FSDP2 computes with the shards that it knows, whatever p.data is set to
-        updates.append(replaced)
+    updates = [by_data, in_place, replaced]
     run(2, train_by_hand, backend, backwards, updates)
 
 

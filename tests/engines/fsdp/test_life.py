@@ -36,7 +36,7 @@ REFUSED = {
     "gradient_penalty": "create_graph",
     "transformed": "transform, the function provided attempted to call in-place operation",
     "gradients_with_graphs": "create_graph",
-    "lbfgs": "LBFGS",
+    "lbfgs": "Cannot flatten unevenly sharded tensor",
 }
 
 
