@@ -86,8 +86,8 @@ class ShardedModule:
             self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         self._root = self.module._get_fsdp_state()
         self._root._lazy_init()
-        for state in self._root._state_ctx.all_states:
-            for group in state._fsdp_param_groups:
+        for block in [self.module, *blocks]:
+            for group in block._get_fsdp_state()._fsdp_param_groups:
                 self.groups.append(group)
                 self.params += group.fsdp_params
         # Evaluation first, in inference mode: tensors that are made there couldn't be trained.
