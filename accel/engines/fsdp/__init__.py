@@ -81,10 +81,10 @@ class FSDP(SequenceOptions):
         classes = isinstance(wrap, tuple) and all(isinstance(c, type) for c in wrap)
         valid = wrap is None or classes or (callable(wrap) and not isinstance(wrap, type))
         self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
-        valid = isinstance(plan, Mapping) if self.tensor_parallel > 1 else plan is None
-        self.expect("plan", valid, "a dict of styles by module names, if tensor_parallel > 1")
         valid = self.tensor_parallel == 1 or self.sequence_parallel == 1
         self.expect("sequence_parallel", valid, "1, because tensor_parallel divides the heads too")
+        valid = isinstance(plan, Mapping) if self.tensor_parallel > 1 else plan is None
+        self.expect("plan", valid, "a dict of styles by module names, if tensor_parallel > 1")
 
 
 FSDP.shown = (FSDP(replicas=2),)
