@@ -24,7 +24,7 @@ from .engines.base.step import prepare
 from .errors import AccelError, OptimizerError, SharedParametersError, described
 from .gradients.clip import clip_patches
 from .gradients.hooks import remove_hooks
-from .gradients.patches import BackwardListener, Patch, backward_patches, changing, compile_patch
+from .gradients.patches import Listeners, Patch, backward_patches, changing, compile_patch
 from .handles import HiddenAttribute, ModelHandle, engine_behind, raw
 from .precision import LossScale
 from .shard import parameters_of
@@ -53,7 +53,7 @@ class Registry:
         #: Optimizers of parameters in no model, of which a warning told.
         self._strangers: set[tuple[object, ...]] = set()
         #: Listeners of backward passes, in the order of the engines.
-        self._listeners: list[weakref.ref[BackwardListener]] = []
+        self._listeners: Listeners = []
         self._module_hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self._clipping = clip_patches(self)

@@ -17,14 +17,6 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    #: As models of transformers say how their layers are cut for tensor parallelism.
-    tp_plan = {
-        **dict.fromkeys([f"blocks.*.{name}" for name in ("query", "key", "value", "gate", "up")], "colwise"),
-        **dict.fromkeys([f"blocks.*.{name}" for name in ("out", "down")], "rowwise"),
-        "tokens": "embedding_rowwise",
-        "head": "colwise_gather_output",
-    }
-
     def __init__(self, num_tokens, width, kv_width, hidden, num_blocks):
         super().__init__()
         self.tokens, self.head = nn.Embedding(num_tokens, width), nn.Linear(width, num_tokens, bias=False)

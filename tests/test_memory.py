@@ -163,18 +163,6 @@ def test_uneven_shards_of_fsdp_are_padded() -> None:
     assert (use.parameters, use.gradients, use.optimizer_state) == (2 * 12 + 4, 2 * 12, 2 * 12 + 4)
 
 
-def test_tensor_parallelism_cuts_planned_layers() -> None:
-    net = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.LayerNorm(8))
-    plan = {"0": "rowwise", "1": "colwise", "2": "rowwise"}
-    parameters = 4 * (16 * 8 + 8 * 32 + 32 + 32 * 8) // 4 + 4 * 3 * 8
-    options = accel.FSDP(tensor_parallel=4, plan=plan)
-    assert predict(options, tensor_sizes(net, []), 4, net).parameters == parameters
-    assert predict(options, tensor_sizes(net, []), 8, net).parameters == parameters // 2
-    for world, wrong in ((4, {"5": "rowwise"}), (6, plan)):
-        refused = replace(options, plan=wrong)
-        assert engine_of(refused).predict(net, tensor_sizes(net, []), refused, world) is None
-
-
 class Net(nn.Sequential):
     """Weights above and below the size that ZeRO-3 shards, some of them frozen."""
 

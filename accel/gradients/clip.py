@@ -1,16 +1,11 @@
-"""Clipping by a norm over all ranks, in ``accel.clip_grad_norm_`` and in torch's own functions.
-
-A decorator of torch's functions keeps each of them in a closure cell. accel replaces the function
-in the cell while an engine needs it, so it doesn't matter how a program imported the function.
-"""
+"""Clipping by a norm over all ranks, in ``accel.clip_grad_norm_`` and in torch's own functions."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,16 +20,8 @@ from .patches import Attributes, Patch, around
 Tensors: TypeAlias = Sequence[torch.Tensor]
 
 
-class Gradients(Protocol):
-    """The gradients of an engine."""
-
-    process: Process
-
-    def parts(self, parameters: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
-
-
-#: The gradients of engines, with some parameters of each.
-Owners: TypeAlias = list[tuple[Gradients, Tensors]]
+#: ``Gradients`` of engines, with some parameters of each.
+Owners: TypeAlias = list[tuple[Any, Tensors]]
 
 
 # -- sharded gradients -----------------------------------------------------------------------------
@@ -85,18 +72,12 @@ def _norm_over_ranks(
     for tensors in counted:
         norms_of_tensors = torch.stack(torch._foreach_norm(tensors, order))
         norms.append(norms_of_tensors.to(process.device, torch.float64))
-    flat = torch.cat(norms)
+    local = torch.linalg.vector_norm(torch.cat(norms), order)
+    # Gathered, because gloo's maximum of several numbers may lose a nan.
+    by_rank = local.new_empty(process.place.world_size)
     with Waiting(process, "clipping of gradients"):
-        if math.isinf(order):
-            # A maximum over the ranks may lose a nan, so the ranks tell it separately.
-            largest = flat.max()
-            pair = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().double()])
-            dist.all_reduce(pair, dist.ReduceOp.MAX, group=process.group)
-            norm = pair[0].masked_fill(pair[1] > 0, math.nan)
-        else:
-            norm = flat.pow(order).sum()
-            dist.all_reduce(norm, group=process.group)
-            norm = norm.pow(1.0 / order)
+        dist.all_gather(list(by_rank.unbind()), local, group=process.group)
+    norm: torch.Tensor = torch.linalg.vector_norm(by_rank, order)
     # The parameters tell the dtype, because this rank may count no gradient.
     is_double = any(parameter.dtype is torch.float64 for parameter in parameters)
     return norm if is_double else norm.float()
@@ -116,14 +97,15 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def clip_patches(registry: Any) -> tuple[Patch, ...]:
     """Return the patches with which torch's functions clip the parameters of live engines."""
-    replacements: dict[str, Callable[..., Any]] = {
-        "clip_grad_norm_": _clip_by_norm,
-        "clip_grad_value_": _clip_by_value,
-        "_get_total_norm": _total_norm,
+    replacements: dict[Any, Callable[..., Any]] = {
+        clip_grad.clip_grad_norm_: _clip_by_norm,
+        clip_grad.clip_grad_value_: _clip_by_value,
+        clip_grad._get_total_norm: _total_norm,
     }
     patches = []
-    for name, replacement in replacements.items():
-        (cell,) = getattr(clip_grad, name).__closure__
+    for function, replacement in replacements.items():
+        # A decorator keeps torch's function in this cell, however a program imported its name.
+        (cell,) = function.__closure__
         act = functools.partial(replacement, registry)
         patches.append(around(Attributes(cell), "cell_contents", act))
     return tuple(patches)
@@ -161,14 +143,14 @@ def _total_norm(
     registry: Any, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     given = _as_list(tensors)
-    keys = set(map(id, given))
     norm: Any = original(given, *args, **kwargs)
+    keys = set(map(id, given))
     for engine in registry.in_order():
         if not (engine.distributed and engine.gradients.in_parts):
             continue
         is_hidden = not given and engine.gradients.hidden()
         if is_hidden or not keys.isdisjoint([id(p.grad) for p in engine.parameters]):
-            if hasattr(norm, "full_tensor"):  # torch has the norm of DTensors
+            if hasattr(norm, "full_tensor"):  # of FSDP2's gradients
                 return norm.full_tensor()  # type: ignore[no-any-return]
             raise BackendError(
                 "torch.nn.utils.get_total_norm sees only this rank's gradients. Call "

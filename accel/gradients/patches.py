@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
-import os
-import re
 import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 
 from ..errors import BackendError
 from ..process.control import raise_lost
 from ..trees import map_tensors
+from .hooks import runs_backward
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
-#: ``vars`` of a module, a different dict, or an object with ``get`` and items.
+#: A dict such as ``vars`` of a module, or ``Attributes``.
 Table: TypeAlias = Any
 _ABSENT: Final = object()
 #: One thread at a time changes patches, because any thread may collect an engine as garbage.
 changing: Final = threading.RLock()
-os.register_at_fork(after_in_child=changing._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @final
@@ -61,13 +54,9 @@ class Patch:
         self._users.discard(user)
         self._prune()
 
-    def users(self) -> list[Any]:
-        """Return the objects that need the patch now."""
-        return list(self._users)
-
     def _prune(self) -> None:
         with changing:
-            if not self.users():  # `len` would count a user that is being collected
+            if not list(self._users):  # `len` would count a user that is being collected
                 self.__exit__()
 
     def __enter__(self) -> None:
@@ -102,27 +91,6 @@ def replaced(table: Table, name: Any, value: Any) -> Patch:
     return Patch(table, name, lambda before: value)
 
 
-def ignored(message: str = "", category: type[Warning] = Warning) -> Patch:
-    """Return a patch that drops warnings that begin with the regular expression ``message``."""
-    pattern = re.compile(message, re.IGNORECASE) if message else None
-    entry: Any = ("ignore", pattern, category, None, 0)
-    return replaced(_Filters(), entry, entry)
-
-
-@final
-class _Filters:
-    """The filters of warnings as a table. ``warnings.catch_warnings`` replaces their list."""
-
-    def get(self, entry: Any, default: Any) -> Any:
-        return next((known for known in warnings.filters if known is entry), default)
-
-    def __setitem__(self, entry: Any, value: Any) -> None:
-        warnings.filters.insert(0, value)  # type: ignore[attr-defined, unused-ignore]
-
-    def __delitem__(self, entry: Any) -> None:
-        warnings.filters.remove(entry)  # type: ignore[attr-defined, unused-ignore]
-
-
 @final
 class Attributes:
     """The attributes of an object as a table, such as ``cell_contents`` of a closure cell."""
@@ -140,27 +108,17 @@ class Attributes:
 # -- the begin and the end of each backward --------------------------------------------------------
 
 
-class BackwardListener(Protocol):
-    """The gradients of an engine, which follow each backward that leaves gradients in leaves."""
-
-    def backward_begins(self) -> None:
-        """Called before an outermost backward."""
-
-    def backward_ends(self, completed: bool, outermost: bool) -> None:
-        """Called after any backward. ``completed`` is False if it raised."""
-
-
-_dereference: Final = operator.methodcaller("__call__")
+#: ``Gradients`` of engines, which have methods ``backward_begins`` and ``backward_ends``.
+Listeners: TypeAlias = list[weakref.ref[Any]]
 _INPUTS: Final = 4  # the place of ``inputs`` among the arguments of a backward
 
 
 def backward_patches(
-    listeners: Sequence[weakref.ref[BackwardListener]], leaf: Callable[[torch.Tensor], torch.Tensor]
+    listeners: Listeners, leaf: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Patch, ...]:
     """Return patches of the function that ``backward()``, ``grad()`` and checkpoints call.
 
-    Two modules have it, because one imports it from the other. ``leaf`` returns the tensor that
-    autograd knows in the place of a parameter among ``inputs``.
+    ``leaf`` returns the tensor that autograd knows in the place of a parameter among ``inputs``.
     """
     # Counted per process: a re-entrant checkpoint runs its backward in a thread of autograd's.
     depth = 0
@@ -173,7 +131,7 @@ def backward_patches(
         if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
             return original(*args, **kwargs)
         # Strong references, because an engine may be collected meanwhile.
-        listening = list(filter(None, map(_dereference, listeners)))
+        listening = list(filter(None, [reference() for reference in listeners]))
         outermost, completed = depth == 0, False
         depth += 1
         try:
@@ -192,6 +150,7 @@ def backward_patches(
         finally:
             depth -= 1
 
+    # The first module imports the function from the second.
     modules = (torch.autograd, torch.autograd.graph)
     return tuple(around(vars(module), "_engine_run_backward", run) for module in modules)
 
@@ -228,11 +187,10 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
 }
 
 
-def shard_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
-    """Raise for ``item()`` and for writable cuts of a shard, which torch gets silently wrong.
+def shard_patches() -> tuple[Patch, ...]:
+    """Return patches that raise for ``item()`` and writable cuts of a shard.
 
-    One number of a shard is this rank's. An index along the sharded dimension is a copy, so writes
-    to it are lost. ``backend`` returns the name of the backend that shards a tensor, or "".
+    Torch gets them silently wrong: the number is this rank's, and the cut is a copy.
     """
     from torch.distributed.tensor import DTensor  # heavy
 
@@ -240,13 +198,10 @@ def shard_patches(backend: Callable[[DTensor], str]) -> tuple[Patch, ...]:
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        tensor = args[0]
-        name = backend(tensor) if _is_silent(op, args) else ""
-        if name:
+        if _is_silent(op, args):
             raise BackendError(
-                f"item() or an index of a tensor of shape {tuple(tensor.shape)} that backend "
-                f"{name!r} shards would use this rank's shard. Call tensor.full_tensor() on every "
-                "rank first."
+                f"item() or an index of a sharded tensor of shape {tuple(args[0].shape)} would "
+                "use this rank's shard. Call tensor.full_tensor() on every rank first."
             )
         handler = handlers.pop(op)
         try:
@@ -263,18 +218,12 @@ def _is_silent(op: Any, args: tuple[Any, ...]) -> bool:
         return not all(placement.is_replicate() for placement in tensor.placements)
     # Autograd refuses writes to views of what requires gradients, and makes views in backward.
     is_leaf = torch.is_grad_enabled() and tensor.requires_grad
-    if is_leaf or torch._C._current_graph_task_id() != -1:
+    if is_leaf or runs_backward():
         return False
     dims = [args[at] if at < len(args) else default for at, default in _CUTS[op].items()]
-    if op is _aten.slice.Tensor:
-        defaults: tuple[Any, ...] = (None, None, 1)
-        start, end, step = args[2:] + defaults[len(args) - 2 :]
-        if not start and (end is None or end >= tensor.shape[dims[0]]) and step == 1:
-            return False  # all of it
     return any(placement.is_shard(d % tensor.ndim) for placement in tensor.placements for d in dims)
 
 
-@functools.cache
 def muon_patch() -> Patch:
     """Return a patch with which Muon computes with full momenta, one at a time.
 
@@ -292,21 +241,16 @@ def muon_patch() -> Patch:
     return around(vars(module), "_zeropower_via_newtonschulz", orthogonalize)
 
 
-def data_patch(take: Callable[[Any, torch.Tensor], bool]) -> Patch:
-    """Let ``take`` handle ``p.data = values`` of a DTensor, unless it returns False.
-
-    FSDP2 would silently keep the old values. Loops assign averaged weights like this.
-    """
+def data_patch() -> Patch:
+    """Return a patch with which ``p.data = values`` calls ``p.set_data(values)`` if p has it."""
     from torch.distributed.tensor import DTensor
 
-    def make(original: Any) -> property:
-        def put(tensor: Any, value: torch.Tensor) -> None:
-            if not take(tensor, value):
-                original.__set__(tensor, value)
+    data: Any = torch.Tensor.data
 
-        return property(original.__get__, put)
+    def put(tensor: Any, value: torch.Tensor) -> None:
+        vars(tensor).get("set_data", partial(data.__set__, tensor))(value)
 
-    return Patch(Attributes(DTensor), "data", make)
+    return replaced(Attributes(DTensor), "data", property(data.__get__, put))
 
 
 # -- attention and cross entropy of sequences that are sharded -------------------------------------
@@ -325,13 +269,14 @@ def sequence_patches(
     places = {cls.__module__ for child in module.modules() for cls in type(child).__mro__}
     places = {p for p in places if p in sys.modules and not p.startswith("torch.")}
     patches = []
-    for name, act in (
-        ("scaled_dot_product_attention", attention),
-        ("cross_entropy", cross_entropy),
-    ):
-        function = getattr(torch.nn.functional, name)
+    functional = torch.nn.functional
+    pairs = (
+        (functional.scaled_dot_product_attention, attention),
+        (functional.cross_entropy, cross_entropy),
+    )
+    for function, act in pairs:
         known = {id(function), id(inspect.unwrap(function))}
-        for place in sorted({torch.nn.functional.__name__, *places}):
+        for place in sorted({functional.__name__, *places}):
             keys = [key for key, value in vars(sys.modules[place]).items() if id(value) in known]
             patches += [_function_patch(place, key, act) for key in keys]
     return patches

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import AccelError, BackendError
+from ..errors import BackendError
 from ..process import Process, current
 from ..process.control import Waiting, agree, announce
 from ..process.packing import average_
@@ -80,18 +80,8 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
     Args:
         loss_sum: the sum of this rank's losses, as of ``F.cross_entropy(..., reduction="sum")``.
         tokens: the number of tokens of this rank.
-
-    Raises:
-        AccelError: ``loss_sum`` is not a 0-dim floating tensor, or ``tokens`` not one number.
     """
-    count = torch.as_tensor(tokens)
-    is_sum = isinstance(loss_sum, torch.Tensor) and loss_sum.is_floating_point()
-    if not is_sum or loss_sum.dim() or count.dim() or count.dtype is torch.bool:
-        raise AccelError(
-            f"accel.mean_loss({loss_sum!r}, {tokens!r}) needs a floating sum and a number. "
-            'Use reduction="sum".'
-        )
-    process = current()
+    process, count = current(), torch.as_tensor(tokens)
     if process.place.world_size > 1:
         announce(process, "accel.mean_loss")
     with Waiting(process, "accel.mean_loss"):

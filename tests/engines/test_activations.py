@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
 from tests.distributed import run
@@ -76,7 +77,7 @@ def train(backend: Any, precision: str) -> tuple[Net, int]:
     return net, calls
 
 
-PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
 #: By the package that they need, the engines, with the precisions to run beside fp32.
 BACKENDS: dict[str, list[tuple[Any, dict[str, Any], str]]] = {
     "torch": [

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from tests.distributed import refusals, run
-from tests.models import FailingBackward, distance, equal_on_all_ranks, rows
+from tests.distributed import run
+from tests.models import FailingBackward, equal_on_all_ranks, rows
 
 
 def net(bn: bool = False) -> nn.Sequential:
@@ -226,18 +226,6 @@ def test_replaced_buffers_and_methods_keep_the_ranks_equal(backend: str) -> None
     run(2, replaced_buffers, backend)
 
 
-def sparse_buffer() -> None:
-    raw = net()
-    raw.register_buffer("graph", torch.eye(3).to_sparse())
-    raw.register_buffer("codes", torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8))
-    accel.setup(raw)
-
-
-def test_buffers_that_cannot_be_sent_are_refused_on_every_rank() -> None:
-    for message in refusals(2, sparse_buffer, error="BackendError"):
-        assert "The buffer graph of Sequential" in message
-
-
 class Moody(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -291,32 +279,8 @@ def exceptions() -> None:
     accel.setup(raw, optimizer)
 
 
-def around_the_handle(backend: Any) -> None:
-    """The first backward after one that failed comes by the raw module, or by a part of it."""
-    raw, other = Moody(), Moody()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
-    ref_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    for step, mood in enumerate(("late", "last") * 2):
-        raw.mood = mood
-        with pytest.raises(ZeroDivisionError):
-            model(data(step, accel.rank())).mean().backward()
-        raw.mood = ""
-        optimizer.zero_grad()
-        ref_optimizer.zero_grad()
-        first = raw.inner if step > 1 else raw
-        for m in (first, model):
-            m(data(step, accel.rank())).square().mean().backward()
-            torch.stack([other(data(step, rank)).square().mean() for rank in range(2)]).mean().backward()
-        optimizer.step()
-        ref_optimizer.step()
-    assert distance(raw.state_dict(), other.state_dict()) <= 1e-6
-    assert equal_on_all_ranks(raw)
-
-
-@pytest.mark.parametrize("options", [{}, {"batched_grad_copy": False}, {"find_unused_parameters": True}])
-def test_an_exception_leaves_the_engine_usable(options: dict[str, bool]) -> None:
+def test_an_exception_leaves_the_engine_usable() -> None:
     run(2, exceptions)
-    run(2, around_the_handle, accel.DDP(**options))
 
 
 def uneven(bn: bool, first: int) -> None:
@@ -337,21 +301,6 @@ def uneven(bn: bool, first: int) -> None:
     model(data(0, accel.rank())).square().mean().backward()
     optimizer.step()
     assert equal_on_all_ranks(raw)
-
-
-def a_collective_in_join() -> None:
-    raw = net(False)
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.01))
-    with accel.join(model):
-        for step in range(1 + 2 * accel.rank()):
-            optimizer.zero_grad()
-            model(data(step, accel.rank())).square().mean().backward()
-            optimizer.step()
-            accel.all_reduce(torch.ones(1))
-
-
-def test_a_collective_of_the_loops_in_join_is_an_error_of_accels_on_every_rank() -> None:
-    assert all("rank" in message for message in refusals(2, a_collective_in_join, error="RankMismatchError"))
 
 
 @pytest.mark.parametrize(("bn", "first"), [(False, 3), (True, 3), (False, 0)])

@@ -66,8 +66,8 @@ _FSDP2: Final[Names] = (
     ("torch.distributed.fsdp:FSDPModule.", "reset_iter_state", "a forward or backward that ended half-way"),
     (_STATE, "_lazy_init _fsdp_param_groups", "its groups before the first forward"),
     (_STATE, "_training_state _pre_forward _post_forward", "methods of the model, computed as a forward"),
-    (_STATE, "_state_ctx", "the groups, and whether an exception ended a backward"),
-    (_CONTEXT, "all_states post_backward_final_callback_queued", "whether an exception ended a backward"),
+    (_STATE, "_state_ctx", "whether an exception ended a backward"),
+    (_CONTEXT, "post_backward_final_callback_queued", "whether an exception ended a backward"),
     (_GROUP, "fsdp_params _module_fqn", "its parameters and its module's name"),
     (_GROUP, "unshard _all_gather_result is_unsharded", "announcing what is gathered"),
     (_GROUP, "pre_backward post_backward", "announcing what is reduced"),
@@ -157,11 +157,11 @@ FAIRSCALE: Names = (
     ("fairscale.nn.misc:ParamBucket.", "buffer", "weights in flat buffers"),
 )
 #: Names that no row can look up: of Python, of operators, of objects that torch's schedulers and DeepSpeed mark, of NCCL,
-#: of fsspec and of transformers.
+#: and of fsspec.
 _PYTHON: Final = {"_at_fork_reinit", "_current_frames", "_exit", "_getframe", "_register_atexit", "_replace"}
 _OPERATORS: Final = {"_C", "_foreach_lerp_", "_local_scalar_dense"}
 _MARKS: Final = {"_opt_called", "_external_params", "_metadata"}
-_OTHERS: Final = {"_group_start", "_group_end", "_get_kwargs_from_urls", "_strip_protocol", "_tp_plan"}
+_OTHERS: Final = {"_group_start", "_group_end", "_get_kwargs_from_urls", "_strip_protocol"}
 ELSEWHERE: Final = _PYTHON | _OPERATORS | _MARKS | _OTHERS
 ALL: Final = [*_COMMON, *(row for rows in _OF.values() for row in rows), *DEEPSPEED, *FAIRSCALE]
 PACKAGE: Final = Path(accel.__file__).parent

@@ -114,28 +114,6 @@ def test_a_mask_that_differs_ends_every_rank_and_none_steps() -> None:
     assert max(first.seconds, second.seconds) < 50  # the group's own timeout is 60 s
 
 
-def pending_at_refresh() -> None:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-    with accel.no_sync(model):
-        model(data(0, accel.rank())).mean().backward()
-        raw[0].weight.requires_grad_(False)
-        with pytest.raises(accel.BackendError, match="pending"):
-            model(data(1, accel.rank()))
-    raw[0].weight.requires_grad_(True)
-    optimizer.step()
-    assert equal_on_all_ranks(raw)
-    raw[0].weight.requires_grad_(False)
-    optimizer.zero_grad()
-    model(data(1, accel.rank())).mean().backward()
-    optimizer.step()
-    assert equal_on_all_ranks(raw)
-
-
-def test_refresh_with_pending_gradients_raises_and_loses_nothing() -> None:
-    run(2, pending_at_refresh)
-
-
 def manual_refresh() -> None:
     raw, other = net(), net()
     options = accel.DDP(auto_refresh=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import BackendError, OptimizerError
-from ...gradients.patches import muon_patch
+from ...errors import OptimizerError
 from ...gradients.totals import average_gradients_
 from ...precision import here
 from ...process import Process
 from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
-from ...shard import Shard, StateEntry, parameters_of
+from ...shard import Shard, StateEntry
 from ..base import refusals
 from ..base.activations import Choice
 from ..base.engine import Context, Engine, lost_weights
@@ -32,8 +31,7 @@ from ..base.options import Options, SequenceOptions
 from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
-from ..base.sequence import sequence_size
-from .plan import Mesh, Plan, axes_of, blocks, check_module, is_plan, split_dims
+from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +54,7 @@ class FSDP(SequenceOptions):
         tensor_parallel: the number of neighboring ranks that split each layer named by the plan.
             They compute on the same batches. The other ranks shard what is left.
         plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which
-            ``*`` stands for one component. None: the ``tp_plan`` of a transformers model.
+            ``*`` stands for one component.
         param_dtype: FSDP2's mixed precision: gather and compute in this dtype (torch.bfloat16).
         reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, otherwise
             the dtype of the parameters.
@@ -69,7 +67,7 @@ class FSDP(SequenceOptions):
     replicas: int = 1
     tensor_parallel: int = 1
     # A notebook cell that runs twice makes new style objects, which are never equal.
-    plan: Plan = field(default=None, compare=False)
+    plan: Plan | None = field(default=None, compare=False)
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
@@ -83,11 +81,13 @@ class FSDP(SequenceOptions):
         classes = isinstance(wrap, tuple) and all(isinstance(c, type) for c in wrap)
         valid = wrap is None or classes or (callable(wrap) and not isinstance(wrap, type))
         self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
-        valid = plan is None or (self.tensor_parallel > 1 and is_plan(plan))
-        self.expect("plan", valid, "styles by module names, with tensor_parallel=n too")
+        valid = self.tensor_parallel == 1 or self.sequence_parallel == 1
+        self.expect("sequence_parallel", valid, "1, because tensor_parallel divides the heads too")
+        valid = isinstance(plan, Mapping) if self.tensor_parallel > 1 else plan is None
+        self.expect("plan", valid, "a dict of styles by module names, if tensor_parallel > 1")
 
 
-FSDP.shown = FSDP(replicas=2), FSDP(tensor_parallel=8)
+FSDP.shown = (FSDP(replicas=2),)
 
 
 @final
@@ -137,18 +137,15 @@ class FSDPHoldings(Holdings):
         canonical: Any = self.engine.gradients.canonical
         for group in optimizer.param_groups:
             group["params"][:] = map(canonical, group["params"])
-        names, groups = self.parameter_names, self.groups(optimizer)
+        groups = self.groups(optimizer)
         # Some optimizers keep values under strings too.
         for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
             shard, state = canonical(parameter), optimizer.state.pop(parameter)
-            name = names[id(shard)]
-            optimizer.state[shard] = self.shards_of(name, state, groups.get(name, {}))
-
-    def shards_of(self, name: str, state: dict[Any, Any], group: Any) -> dict[Any, Any]:
-        """Return this rank's shards of a parameter's full state. Local."""
-        shard = self.engine.named[name]
-        entry = StateEntry(name, tuple(shard.shape), shard, {})
-        return {key: self.own_part(entry, key, value, group) for key, value in state.items()}
+            name = self.parameter_names[id(shard)]
+            entry = StateEntry(name, tuple(shard.shape), shard, {})
+            for key, value in state.items():
+                state[key] = self.own_part(entry, key, value, groups.get(name, {}))
+            optimizer.state[shard] = state
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return tensors with copies on other ranks. A shard has its place in its name."""
@@ -249,19 +246,10 @@ class FSDPGradients(Gradients):
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.announce_step(optimizer)
-        # A backward of an earlier forward then raises, as it does in one process.
-        gathered = self.engine.conversion.gathered
-        stepped: list[torch.Tensor] = []
-        for p in parameters_of(optimizer):
-            if p.grad is not None and id(p) in gathered:
-                stepped.append(gathered[id(p)])
-        torch.autograd.graph.increment_version(stepped)
 
 
-#: Optimizers that don't compute with shards, or not as they would with full tensors.
-_REFUSED = ("Adafactor", "LBFGS", "SparseAdam")
 #: Packages whose optimizers pass addresses of full tensors to their kernels.
-_OWN_KERNELS = {"apex", "bitsandbytes", "deepspeed"}
+_OWN_KERNELS = ("apex.", "bitsandbytes.", "deepspeed.")
 
 
 class FSDPEngine(Engine):
@@ -294,15 +282,11 @@ class FSDPEngine(Engine):
         sizes = axes_of(options, process.place.world_size)
         if process.place.world_size > 1:
             check_module(module)
-            refusals.refuse_scripts(module, cls.name)
             refusals.refuse_overlaps(module, cls.name)
             refusals.refuse_sparse(module, cls.name)
             refusals.refuse_quantized(module, cls.name)
-        if sizes["tensor"] > 1 and sequence_size(options, process) > 1:
-            raise BackendError(
-                "sequence_parallel and tensor_parallel both divide the heads. Use one of them."
-            )
-        split_dims(module, options.plan, sizes["tensor"])
+        if sizes["tensor"] > 1:
+            planned_layers(module, options.plan)
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
@@ -316,40 +300,29 @@ class FSDPEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        try:
-            sizes = axes_of(options, world_size)
-            dims = split_dims(module, options.plan, sizes["tensor"])
-        except BackendError:
+        if world_size > 1 and world_size % (options.replicas * options.tensor_parallel):
             return None
-        uses: list[MemoryUse] = []
+        ranks, uses = axes_of(options, world_size)["shard"], list[MemoryUse]()
         for tensor in tensors:
             # FSDP2 pads the rows.
             rows = next(iter(tensor.shape), 1) or 1
-            fraction = math.ceil(rows / sizes["shard"]) / rows
-            if tensor.name in dims:
-                fraction /= sizes["tensor"]
+            fraction = math.ceil(rows / ranks) / rows
             uses.append(tensor.use(fraction, fraction, fraction))
         return add_uses(uses)
 
     def attach(self, optimizer: Optimizer) -> None:
-        kind = type(optimizer)
-        packages = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
-        refused = kind.__name__ in _REFUSED or packages & _OWN_KERNELS
-        if self.distributed and refused:
+        modules = [cls.__module__ for cls in type(optimizer).__mro__]
+        if self.distributed and any(name.startswith(_OWN_KERNELS) for name in modules):
             raise OptimizerError(
-                f"{kind.__name__} cannot train sharded parameters. "
-                'Use an optimizer like AdamW or SGD, or backend="ddp".'
+                f"{type(optimizer).__name__} cannot train sharded parameters. "
+                'Use an optimizer of torch.optim, or backend="ddp".'
             )
         super().attach(optimizer)
-        if self.distributed and isinstance(optimizer, torch.optim.Muon):
-            muon_patch().need(optimizer)
         if self.distributed and elementwise(optimizer):
             written = torch.autograd.graph.increment_version
             self._local_steps[id(optimizer)] = LocalSteps(optimizer, written)
 
     def detach(self, optimizer: Optimizer) -> None:
-        if self.distributed and isinstance(optimizer, torch.optim.Muon):
-            muon_patch().drop(optimizer)
         if (steps := self._local_steps.pop(id(optimizer), None)) is not None:
             steps.close()
         super().detach(optimizer)
@@ -370,19 +343,12 @@ class FSDPEngine(Engine):
         self.holdings.synchronize()
         names = [name for name, _ in blocks(self.module, self.options.wrap)]
         self.compare("the choice of FSDP(wrap=...)", names)
-        what = f"gradients before accel.setup ({self.label})"
-        average_gradients_(what, self.parameters, self.names, self.process)
-        gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         self.sharded = ShardedModule(self.module, self.process, self.options)
         self.conversion, self.divided = Conversion(self), True
         self.conversion.shard(names)
         self._read_parameters()
         self.known = self.conversion.known
         self.gradients.start(self.sharded.mesh)
-        # They survive a teardown and a setup with a different backend.
-        for name, gradient in gradients.items():
-            state = self.holdings.shards_of(name, {"grad": gradient}, {})
-            self.named[name].grad = state["grad"]
         if self.sharded.mesh.parallel:
             self._match_ranks(self.sharded.mesh)
         self.started = True
@@ -407,7 +373,7 @@ class FSDPEngine(Engine):
         compute = functools.partial(function, *args, **kwargs)
         if function is not self.entry:
             name = getattr(function, "__name__", type(function).__name__)
-            compute = functools.partial(sharded.compute, function, args, kwargs)
+            compute = functools.partial(sharded.compute, function, *args, **kwargs)
         try:
             out = compute() if same is None else same.call(compute, args, kwargs, name)
         except BaseException:
@@ -421,13 +387,14 @@ class FSDPEngine(Engine):
         return out
 
     def rebuild(self) -> None:
-        if self.divided:
-            self.sharded.refresh_dtypes()
+        # FSDP2 knows no dtype of a block that was frozen until now.
+        for group in self.sharded.groups if self.divided else ():
+            group._init_mp_dtypes()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        if self.divided:
-            self.sharded.release_groups()
+        for group in self.sharded.groups if self.divided else ():
+            group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         if not self.divided:

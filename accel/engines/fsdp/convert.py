@@ -9,14 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...deferred import (
-    borrowing,
-    reset_own,
-    resetting,
-    swap,
-    weights_of,
-    without_values,
-)
+from ...deferred import borrowing, reset_own, resetting, swap, weights_of, without_values
 from ...errors import AccelError, BackendError
 from ...process import reason_of
 from ...process.packing import broadcast_
@@ -67,7 +60,9 @@ class Conversion:
         if any(p.is_meta for p in before.values()) and weights_of(self.module) is None:
             self._give_values(blocks)
         else:
-            self.sharded.apply([*blocks, self.module])
+            for block in blocks:
+                self.sharded.apply(block)
+        self.sharded.apply(self.module)
         self.sharded.initialize(blocks, self.engine.label)
         for name, shard in self.module.named_parameters():
             parameter = before[name]
@@ -77,62 +72,62 @@ class Conversion:
                 parameter.grad = None
                 parameter.requires_grad_(False)
                 take_away(parameter, StandIn, shard=shard)
-        for gathered, shard in self.sharded.gathered():
-            self.gathered[id(shard)] = gathered
-            self.known[id(gathered)] = shard
-
-    # -- first values of parameters on the meta device (accel.deferred_init) -----------------------
+        for param in self.sharded.params:
+            self.gathered[id(param.sharded_param)] = param.unsharded_param
+            self.known[id(param.unsharded_param)] = param.sharded_param
 
     @torch.no_grad()
     def _give_values(self, blocks: Sequence[nn.Module]) -> None:
-        """Call ``reset_parameters`` of the modules, and shard each block at its last reset.
+        """Initialize parameters of ``accel.deferred_init``, and shard each block at its last reset.
 
-        The order is that of the constructors, so a rank draws the random numbers of a single
-        process. Then rank 0 sends its values.
+        The order of the resets is that of the constructors, so a rank draws the random numbers of a
+        single process. Then rank 0 sends its values.
         """
+        process = self.engine.process
         resets, borrowed = list(resetting(self.module)), borrowing(self.module)
         # The last reset of each module, which may be that of a module around it.
         last: dict[nn.Module, int] = {}
         for number, (child, _) in enumerate(resets):
             last.update(dict.fromkeys(child.modules(), number))
         ends = {block: max(last.get(part, 0) for part in block.modules()) for block in blocks}
+        #: By the identity of the parameter on the meta device, which the caller puts back.
         full: dict[int, nn.Parameter] = {}
         for number, (child, reset) in enumerate(resets):
             for table, name, p in _places(child):
-                if p.is_meta:
-                    if id(p) not in full:
-                        value = without_values(p, self.engine.process.device)
-                        full[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
-                    table[name] = full[id(p)]
-            if not {id(p) for p in full.values()}.isdisjoint(map(id, child.parameters())):
+                if p.is_meta and id(p) not in full:
+                    value = without_values(p, process.device)
+                    full[id(p)] = nn.Parameter(value, p.requires_grad)
+                table[name] = full.get(id(p), p)
+            if not set(full.values()).isdisjoint(child.parameters()):
                 reset_own(child, reset, borrowed[id(child)])
-                broadcast_([p.data for p in child.parameters()], self.engine.process.group)
+                broadcast_([p.data for p in child.parameters()], process.group)
             for block in blocks:
-                if ends[block] != number:
-                    continue
-                shards = {id(p) for p in block.parameters()}
-                full = {key: p for key, p in full.items() if id(p) not in shards}
-                self.sharded.apply([block])
-        self.sharded.apply([self.module])
+                if ends[block] == number:
+                    inside = set(block.parameters())
+                    full = {key: p for key, p in full.items() if p not in inside}
+                    self.sharded.apply(block)
 
     # -- back to full parameters -------------------------------------------------------------------
 
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Put full values into the old parameters: NaN if a rank can't be reached."""
         engine, old = self.engine, self.old
+        holdings, named = engine.holdings, engine.named
         full: dict[tuple[str, Any], torch.Tensor] = {}
         try:
             if old and not engine.ended:
-                full = self._gather()
+                shards = [(name, "", named[name]) for name in old]
+                gradients = [item for item in holdings.gradients() if item[0] in old]
+                full = holdings.gather("the end of a sharded model", [*shards, *gradients])
         except (RuntimeError, AccelError) as error:
             engine.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
         self.sharded.undo()
         for table, name, parameter in self._places:
             table[name] = parameter
-        back = {id(engine.named[name]): p for name, p in old.items()}
+        back = {id(named[name]): p for name, p in old.items()}
         for name, parameter in old.items():
             bring_back(parameter)
-            shard = engine.named[name]
+            shard = named[name]
             if (value := full.get((name, ""))) is None:
                 value = without_values(shard, engine.process.device)
             if parameter.is_meta:
@@ -145,14 +140,7 @@ class Conversion:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
             for name in old:
-                optimizer.state.pop(engine.named[name], None)
-
-    def _gather(self) -> dict[tuple[str, Any], torch.Tensor]:
-        """Return full values and gradients. Collective."""
-        holdings, named = self.engine.holdings, self.engine.named
-        shards = [(name, "", named[name]) for name in self.old]
-        gradients = [item for item in holdings.gradients() if item[0] in self.old]
-        return holdings.gather("the end of a sharded model", [*shards, *gradients])
+                optimizer.state.pop(named[name], None)
 
 
 # -- parameter objects of before setup: lists of them clip, freeze and build optimizers ------------

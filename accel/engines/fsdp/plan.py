@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -58,9 +57,7 @@ class Mesh:
         #: True with tensor parallelism.
         self.parallel = "tensor" in axes
         #: The ranks that shard what is left of split layers.
-        self.data = self.whole
-        if self.parallel:
-            self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
+        self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
 
     def copies(self, tensor: Any) -> list[str]:
         """Return the axes along which all ranks hold the same values of a tensor."""
@@ -117,42 +114,14 @@ def check_module(module: nn.Module) -> None:
 
 # -- tensor parallelism: layers that neighboring ranks split ---------------------------------------
 
-#: Styles of torch, or their names in transformers, by the names of modules.
-Plan: TypeAlias = "Mapping[str, ParallelStyle | str] | None"
-
-
-@functools.cache
-def _styles() -> Mapping[str, ParallelStyle]:
-    """Return torch's styles by their names in plans of transformers."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-
-    full_output = ColwiseParallel(output_layouts=Replicate())
-    full_input = RowwiseParallel(input_layouts=Replicate())
-    return {
-        "colwise": ColwiseParallel(),
-        "colwise_rep": full_output,
-        "colwise_gather_output": full_output,
-        "rowwise": RowwiseParallel(),
-        "rowwise_rep": full_input,
-        "rowwise_split_input": full_input,
-        "embedding_rowwise": full_input,
-        # Norms over the heads look along the last dimension only, so any other may be split.
-        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
-    }
-
-
-def is_plan(plan: Any) -> bool:
-    """True if it maps names to supported styles."""
-    if not isinstance(plan, Mapping) or not plan:
-        return False
-    return all(style in _styles() for style in plan.values() if isinstance(style, str))
+#: Styles of torch by the names of modules.
+Plan: TypeAlias = "Mapping[str, ParallelStyle]"
 
 
 def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
-    """Return the style of each layer in a plan, or else in the model's own plan."""
+    """Return the style of each layer in a plan."""
     modules, layers = dict(module.named_modules()), dict[str, "ParallelStyle"]()
-    for pattern, style in (plan or _own_plan(module)).items():
+    for pattern, style in plan.items():
         expression = re.escape(pattern).replace(r"\*", "[^.]+")
         matching = [name for name in modules if re.fullmatch(expression, name)]
         if not matching:
@@ -160,8 +129,7 @@ def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
                 f"The plan's {pattern!r} names no module of this {type(module).__name__}. "
                 "Use names from model.named_modules()."
             )
-        torch_style = _styles()[style] if isinstance(style, str) else style
-        layers.update(dict.fromkeys(matching, torch_style))
+        layers.update(dict.fromkeys(matching, style))
     # A head stays full if it is tied to an embedding that isn't in the plan.
     others = [child for name, child in modules.items() if name not in layers]
     full = {id(p) for child in others for p in child.parameters(recurse=False)}
@@ -169,47 +137,6 @@ def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
         if not full.isdisjoint(map(id, modules[name].parameters(recurse=False))):
             del layers[name]
     return layers
-
-
-def _own_plan(module: nn.Module) -> Mapping[str, str]:
-    """Return the ``tp_plan`` of a transformers model, which may be inside of ``module``."""
-    for prefix, child in module.named_modules():
-        plan: Any = getattr(child, "tp_plan", None) or getattr(child, "_tp_plan", None)
-        if is_plan(plan):
-            return {f"{prefix}.{name}" if prefix else name: style for name, style in plan.items()}
-    return {}
-
-
-def split_dims(module: nn.Module, plan: Plan, size: int) -> dict[str, int]:
-    """Return the dimension along which each parameter of a planned layer is split, by name.
-
-    Raises:
-        BackendError: ``size`` ranks can't split the layers evenly.
-    """
-    layers = planned_layers(module, plan) if size > 1 else {}
-    if size > 1 and not layers:
-        raise BackendError(
-            f"{type(module).__name__} has no tp_plan that accel supports. "
-            'Pass plan={"layers.*.up": ColwiseParallel(), ...}.'
-        )
-    dims: dict[str, int] = {}
-    for layer, style in layers.items():
-        child, kind = module.get_submodule(layer), type(style).__name__
-        if kind not in ("ColwiseParallel", "RowwiseParallel"):
-            continue
-        # An embedding has its columns in the second dimension, a linear layer in the first.
-        dim = int((kind == "ColwiseParallel") == isinstance(child, nn.Embedding))
-        for name, p in child.named_parameters(layer, recurse=False):
-            # Every rank has the full bias of a layer that is split by rows.
-            if p.dim() <= dim:
-                continue
-            dims[name] = dim
-            if p.shape[dim] % size:
-                raise BackendError(
-                    f"{name} of shape {tuple(p.shape)} doesn't divide into {size} equal "
-                    f"shards along dim {dim}. Leave {layer} out of the plan."
-                )
-    return dims
 
 
 def split_layer(
@@ -224,6 +151,14 @@ def split_layer(
     # torch makes DTensors of buffers, which can't be broadcast.
     layer._buffers.update(buffers)
     for name, parameter in parameters.items():
-        shard = layer.get_parameter(name)
-        if shard is not parameter:
-            layer._parameters[name] = shards.setdefault(id(parameter), shard)
+        shard: Any = layer.get_parameter(name)
+        if shard is parameter:
+            continue
+        for placement in shard.placements:
+            if placement.is_shard() and shard.shape[placement.dim] % ranks.size():
+                raise BackendError(
+                    f"{name} of shape {tuple(shard.shape)} in a planned {type(layer).__name__} "
+                    f"doesn't divide by {ranks.size()} along dim {placement.dim}. "
+                    "Leave this layer out of the plan."
+                )
+        layer._parameters[name] = shards.setdefault(id(parameter), shard)

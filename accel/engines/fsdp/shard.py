@@ -1,14 +1,15 @@
-"""A module under torch's ``fully_shard``. Only this file uses FSDP2's own objects."""
+"""A module under torch's ``fully_shard``, and its use of FSDP2's private objects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 from torch.distributed import _composable_state
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -19,34 +20,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...errors import BackendError
-from ...gradients.hooks import remove_hooks
-from ...gradients.patches import Patch, data_patch, shard_patches
+from ...gradients.hooks import runs_backward
+from ...gradients.patches import Patch, data_patch, muon_patch, replaced, shard_patches
 from ...process import Process
 from ...process.control import Waiting, announce
 from ..base.absent import refuse_second_derivatives
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, planned_layers, split_layer
 
-# -- patches of torch while a sharded module lives -------------------------------------------------
-
-
-def _owner(tensor: object) -> ShardedModule | None:
-    # By value: DTensor caches results together with the equal mesh of an earlier engine.
-    mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
-    return next((module for module in _patches[0].users() if mesh in module.meshes), None)
-
-
-def _set_data(tensor: Any, value: torch.Tensor) -> bool:
-    return any(module.set_data(tensor, value) for module in _patches[0].users())
-
-
-_patches: Final[tuple[Patch, ...]] = (
-    *shard_patches(lambda tensor: "fsdp" if _owner(tensor) else ""),
-    data_patch(_set_data),
-)
-
-
-# -- the module ------------------------------------------------------------------------------------
+#: Of torch, while a sharded module lives.
+_patches: Final[tuple[Patch, ...]] = (*shard_patches(), data_patch(), muon_patch())
 
 
 @final
@@ -58,8 +41,6 @@ class ShardedModule:
         self.process = process
         self.mesh = Mesh(options, process)
         self.snapshot = Snapshot(module)
-        #: Those of the shards: with tensor parallelism, of layers that are split and of others.
-        self.meshes: set[DeviceMesh] = set()
         #: FSDP2's own objects: an ``FSDPParamGroup`` for each block, and its ``FSDPParam`` objects.
         self.groups: list[Any] = []
         self.params: list[Any] = []
@@ -68,36 +49,34 @@ class ShardedModule:
         planned = planned_layers(module, options.plan) if self.mesh.parallel else {}
         self._planned = {module.get_submodule(name): style for name, style in planned.items()}
         self._split: dict[int, nn.Parameter] = {}
-        self._hooks: list[Any] = []
-        #: The submodule whose own call gathered the root's parameters.
-        self._entered: nn.Module | None = None
+        self._undo = contextlib.ExitStack()
         for patch in _patches:
             patch.need(self)
 
-    def apply(self, blocks: Iterable[nn.Module]) -> None:
-        """Replace the parameters of blocks by shards. The root comes last."""
-        options, device = self._options, self.process.device
+    def apply(self, block: nn.Module) -> None:
+        """Replace the parameters of a block by shards. The root comes last."""
+        options = self._options
+        for layer in [layer for layer in block.modules() if layer in self._planned]:
+            ranks = self.mesh.whole[self.mesh.names["tensor"]]
+            split_layer(layer, self._planned.pop(layer), ranks, self._split)
         offload = OffloadPolicy()
         if options.cpu_offload:
-            offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+            offload = CPUOffloadPolicy(pin_memory=self.process.device.type != "cpu")
         mixed = options.param_dtype is not None
-        for block in blocks:
-            for layer in [layer for layer in block.modules() if layer in self._planned]:
-                ranks = self.mesh.whole[self.mesh.names["tensor"]]
-                split_layer(layer, self._planned.pop(layer), ranks, self._split)
-            precision = MixedPrecisionPolicy(
-                param_dtype=options.param_dtype,
-                reduce_dtype=options.reduce_dtype or (torch.float32 if mixed else None),
-                output_dtype=torch.float32 if mixed and block is self.module else None,
-            )
-            fully_shard(
-                block,
-                mesh=self.mesh.data,
-                reshard_after_forward=options.reshard_after_forward,
-                mp_policy=precision,
-                offload_policy=offload,
-                ignored_params=set(unsharded(self.module.parameters())),
-            )
+        precision = MixedPrecisionPolicy(
+            param_dtype=options.param_dtype,
+            reduce_dtype=options.reduce_dtype or (torch.float32 if mixed else None),
+            output_dtype=torch.float32 if mixed and block is self.module else None,
+        )
+        fully_shard(
+            block,
+            mesh=self.mesh.data,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=offload,
+            # CLIP's logit_scale has no dimensions.
+            ignored_params={p for p in block.parameters() if not p.dim() or not p.numel()},
+        )
 
     def initialize(self, blocks: Sequence[Any], label: str) -> None:
         """Let FSDP2 prepare training, and give shards memory. Collective."""
@@ -107,127 +86,85 @@ class ShardedModule:
             self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         self._root = self.module._get_fsdp_state()
         self._root._lazy_init()
-        self._context = self._root._state_ctx
-        self._enter, self._leave = self._root._pre_forward, self._root._post_forward
-        states = self._context.all_states
-        self.groups = [group for state in states for group in state._fsdp_param_groups]
-        self.params = [param for group in self.groups for param in group.fsdp_params]
-        self.meshes = {param.sharded_param.device_mesh for param in self.params}
+        for block in [self.module, *blocks]:
+            for group in block._get_fsdp_state()._fsdp_param_groups:
+                self.groups.append(group)
+                self.params += group.fsdp_params
         # Evaluation first, in inference mode: tensors that are made there couldn't be trained.
         for block in [*blocks, self.module]:
             block.unshard()
             block.reshard()
+        # A loop calls model.encoder(x), which has parameters of the root.
+        inside = {child for block in blocks for child in block.modules()}
+        for child in set(self.module.modules()) - inside - {self.module}:
+            if any(True for _ in child.parameters(recurse=False)):
+                forward = functools.partial(self.compute, child.forward)
+                self._undo.enter_context(replaced(vars(child), "forward", forward))
         self.snapshot.changed()
         for group in self.groups:
             _announce(group, self.process, label)
-        inside = {child for block in blocks for child in block.modules()}
-        for child in self.module.modules():
-            has_parameters = any(True for _ in child.parameters(recurse=False))
-            if has_parameters and child is not self.module and child not in inside:
-                before, after = self._enter_submodule, self._leave_submodule
-                hook = child.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-                self._hooks += [hook, child.register_forward_hook(after)]
-        for gathered, shard in self.gathered():
+        for param in self.params:
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            vars(shard)["register_hook"] = lambda hook, p=gathered: p.register_hook(hook)
-
-    def gathered(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield each parameter of the graphs, with its shard."""
-        return ((param.unsharded_param, param.sharded_param) for param in self.params)
+            leaf, attributes = param.unsharded_param, vars(param.sharded_param)
+            attributes["register_hook"] = lambda hook, leaf=leaf: leaf.register_hook(hook)
+            attributes["set_data"] = lambda value, param=param: _set_data(param, value)
 
     # -- training ----------------------------------------------------------------------------------
 
-    def compute(
-        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Gather the root's parameters, and call a method of the model."""
-        if self._root._training_state is not TrainingState.IDLE:
+    def compute(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Gather the root's parameters, and call a method of the model or of a submodule."""
+        root = self._root
+        if root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
-        args, kwargs = self._enter(self.module, args, kwargs)
-        return self._leave(self.module, args, method(*args, **kwargs))
-
-    def _enter_submodule(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the root's parameters if ``model.encoder(x)`` calls a submodule by itself."""
-        if self._root._training_state is not TrainingState.IDLE:
-            return None
-        self._entered = module
-        return self._enter(module, args, kwargs)
-
-    def _leave_submodule(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._entered is not module:
-            return None
-        self._entered = None
-        return self._leave(module, args, output)
+        args, kwargs = root._pre_forward(self.module, args, kwargs)
+        return root._post_forward(self.module, args, method(*args, **kwargs))
 
     def reshard(self) -> None:
         """Free gathered parameters, unless a backward needs them. The next use gathers again."""
         for group in self.groups:
-            if not group.is_sharded and not _runs_backward():
+            if not group.is_sharded and not runs_backward():
                 group.reshard()
 
     def interrupted(self) -> bool:
         """True if an exception ended a backward before FSDP2's last callback."""
-        return self._context.post_backward_final_callback_queued and not _runs_backward()
+        context = self._root._state_ctx
+        return context.post_backward_final_callback_queued and not runs_backward()
 
     def reset(self) -> None:
         """Clear the state of FSDP2 after an exception in a forward or backward."""
         # Checkpointing ends its second forward by an exception, inside of a backward.
-        if not _runs_backward():
+        if not runs_backward():
             for param in self.params:
                 param.unsharded_param.grad = None
             self.module.reset_iter_state()
 
-    def refresh_dtypes(self) -> None:
-        """Follow a change of ``requires_grad``. FSDP2 knows no dtype of a frozen block."""
-        for group in self.groups:
-            group._init_mp_dtypes()
-
-    def set_data(self, tensor: Any, value: Any) -> bool:
-        """Set a shard to full values, or to an equally sharded DTensor. False if it is not ours.
-
-        EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
-        """
-        param = next((p for p in self.params if p.sharded_param is tensor), None)
-        if param is None:
-            return False
-        mesh, placements = tensor.device_mesh, tensor.placements
-        if not isinstance(value, DTensor):
-            value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-        if value.shape != tensor.shape or value.placements != placements:
-            raise BackendError(
-                f"p.data = ... of a sharded parameter of shape {tuple(tensor.shape)} needs full "
-                "values of this shape. Or use model.load_state_dict()."
-            )
-        tensor._local_tensor = value.to_local().detach()
-        param.reset_sharded_param()
-        return True
-
     # -- the end -----------------------------------------------------------------------------------
-
-    def release_groups(self) -> None:
-        """Drop the process groups, because they are ended."""
-        for group in self.groups:
-            group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
     def undo(self) -> None:
         """Make the modules plain again. The caller puts parameters in the shards' places."""
         for patch in _patches:
             patch.drop(self)
-        remove_hooks(self._hooks)
+        self._undo.close()
         self.snapshot.restore()
         for child in self.module.modules():
             _composable_state._module_state_mapping.pop(child, None)
 
 
-def _runs_backward() -> bool:
-    # Also True in a forward for activation checkpointing, inside of a backward.
-    return torch._C._current_graph_task_id() != -1
+def _set_data(param: Any, value: Any) -> None:
+    """Set a shard to full values, or to an equally sharded DTensor.
 
-
-def unsharded(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters without dimensions or elements, which every rank has in full."""
-    # CLIP's logit_scale has no dimensions.
-    return [p for p in parameters if not p.dim() or not p.numel()]
+    EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
+    """
+    shard = param.sharded_param
+    if not isinstance(value, DTensor):
+        value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
+    if value.shape != shard.shape or value.placements != shard.placements:
+        raise BackendError(
+            f"p.data = ... needs a full tensor of shape {tuple(shard.shape)}. "
+            "Or call model.load_state_dict()."
+        )
+    shard._local_tensor = value.to_local().detach()
+    param.reset_sharded_param()
 
 
 def _announce(group: Any, process: Process, label: str) -> None:
@@ -238,9 +175,8 @@ def _announce(group: Any, process: Process, label: str) -> None:
     unshard, pre_backward, post_backward = group.unshard, group.pre_backward, group.post_backward
 
     def gather(*args: Any, **kwargs: Any) -> Any:
-        if group._all_gather_result is not None or group.is_unsharded:
-            return unshard(*args, **kwargs)
-        announce(process, gathering)
+        if group._all_gather_result is None and not group.is_unsharded:
+            announce(process, gathering)
         with in_gathering:
             return unshard(*args, **kwargs)
 
@@ -253,9 +189,8 @@ def _announce(group: Any, process: Process, label: str) -> None:
     def reduce(*args: Any) -> Any:
         params = enumerate(group.fsdp_params)
         with_gradients = tuple(i for i, p in params if p.unsharded_param.grad is not None)
-        if not with_gradients:
-            return post_backward(*args)
-        announce(process, reducing, with_gradients)
+        if with_gradients:
+            announce(process, reducing, with_gradients)
         with in_reducing:
             return post_backward(*args)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -17,73 +16,6 @@ from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, 
 from tests.models import FailingBackward, rows
 
 # -- gradients --------------------------------------------------------------------------------------------------------
-
-
-def dropped(how: str) -> float:
-    """Gradients accumulated in ``no_sync`` are dropped, then one step is made."""
-    model, handle, net, raw = start(optimizer="sgd")
-    reference, ref_optimizer = build(optimizer="sgd")
-    drop: dict[str, Callable[[], None]] = {
-        "handle": handle.zero_grad,
-        "raw optimizer": raw.zero_grad,
-        "module": net.zero_grad,
-        "zeros": lambda: handle.zero_grad(set_to_none=False),
-        "module zeros": lambda: net.zero_grad(set_to_none=False),
-        "by hand": lambda: [setattr(p, "grad", None) for p in model.parameters()] and None,
-    }
-    for first in range(2):
-        with accel.no_sync(model):
-            if first:
-                local_loss(model, 90).backward()
-            local_loss(model, 91).backward()
-        drop[how]()
-        with accel.no_sync(model):
-            local_loss(model, 1).backward()
-        local_loss(model, 2).backward()
-        handle.step()
-        handle.zero_grad()
-        (mean_loss(reference, 1) + mean_loss(reference, 2)).backward()
-        ref_optimizer.step()
-        ref_optimizer.zero_grad()
-    return distance(accel.full_state_dict(model), reference.state_dict())
-
-
-def all_dropped() -> dict[str, float]:
-    ways = ("handle", "raw optimizer", "module", "zeros", "module zeros", "by hand")
-    found = {}
-    for how in ways:
-        found[how] = dropped(how)
-        accel.teardown()
-    return found
-
-
-def test_dropped_gradients_of_no_sync() -> None:
-    for found in run(2, all_dropped):
-        assert not {k: v for k, v in found.items() if not v < 1e-5}
-
-
-def edited() -> float:
-    """Inside ``no_sync`` gradients are final after each backward, so a loop can edit them."""
-    model, handle, _, _ = start(optimizer="sgd")
-    reference, ref_optimizer = build(optimizer="sgd")
-    with accel.no_sync(model):
-        local_loss(model, 0).backward()
-    mean_loss(reference, 0).backward()
-    for net in (model, reference):
-        for p in net.parameters():
-            p.grad *= 0.5
-    local_loss(model, 1).backward()
-    mean_loss(reference, 1).backward()
-    for mine, whole in zip(model.parameters(), reference.parameters(), strict=True):
-        full = mine.grad.full_tensor() if mine.dim() else mine.grad
-        assert torch.allclose(full, whole.grad, atol=1e-5)
-    handle.step()
-    ref_optimizer.step()
-    return distance(accel.full_state_dict(model), reference.state_dict())
-
-
-def test_gradients_are_final_inside_no_sync() -> None:
-    assert max(run(2, edited)) < 1e-5
 
 
 def exceptions() -> float:

@@ -8,8 +8,8 @@ from torch import nn
 
 import accel
 from accel.registry import registry
-from tests.distributed import live_tensors, refusals, run
-from tests.engines.fsdp.training import Block, build, distance, mean_loss, start, train
+from tests.distributed import refusals, run
+from tests.engines.fsdp.training import Block, distance
 
 # -- models built without memory --------------------------------------------------------------------------------------
 
@@ -157,23 +157,3 @@ def test_bytes_per_rank(world: int) -> None:
         assert abs(found - 4 / world) <= 0.02 * 4 / world
     for found in run(world, bytes_per_rank, True):
         assert abs(found - 1.75 / world) <= 0.02 * 1.75 / world
-
-
-def flips() -> tuple[float, list[int]]:
-    model, handle, net, _ = start()
-    reference, ref_optimizer = build()
-    sizes = []
-    for step in range(100):
-        for module in (net, reference):
-            module.blocks[step % 3].requires_grad_(step % 2 == 0)
-        train(model, handle, range(step, step + 1))
-        train(reference, ref_optimizer, range(step, step + 1), mean_loss)
-        if step in (20, 56, 92):
-            sizes.append(live_tensors())
-    return distance(accel.full_state_dict(model), reference.state_dict()), sizes
-
-
-def test_freezing_a_hundred_times() -> None:
-    for found, sizes in run(2, flips):
-        assert found < 1e-4
-        assert max(sizes) - min(sizes) <= 12, sizes

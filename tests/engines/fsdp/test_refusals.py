@@ -16,12 +16,7 @@ from tests.distributed import run
 from tests.engines.fsdp.training import Block, Net, build
 
 Kernels = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
-#: What is changed before setup, the class of the error, and words of its text.
-OPTIMIZERS: list[tuple[Callable[[Any], Any], str]] = [
-    (torch.optim.Adafactor, "Adafactor cannot train sharded parameters"),
-    (torch.optim.LBFGS, "LBFGS cannot train sharded parameters"),
-    (Kernels, "AdamW8bit cannot train sharded parameters"),
-]
+#: What is changed before setup, and words of the error.
 MODELS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda net: net.embed.weight.register_hook(lambda g: g), "embed.weight has gradient hooks"),
     (lambda net: net.blocks[1].up.bfloat16(), "uniform original parameter dtype"),
@@ -39,9 +34,9 @@ def check_refused(net: Any, optimizer: Any, options: Any, error: Any, text: str)
 
 
 def refused() -> None:
-    for make, text in OPTIMIZERS:
-        net, _ = build()
-        check_refused(net, make(net.parameters()), accel.FSDP(), accel.OptimizerError, text)
+    net, _ = build()
+    kernels = "AdamW8bit cannot train sharded parameters"
+    check_refused(net, Kernels(net.parameters()), accel.FSDP(), accel.OptimizerError, kernels)
     for change, text in MODELS:
         net, optimizer = build()
         change(net)
@@ -118,9 +113,9 @@ def cuts() -> None:
     if accel.is_main():
         with pytest.raises(accel.BackendError, match="full_tensor"):
             print(weight.data[0])
-    # What is no copy can be written to: columns, and all rows.
+    # What is no copy can be written to: columns.
     weight.data[:, 2].zero_()
-    weight.data[:].mul_(0.5)
+    weight.data.mul_(0.5)
     whole["weight"][:, 2] = 0
     assert torch.equal(accel.full_state_dict(model)["weight"], whole["weight"] * 0.5)
     # Reading with a graph cannot lose a write.

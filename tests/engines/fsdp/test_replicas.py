@@ -6,21 +6,16 @@ import gc
 import os
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import accel
-from tests.checkpoint.helpers import differences
-from tests.checkpoint.test_roundtrip import resume, train_and_save
 from tests.distributed import refusals, run
 from tests.engines.matrix import cells_of, check_cells, in_pairs
 from tests.engines.test_contract import check_state
 from tests.models import adamw, mlp
-from tests.test_memory import measure
 
 TWO = accel.FSDP(replicas=2)
 
@@ -33,25 +28,6 @@ def test_parity() -> None:
 
 def test_whole_state() -> None:
     run(4, check_state, TWO, timeout=240)
-
-
-def test_checkpoints_go_anywhere(tmp_path: Path) -> None:
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
-    expected = run(4, train_and_save, TWO, one, timeout=240)[0]
-    for world, backend in ((4, TWO), (4, "fsdp"), (2, "ddp"), (2, accel.FSDP(replicas=2)), (3, "fsdp")):
-        for (found,) in run(world, resume, backend, [one], timeout=240):
-            assert not differences(expected, found, tolerance=1e-5), (world, backend)
-    expected = run(2, train_and_save, "sharded", other, timeout=240)[0]
-    (found,) = run(4, resume, TWO, [other], timeout=240)[0]
-    assert not differences(expected, found, tolerance=1e-5)
-
-
-def test_memory_of_copies() -> None:
-    """A copy on two ranks is what a model on two ranks is."""
-    alone = run(2, measure, accel.FSDP(), "adamw")
-    for rank, (predicted, found) in enumerate(run(4, measure, TWO, "adamw")):
-        assert predicted == alone[rank % 2][0]
-        assert found.total == pytest.approx(predicted.total, rel=0.02)
 
 
 def drift(wrong: int) -> None:
@@ -70,26 +46,6 @@ def test_copies_that_drift_apart(wrong: int, ranks: tuple[int, int]) -> None:
     named = rf"0\.weight \(shard {wrong % 2}\) is \w+ on rank {ranks[0]}; \w+ on rank {ranks[1]}"
     for message in refusals(4, drift, wrong, error="RankMismatchError", breaks=True):
         assert re.search(named, message), message
-
-
-def groups_left() -> list[int]:
-    counts = []
-    for _ in range(2):
-        raw = mlp(8, 8, 4)
-        model, optimizer, _ = accel.setup(raw, adamw(raw), backend=TWO)
-        again = accel.setup(mlp(8, 4), backend=TWO).model
-        (model(torch.ones(2, 8)) + again(torch.ones(2, 8))).sum().backward()
-        optimizer.step()
-        counts.append(len(dist.distributed_c10d._world.pg_map))
-        accel.teardown()
-        counts.append(len(dist.distributed_c10d._world.pg_map))
-    return counts
-
-
-def test_two_models_share_the_groups() -> None:
-    """The user's own, accel's, one along each axis; then the user's own."""
-    for counts in run(4, groups_left):
-        assert counts == [4, 1, 4, 1]
 
 
 def threads_left() -> int:

@@ -163,40 +163,6 @@ def subclasses() -> None:
         accel.teardown(model)
 
 
-def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            p.grad = p.grad * 0.5
-
-
-def seen_by_hooks() -> None:
-    """Hooks from before and after setup, an edit by the last one, and whole state taken inside of a step."""
-    net, raw = build()
-    reference, other = build()
-    seen: list[set[type]] = []
-    saved: list[torch.Tensor] = []
-
-    def look(optimizer: Any, args: Any, kwargs: Any) -> None:
-        values = [v for s in optimizer.state.values() for v in s.values()]
-        values += [p for g in optimizer.param_groups for p in g["params"]]
-        seen.append({type(v) for v in values if v.dim()})
-
-    raw.register_step_post_hook(look)
-    model, handle, _ = accel.setup(net, raw, backend="fsdp")
-    raw.register_step_pre_hook(look)
-    raw.register_step_post_hook(look)
-    raw.register_step_post_hook(lambda *_: saved.append(accel.full_state_dict(handle)["state"][0]["exp_avg"]))
-    for optimizer in (raw, other):
-        optimizer.register_step_pre_hook(halve)
-    train(reference, other, range(3), mean_loss)
-    train(model, handle, range(3))
-    assert distance(accel.full_state_dict(model), reference.state_dict()) < 1e-5
-    assert seen == [{DTensor}] * 9
-    assert len(saved) == 3
-    assert models.distance({"": saved[-1]}, {"": other.state_dict()["state"][0]["exp_avg"]}) < 1e-5
-    accel.teardown(model)
-
-
 def fail(model: Any, raw: torch.optim.Optimizer) -> None:
     """Let a step raise when it has come to the second group."""
     raw.zero_grad()
@@ -261,41 +227,6 @@ def schedulers() -> None:
     assert "step" not in vars(raw)
 
 
-@pytest.mark.parametrize("check", [schedulers, subclasses, seen_by_hooks, edited])
+@pytest.mark.parametrize("check", [schedulers, subclasses, edited])
 def test_local_steps_are_invisible(check: Callable[[], None]) -> None:
     run(2, check)
-
-
-def clips() -> None:
-    """Torch's functions see the full norm on every rank, and few operations on DTensors."""
-    batch = torch.full((2, 3), 2.0)
-    value = lambda net: nn.utils.clip_grad_value_(net.parameters(), 1e-2)  # noqa: E731
-    norms = [
-        lambda net, n=n: float(nn.utils.clip_grad_norm_(net.parameters(), 1e-2, n)) for n in (1.0, 2.0, float("inf"))
-    ]
-    for clip in (*norms, value, total):
-        net, reference = mlp(3, 1, 5), mlp(3, 1, 5)
-        model, handle, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend="fsdp")
-        other = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for step in range(2):
-            with accel.no_sync(model):
-                model(batch).square().sum().backward()
-            reference(batch).square().sum().backward()
-            found: list[Any] = []
-            work = counted(lambda: found.append(clip(model)))  # noqa: B023
-            assert found[0] == pytest.approx(clip(reference))
-            assert work < 10 or clip in (value, total) or not step
-        handle.step()
-        other.step()
-        assert models.distance(accel.full_state_dict(model), reference.state_dict()) < 1e-6
-        accel.teardown(model)
-
-
-def total(net: nn.Module) -> float:
-    norm: Any = nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(net.parameters(), 1e-2, norm)
-    return round(float(norm), 4)
-
-
-def test_torchs_clipping() -> None:
-    run(2, clips)

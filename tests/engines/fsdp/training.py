@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from accel.registry import registry
 from tests import models
 
 WIDTH = 16
@@ -99,23 +98,3 @@ def start(options: Any = None, optimizer: str = "adamw", **kwargs: Any) -> tuple
     net, raw = build(optimizer=optimizer)
     model, handle, _ = accel.setup(net, raw, backend=options or "fsdp", **kwargs)
     return model, handle, net, raw
-
-
-def shards() -> dict[str, Any]:
-    """Return, by name, the range of elements on this rank and the number of all elements."""
-    model, handle, _, raw = start()
-    train(model, handle, range(2))
-    holdings = registry.find_engine(model).holdings
-    full = {name: v for name, v in accel.full_state_dict(model).items() if name != "head.weight"}
-    order = [holdings.parameter_names[id(p)] for g in raw.param_groups for p in g["params"]]
-    for i, entries in accel.full_state_dict(handle)["state"].items():
-        full |= {f"{order[i]}/{k}": v for k, v in entries.items() if k != "step"}
-    covered = {}
-    for s in holdings.shards(None) + holdings.shards(raw):
-        whole = full[s.name]
-        assert s.shape == tuple(whole.shape)
-        assert s.tensor.numel()
-        expected = whole.reshape(-1)[s.start : s.start + s.tensor.numel()]
-        assert torch.equal(expected, s.tensor.reshape(-1))
-        covered[s.name] = (s.start, s.tensor.numel())
-    return {name: (covered.get(name, (0, 0)), v.numel()) for name, v in full.items()}
