@@ -376,7 +376,7 @@ def _who_is_missing(process: Process, error: BaseException) -> str:
     wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
     if not wait:
         return ""
-    missing = missing_ranks(lambda: process.store("failed"), process.place, wait)
+    missing = missing_ranks(process)
     if missing is None:
         return f"rank 0 (host {process.hosts[0]}) can't be reached, or the launcher's node"
     if not missing:

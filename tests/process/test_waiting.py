@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -216,63 +217,78 @@ def test_different_numbers_of_steps_end_on_every_rank(backend: str, names: list[
     assert all("write state = optimizer.state_dict() above" in t for t in texts.get("state of the optimizer", ()))
 
 
-ENDING = """
-import accel, torch
+PROGRAM = """
+import os, sys, time, torch, accel
+from tests.faults import begin, reach
+begin()
 accel.init(process_group="gloo")
+accel.process.current().watchdog.patience = 2
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=.1), backend="{backend}")
-model(torch.ones(2, 4)).sum().backward()
-optimizer.step()
+
+def step():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+step()
+start = time.monotonic()
 try:
-    if accel.rank() == {rank}:
+    if accel.rank() == {waits}:
+        {wait}
+    else:
         {act}
 except accel.AccelError as error:
     print(type(error).__name__, error)
+print("after", int(time.monotonic() - start), "s")
 """
 
 
-@pytest.mark.parametrize(
-    ("backend", "act", "where", "rank"),
-    [
-        ("ddp", "accel.save({'model': model}, '/nowhere/at/all')", "'accel.save'", 0),
-        ("fsdp", "model.state_dict()", "write state = model.state_dict() above", 0),
-        ("ddp", "accel.barrier()", "'barrier'", 1),  # the store ends with rank 0
-    ],
-)
-def test_a_rank_that_ends_its_program_is_named(backend: str, act: str, where: str, rank: int) -> None:
+@dataclass(frozen=True)
+class Ending:
+    """What one rank does while the other waits, and what the others then say within some seconds."""
+
+    act: str
+    words: str
+    seconds: int
+    waits: int = 0
+    wait: str = "accel.barrier()"
+    backend: str = "ddp"
+    where: str = "'barrier'"
+    on_both: bool = False
+    fault: Fault | None = None
+
+
+ENDED = r"rank {} \(host \S+\) ended its program, by its end or sys.exit"
+ENDINGS = {
+    "under is_main": Ending("step()", r"rank 0 is in 'barrier' \(\S+:\d+.*rank 1 is in (for|back)ward", 20, on_both=True),
+    "raises": Ending("raise ConnectionError('reset by peer')", "rank 1 ended with ConnectionError$", 10),
+    "exits": Ending("sys.exit()", ENDED.format(1), 10),
+    "returns in a save": Ending("sys.exit()", ENDED.format(1), 10, wait="accel.save({'m': model}, '/no/where')", where="'accel.save'"),
+    "returns in a gathering": Ending("sys.exit()", ENDED.format(1), 10, wait="model.state_dict()", backend="fsdp", where="write state = model.state_dict() above"),
+    "rank 0 exits": Ending("sys.exit()", ENDED.format(0), 10, waits=1),  # the store ends with it
+    "is killed": Ending("reach('end')", r"rank 1 \(host \S+\) did not answer", 15, fault=Fault("SIGKILL", at="end", rank=1)),
+    "sleeps": Ending("time.sleep(6); accel.barrier()", "^after", 10, where=""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_every_rank_has_its_error(name: str) -> None:
+    ending = ENDINGS[name]
     port = free_port()
-    code = ENDING.format(backend=backend, act=act, rank=rank)
-    results = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port))
-    waiting, ended = results[rank], results[1 - rank]
-    assert re.search(rf"rank {1 - rank} \(host \S+\) ended its program, by its end or sys.exit", waiting.stdout)
-    assert where in waiting.stdout
-    assert "gloo" not in waiting.stdout
-    assert ended.stdout == ""
+    code = PROGRAM.format(**asdict(ending))
+    fails = [ending.fault] if ending.fault else []
+    results = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False, fails=fails)
+    for rank in (0, 1) if ending.on_both else (ending.waits,):
+        text = results[rank].stdout
+        assert re.search(ending.words, text, re.MULTILINE), text + results[rank].stderr
+        assert ending.where in text, text
+        assert "gloo" not in text
+        assert int(text.split()[-2]) <= ending.seconds, text
+    log = results[0].stderr
+    assert name != "sleeps" or re.search(r"rank 0 is in 'barrier' \(.*; rank 1 is in no collective \(", log), log
 
 
-def test_a_rank_that_is_killed_is_named() -> None:
-    port = free_port()
-    code = ENDING.format(backend="ddp", act="accel.barrier()", rank=0) + "faults.reach('end')\n"
-    end = Fault("exit 9", at="end", rank=1)
-    first, _ = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False, fails=[end])
-    assert re.search(r"rank 0 cannot go on in 'barrier': rank 1 \(host \S+\) did not answer", first.stdout)
-
-
-class Slow:
-    """Something with a state that takes its time on one rank."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        self._act = act
-
-    def state_dict(self) -> dict[str, int]:
-        on_main(self._act)
-        return {"value": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
-
-
-def go_slowly(backend: str, folder: Path) -> tuple[int, list[str]]:
+def go_slowly(backend: str, folder: Path) -> list[str]:
     """One rank sleeps, or computes, several times as long as ranks wait before they wonder.
 
     All times are longer than what a busy machine adds to them.
@@ -296,54 +312,38 @@ def go_slowly(backend: str, folder: Path) -> tuple[int, list[str]]:
         for act in (sleep, compute):
             on_main(act)  # loading data, say
             loop.train(2)
-        on_main(sleep)
-        accel.barrier()
         with accel.main_first():
             on_main(sleep)
-        accel.save({"model": loop.model, "slow": Slow(sleep)}, folder / "slow")
         loop.train()
         accel.barrier()
     logging.getLogger("accel").removeHandler(handler)
-    return len(words), words
+    return words
 
 
 def test_slow_ranks_are_waited_for_and_named(tmp_path: Path) -> None:
     slow, waiting = outcomes(2, go_slowly, "fsdp", tmp_path, breaks=True)
     assert not slow.error, slow.trace
     assert not waiting.error, waiting.trace
-    words = waiting.value[1]
-    for place in ("'barrier' (test_waiting.py:", "'main_first' (test_waiting.py:"):
-        assert any(f"rank 1 is in {place}" in word for word in words), words
-    assert any("rank 0 is in no collective (test_waiting.py:" in word for word in words)
-    assert slow.value == (0, [])
+    assert any("rank 1 is in 'main_first' (test_waiting.py:" in word for word in waiting.value), waiting.value
+    assert any("rank 0 is in no collective (test_waiting.py:" in word for word in waiting.value)
+    assert slow.value == []
 
 
 # -- judging, without processes ---------------------------------------------------------------------------------------
 
 
-def at(place: str, cpu: float = 0.0, rounds: int = 1) -> Report:
-    return Report(place, "train.py:1", rounds, cpu)
-
-
-def later(place: str, cpu: float = 0.0, rounds: int = 1) -> Report:
-    return Report(place, "train.py:1", rounds, cpu, time=5.0)
-
-
-STUCK: list[tuple[Report, Report, bool]] = [
-    (at("a barrier"), later("a barrier"), True),
-    (at(""), later(""), False),  # computes, or sleeps, and may come
-    (at("a gathering"), later("a gathering"), False),  # in the same place: a long transfer
-    (at("backward"), later("backward", cpu=5.0), False),  # computes in backward
-    (at("a barrier"), later("a barrier", rounds=2), False),  # has moved
-    (at("a save"), later("a barrier"), False),  # has moved
-    (at("recv"), later("recv"), False),  # waits for a single rank, which may come
+STUCK = [
+    (Report("a barrier", waited=5.0), True),
+    (Report("", waited=0.0), False),  # computes, or sleeps, and may come
+    (Report("a gathering", waited=9.0), False),  # in the same place: a long transfer
+    (Report("a barrier", waited=1.0), False),  # has just come
+    (Report("recv", waited=9.0), False),  # waits for a single rank, which may come
 ]
 
 
 def test_ranks_are_stuck_if_all_wait_in_different_places() -> None:
-    waiting = at("a gathering"), later("a gathering")
-    for first, second, expected in STUCK:
-        assert are_stuck({0: waiting[0], 1: first}, {0: waiting[1], 1: second}) == expected, second
+    for report, expected in STUCK:
+        assert are_stuck([Report("a gathering", waited=6.0), report], 4.0) == expected, report
 
 
 def compared(cycles: list[list[str]]) -> list[int]:
