@@ -81,19 +81,18 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
 
 def _too_late(process: Process, what: str, limit: timedelta) -> TimeoutError:
     """Return an error that names the missing ranks. End the groups."""
-    reports = (process.watchdog and process.watchdog.ask()) or {}
+    reports = {} if process.watchdog is None else process.watchdog.ask()
     seconds = f"{limit.total_seconds():g} s"
     end_groups(f"not every rank came to {what!r} within {seconds}")
-    missing = []
-    for number in range(process.place.world_size):
-        if number not in reports or reports[number].rounds < process.rounds:
-            missing.append(number)
+    missing = {}
+    for number, report in reports.items():
+        if report is None or report.rounds < process.rounds:
+            missing[number] = report
     who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
-    where = explain({number: reports[number] for number in missing if number in reports})
+    where = f"{explain(missing)}. " if missing else ""
     return TimeoutError(
         f"rank {process.place.rank} waited {seconds} in {what!r}, but {who} did not come. "
-        f"{where and f'{where}. '}Look for a call under accel.is_main(), or raise "
-        "accel.init(timeout=...)."
+        f"{where}Look for a call under accel.is_main(), or raise accel.init(timeout=...)."
     )
 
 

@@ -111,24 +111,24 @@ def _line_of(stack: list[tuple[str, str, str]]) -> str:
     return ""
 
 
-def explain(reports: Mapping[int, Report]) -> str:
+def explain(reports: Mapping[int, Report | None]) -> str:
     """Describe where the ranks are. Ranks in the same place share a sentence."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, report in reports.items():
-        ranks_by_text.setdefault(str(report), []).append(rank)
-    return "; ".join(f"rank {_listed(ranks)} {text}" for text, ranks in ranks_by_text.items())
+        ranks_by_text.setdefault(str(report or "does not answer"), []).append(rank)
+    sentences = []
+    for text, ranks in ranks_by_text.items():
+        more = ", ..." if len(ranks) > 8 else ""
+        sentences.append(f"rank {', '.join(map(str, ranks[:8]))}{more} {text}")
+    return "; ".join(sentences)
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-def are_stuck(reports: Iterable[Report], patience: float) -> bool:
+def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
     """True if every rank has long waited in a collective, but not all in the same place."""
     places = set()
     for report in reports:
         # A rank that computes, sleeps or reads data may still come.
-        if not report.place or report.place in _POINT_TO_POINT or report.waited < patience:
+        if report is None or report.place in ("", *_POINT_TO_POINT) or report.waited < patience:
             return False
         places.add(report.place)
     return len(places) > 1
@@ -181,11 +181,12 @@ class Watchdog:
         """Tell all ranks why this rank ended the process groups. They end theirs."""
         self._stopped.set()
         message = json.dumps([reason, mismatch])
-        self._tell(lambda: self._store.compare_set("ended", "", message))
+        how = "has ended its process groups"
+        self._tell(how, lambda: self._store.compare_set("ended", "", message))
 
     def tell_leave(self, how: str) -> None:
         """Tell all ranks that this rank won't join any more collectives."""
-        self._tell(lambda: self._store.append("left", f"{self._rank} {how}\n"))
+        self._tell(how, lambda: None)
         self.wait_for_others()
 
     def wait_for_others(self) -> None:
@@ -193,17 +194,14 @@ class Watchdog:
         deadline = time.monotonic() + 1.5 * self.interval
         with contextlib.suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < deadline:
-                lines = self._store.get("left") if self._store.check(["left"]) else b""
-                if (
-                    sum(not line.startswith(b"0 ") for line in lines.splitlines())
-                    >= self._world - 1
-                ):
+                if len(self._store.get("left").splitlines()) >= self._world:
                     break
                 time.sleep(0.01)
 
-    def _tell(self, write: Callable[[], object]) -> None:
+    def _tell(self, how: str, write: Callable[[], object]) -> None:
         def tell() -> None:
             write()
+            self._store.append("left", f"{self._rank} {how}\n")
             self._store.add("alarm", 1)
 
         _ends_within(2, tell)
@@ -211,8 +209,8 @@ class Watchdog:
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the process with the store has ended
             while not self._stopped.wait(self.interval):
-                self._answer()
                 self._look()
+                self._answer()
 
     def _answer(self) -> None:
         """React to what other ranks have told or asked since the last time."""
@@ -221,8 +219,6 @@ class Watchdog:
             return
         self._asked = time.monotonic()
         if self._store.check(["ended"]):
-            self._stopped.set()
-            self._store.append("left", f"{self._rank} has ended its process groups\n")
             self._notice(*json.loads(self._store.get("ended")))
             return
         if self._store.check(["left"]):
@@ -259,16 +255,20 @@ class Watchdog:
         turn = min(self._rank, 50) * self.interval / 10
         if report.waited > self.patience + turn and now - self._asked > self.patience / 2:
             reports = self._ask()
-            self._log(report.waited, reports)
-            if len(reports) == self._world and are_stuck(reports.values(), self.patience / 2):
+            where = explain(reports)
+            if report.waited >= 2 * self._logged:
+                self._logged = report.waited
+                text = "rank %d has waited for %.0f s: %s"
+                logger.warning(text, self._rank, report.waited, where)
+            if are_stuck(reports.values(), self.patience / 2):
                 self._notice(
-                    f"the ranks wait for each other: {explain(reports)}. Every rank must call its "
-                    "models and accel in the same order. Look for a call under accel.is_main(), or "
-                    "for loops of different lengths.",
+                    f"the ranks wait for each other: {where}. Every rank must call its models and "
+                    "accel in the same order. Look for a call under accel.is_main(), or for loops "
+                    "of different lengths.",
                     True,
                 )
 
-    def _ask(self) -> dict[int, Report]:
+    def _ask(self) -> dict[int, Report | None]:
         number = self._store.add("alarm", 1)
         keys = [f"{number}/{rank}" for rank in range(self._world)]
         deadline = time.monotonic() + 3 * self.interval
@@ -277,35 +277,26 @@ class Watchdog:
                 self._answer()
             if self._stopped.wait(self.interval / 10):
                 break
-        answers = [(rank, key) for rank, key in enumerate(keys) if self._store.check([key])]
-        return {rank: Report(*json.loads(self._store.get(key))) for rank, key in answers}
+        reports: dict[int, Report | None] = {}
+        for rank, key in enumerate(keys):
+            answers = self._store.check([key])
+            reports[rank] = Report(*json.loads(self._store.get(key))) if answers else None
+        return reports
 
-    def ask(self) -> dict[int, Report] | None:
-        """Return the reports of the ranks that answer, or None if the store doesn't.
+    def ask(self) -> dict[int, Report | None]:
+        """Return the reports of all ranks, or nothing if the store can't be reached.
 
-        For the training thread. A rank that was killed or hangs doesn't answer.
+        For the training thread. A rank that was killed or hangs has None.
         """
-        reports: dict[int, Report] = {}
-        reached = _ends_within(3 * self.interval + 2, lambda: reports.update(self._ask()))
-        return reports if reached else None
-
-    def _log(self, waited: float, reports: Mapping[int, Report]) -> None:
-        if waited < 2 * self._logged:
-            return
-        self._logged = waited
-        silent = [rank for rank in range(self._world) if rank not in reports]
-        text = explain(reports)
-        if silent:
-            text += f"; rank {_listed(silent)} does not answer"
-        logger.warning("rank %d has waited for %.0f s: %s", self._rank, waited, text)
+        reports: dict[int, Report | None] = {}
+        _ends_within(3 * self.interval + 2, lambda: reports.update(self._ask()))
+        return reports
 
 
 def missing_ranks(process: Process) -> list[int] | None:
     """Return the ranks that don't answer, or None if the store can't be reached."""
-    reports = None if process.watchdog is None else process.watchdog.ask()
-    if reports is None:
-        return None
-    return [rank for rank in range(process.place.world_size) if rank not in reports]
+    reports = process.watchdog.ask() if process.watchdog is not None else {}
+    return [rank for rank, report in reports.items() if report is None] if reports else None
 
 
 def _ends_within(seconds: float, ask: Callable[[], None]) -> bool:
