@@ -145,6 +145,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
 def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     """Return why this size does not fit, and the result if it does."""
     call = f"accel.largest_batch({size})"
+    before = process.current()
     try:
         result = fn(size)
         agree(call, None)
@@ -153,11 +154,10 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
         error: Exception | None = caught
         is_memory, text = _is_out_of_memory(caught), text_of_error(caught)
     result = None  # type: ignore[assignment]  # it may hold the model
-    options = process.start_options()
     process.end_groups(f"{call}: {text}")
     with contextlib.suppress(AccelError):  # shards of other ranks are lost, and nobody needs them
         shut_down()
-    process.restart(options)
+    process.restart(before)
     answers = agree(call, (is_memory, isinstance(error, AccelError) or is_lost(error), text))
     texts = [
         f"rank {rank}: {text}" for rank, (is_memory, _, text) in enumerate(answers) if is_memory

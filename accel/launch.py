@@ -11,7 +11,6 @@ import copy
 import functools
 import inspect
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -26,20 +25,19 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .data import LoaderHandle, raw_loader
-from .errors import LaunchError, whole_number
+from .errors import LaunchError, described, whole_number
 from .handles import ModelHandle
 from .handles import raw as raw_of
 from .pickling import find_stateful, save_by_value
 from .process import who_is_missing
 from .process.devices import resolve
-from .process.rendezvous import RETURNED
 from .process.startup import place_now
 from .trees import map_leaves
 from .verbs import shut_down
@@ -50,8 +48,6 @@ if TYPE_CHECKING:
     Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 
-logger = logging.getLogger("accel")
-
 # sys.path comes first, because it may say where accel is.
 _WORKER_CODE: Final = (
     "import json, sys; options = json.loads(sys.argv[1]); sys.path[:] = options.pop('path');"
@@ -60,8 +56,6 @@ _WORKER_CODE: Final = (
 _POLL_SECONDS = 0.02
 _GATHER_SECONDS = 0.5  # failures with one cause arrive within this time
 _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
-# torch's ranks prefix their keys in the store, depending on the version.
-_STORE_PREFIXES: Final = ("", "/worker/attempt_0/")
 
 
 def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None) -> T:
@@ -83,74 +77,41 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
             raised or died. The error has the worker's traceback and rank, and its cause is the
             worker's exception. The other workers have been ended, and your objects are unchanged.
     """
-    count = _count_processes(num_processes)
-    _check_call(fn)
-    title = _name_of(fn)
-    given: tuple[Any, ...] = args
-    parts = {title: fn, **{f"args[{i}]": argument for i, argument in enumerate(given)}}
-    stateful = collect_stateful(parts)
-    with tempfile.TemporaryDirectory(prefix="accel-launch-") as name:
-        folder = Path(name)
-        save_by_value((fn, args, stateful), folder / "arguments.pt", "the arguments")
-        with contextlib.closing(_Job(title, count, folder)) as job:
-            job.run()
-        if not (folder / "result.pt").exists():
-            raise LaunchError(
-                f"rank 0 of {count} in accel.launch({title}) ended with exit status 0 before its function returned."
-            )
-        states = _load(folder / "states.pt", mmap=True)
-        for item, (state, _) in zip(stateful, states, strict=True):
-            _check_same_tensors(item, state)
-        for item, (state, buffers) in zip(stateful, states, strict=True):
-            _load_state(item, state, buffers)
-        result: T = _load(folder / "result.pt", mmap=False)
-        return result
-
-
-def _load(path: Path, *, mmap: bool) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
-
-
-def _failure_file(folder: Path, rank: int) -> Path:
-    return folder / f"failure-{rank}.pickle"
-
-
-def _count_processes(num_processes: int | None) -> int:
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
         raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
-    return count
-
-
-def _check_call(fn: object) -> None:
-    if isinstance(fn, str):
-        raise LaunchError(
-            f"accel.launch expects a function. Start a script with python -m accel run {fn}"
-        )
     if not callable(fn):
-        raise LaunchError(
-            f"accel.launch expects a function, got a {type(fn).__name__}. Pass the function and "
-            "its arguments: accel.launch(train, model, num_processes=2)"
-        )
+        text = f"accel.launch expects a function, got {described(fn)}"
+        raise LaunchError(f"{text}. To start a script, use python -m accel run.")
     place = place_now()
     if place.world_size > 1:
         raise LaunchError(
             f"This process is rank {place.rank} of {place.world_size} already (started by "
             f"{place.launcher}). Call the function itself."
         )
-    if torch.cuda.is_initialized():
-        logger.warning(
-            "this process has initialised CUDA (%d MiB allocated), and the workers can't use that "
-            "memory. Build the model on the CPU, and call accel.launch before you use the GPU.",
-            torch.cuda.memory_allocated() >> 20,
-        )
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    title = f"of {count} in accel.launch({name})"
+    given: tuple[Any, ...] = args
+    stateful = collect_stateful({name: fn, **{f"args[{i}]": arg for i, arg in enumerate(given)}})
+    with tempfile.TemporaryDirectory(prefix="accel-launch-") as directory:
+        folder = Path(directory)
+        save_by_value((fn, args, stateful), folder / "arguments.pt", "the arguments")
+        _run_workers(title, count, folder)
+        if not (folder / "result.pt").exists():
+            text = "ended with exit status 0 before its function returned"
+            raise LaunchError(f"rank 0 {title} {text}.")
+        states = _load(folder / "states.pt", mmap=True)
+        for item, (state, buffers) in zip(stateful, states, strict=True):
+            # A module copies the values. Others may keep the tensors, which lie in the mapped file.
+            item.load_state_dict(state if isinstance(item, nn.Module) else copy.deepcopy(state))
+            for buffer, value in buffers.items():
+                item.get_buffer(buffer).data.copy_(value)
+        result: T = _load(folder / "result.pt", mmap=False)
+        return result
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
-
-
-# -- state that goes to the workers and comes back --------------------------------------------------
+def _load(path: Path, *, mmap: bool) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
 
 
 def collect_stateful(parts: dict[str, object]) -> list[Any]:
@@ -172,170 +133,128 @@ def _take_state(item: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return state, {name: buffer for name, buffer in buffers.items() if name not in state}
 
 
-def _check_same_tensors(item: Any, state: Any) -> None:
-    """Raise LaunchError if a module has other tensors than its returned state."""
-    if isinstance(item, nn.Module) and _shapes_of(item.state_dict()) != _shapes_of(state):
-        raise LaunchError(
-            f"fn changed the names or shapes of this {type(item).__name__}, so nothing was loaded. "
-            "Change the model before accel.launch, or return it from fn."
-        )
-
-
-def _shapes_of(state: dict[str, Any]) -> dict[str, torch.Size]:
-    return {name: value.shape for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _load_state(item: Any, state: Any, buffers: dict[str, torch.Tensor]) -> None:
-    # A module copies the values. Others may keep the tensors, which lie in the mapped file.
-    item.load_state_dict(state if isinstance(item, nn.Module) else copy.deepcopy(state))
-    for name, value in buffers.items():
-        item.get_buffer(name).data.copy_(value)
-
-
-# -- the launching process --------------------------------------------------------------------------
+# -- the launching process -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """The exception of one worker.
-
-    Attributes:
-        error: the pickled exception. Empty if it can't be pickled.
-        failed_rank: the rank that the exception is about, if it is about a different rank.
-    """
+    """The exception of a worker."""
 
     rank: int
     time: float
     trace: str
-    error: bytes
-    failed_rank: int | None
+    error: bytes  # pickled. Empty if it can't be pickled
+    failed_rank: int | None  # the rank that the exception is about
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """One worker. It leads a process group that also holds its own child processes."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
-
-
-@final
-class _Job:
-    """The workers of one launch."""
-
-    def __init__(self, title: str, count: int, folder: Path) -> None:
-        self._title = f"of {count} in accel.launch({title})"
-        self._count = count
-        self._folder = folder
-        # The ranks meet in this store. It takes a free port and keeps it.
-        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
-        self._running: list[_Worker] = []
-
-    def run(self) -> None:
-        """Start the workers and wait until all have ended. Raise LaunchError if one fails."""
-        for rank in range(self._count):
-            self._running.append(self._start(rank))
-        while self._running:
-            ended = self._collect_ended()
-            if any(worker.process.returncode != 0 for worker in ended):
+def _run_workers(title: str, count: int, folder: Path) -> None:
+    """Run the saved function in ``count`` workers. Raise LaunchError if one of them fails."""
+    # The ranks meet in this store. It takes a free port and keeps it.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for rank in range(count):
+            running[rank] = _start(rank, count, store.port, folder)
+        while running:
+            failed = _collect_failed(running)
+            if failed:
                 time.sleep(_GATHER_SECONDS)
-                ended += self._collect_ended()
-                self._raise([worker for worker in ended if worker.process.returncode != 0])
-            for worker in ended:
-                # The other ranks read it: this rank won't come any more.
-                for prefix in _STORE_PREFIXES:
-                    self._store.set(f"{prefix}accel/{RETURNED}", str(worker.rank))
+                failed |= _collect_failed(running)
+                _raise_first(title, failed, folder)
             time.sleep(_POLL_SECONDS)
-
-    def close(self) -> None:
-        """End the workers that still run."""
-        for worker in self._running:
-            worker.signal(signal.SIGTERM)
+    finally:
+        for process in running.values():
+            _signal(process, signal.SIGTERM)
         deadline = time.monotonic() + _TERMINATE_SECONDS
-        while self._running and time.monotonic() < deadline:
-            self._collect_ended()
+        while running and time.monotonic() < deadline:
+            _collect_failed(running)
             time.sleep(_POLL_SECONDS)
-        for worker in self._running:
-            worker.signal(signal.SIGKILL)
-            worker.process.wait()
-        self._store = None  # a traceback may keep this job, but not the store
-
-    def _start(self, rank: int) -> _Worker:
-        options = {"rank": rank, "parent": os.getpid(), "folder": str(self._folder)}
-        options |= {"path": sys.path, "argv": sys.argv}
-        process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER_CODE, json.dumps(options)],
-            env=self._environment(rank),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        return _Worker(rank, process)
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return {
-            "OMP_NUM_THREADS": str(max(1, (cores or 1) // self._count)),
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self._count),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(self._count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            # The store is in this process, as it is in torchrun's agent.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-
-    def _collect_ended(self) -> list[_Worker]:
-        """Remove and return the workers that have ended. Kill the processes they left behind."""
-        ended = [worker for worker in self._running if worker.process.poll() is not None]
-        for worker in ended:
-            worker.signal(signal.SIGKILL)
-            self._running.remove(worker)
-        return ended
-
-    def _raise(self, failed: list[_Worker]) -> NoReturn:
-        """Raise LaunchError for the worker that failed first, not for those that heard of it."""
-        failures = []
-        died = []
-        for worker in failed:
-            path = _failure_file(self._folder, worker.rank)
-            if path.exists():
-                failures.append(pickle.loads(path.read_bytes()))
-            else:
-                died.append(worker)
-        failures.sort(key=lambda failure: failure.time)
-        # gloo aborts a process if an exception in another one closes its connections.
-        aborted = [w for w in died if w.process.returncode == -signal.SIGABRT]
-        if died and not (failures and len(aborted) == len(died)):
-            raise LaunchError(self._describe_death(died[0]))
-        failure = failures[0]
-        for other in failures:
-            if other.rank == failures[0].failed_rank:
-                failure = other
-        cause = None
-        with contextlib.suppress(Exception):  # a class whose __init__ takes other arguments
-            cause = pickle.loads(failure.error)
-        text = f"rank {failure.rank} {self._title} raised; its traceback:\n\n{failure.trace}"
-        raise LaunchError(text) from cause
-
-    def _describe_death(self, worker: _Worker) -> str:
-        status = worker.process.returncode
-        how = f"ended with exit status {status}"
-        if status < 0:
-            how = f"was ended by {signal.Signals(-status).name}"
-        hint = " Perhaps the machine is out of memory." if status == -signal.SIGKILL else ""
-        return f"rank {worker.rank} {self._title} {how}, without an exception.{hint}"
+        for process in running.values():
+            _signal(process, signal.SIGKILL)
+            process.wait()
+        del store  # the traceback may live longer than the store should
 
 
-# -- a worker ---------------------------------------------------------------------------------------
+def _start(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    options = {"rank": rank, "parent": os.getpid(), "folder": str(folder)}
+    options |= {"path": sys.path, "argv": sys.argv}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, (cores or 1) // count)),
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The store is in this process, as it is in torchrun's agent.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    command = [sys.executable, "-c", _WORKER_CODE, json.dumps(options)]
+    stdin = subprocess.DEVNULL
+    # Each worker leads a process group, which also holds its own child processes.
+    return subprocess.Popen(command, env=environment, stdin=stdin, start_new_session=True)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def _collect_failed(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Remove the workers that have ended. Return the exit status of those that failed, by rank."""
+    failed = {}
+    for rank, process in list(running.items()):
+        status = process.poll()
+        if status is not None:
+            _signal(process, signal.SIGKILL)  # ends the child processes that it left behind
+            del running[rank]
+            if status:
+                failed[rank] = status
+    return failed
+
+
+def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
+    """Raise LaunchError for the worker that failed first, not for those that heard of it."""
+    failures: list[_Failure] = []
+    died: dict[int, int] = {}
+    for rank, status in failed.items():
+        path = _failure_file(folder, rank)
+        if path.exists():
+            failures.append(pickle.loads(path.read_bytes()))
+        else:
+            died[rank] = status
+    # gloo aborts a process if an exception in another one closes its connections.
+    if died and not (failures and set(died.values()) == {-signal.SIGABRT}):
+        rank, status = next(iter(died.items()))
+        raise LaunchError(f"rank {rank} {title} {_describe_death(status)}")
+    failures.sort(key=lambda failure: failure.time)
+    failure = failures[0]
+    for other in failures:
+        if other.rank == failures[0].failed_rank:
+            failure = other
+    cause = None
+    with contextlib.suppress(Exception):  # a class with an __init__ that takes other arguments
+        cause = pickle.loads(failure.error)
+    text = f"rank {failure.rank} {title} raised; its traceback:\n\n{failure.trace}"
+    raise LaunchError(text) from cause
+
+
+def _describe_death(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}, without an exception."
+    hint = " Perhaps the machine is out of memory." if status == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}, without an exception.{hint}"
+
+
+def _failure_file(folder: Path, rank: int) -> Path:
+    return folder / f"failure-{rank}.pickle"
+
+
+# -- a worker --------------------------------------------------------------------------------------
 
 
 def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:

@@ -1,14 +1,15 @@
-"""Send objects to other processes, and name by its path whatever can't be pickled."""
+"""Send objects to other processes, and name by its path each object that can't be pickled."""
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -98,31 +99,25 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
     return list(stateful.values())
 
 
-def _error_of(obj: object, by_name: bool) -> Exception | None:
-    try:
-        _try_pickle(obj, by_name)
-    except Exception as error:
-        return error
-    return None
-
-
 def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> Iterator[str]:
     """Yield the innermost objects that can't be pickled, with their paths."""
+    if id(obj) in seen:
+        return
+    try:
+        _try_pickle(obj, by_name)
+        return
+    except Exception as error:
+        text = f"{path}: {_describe(obj, error)}"
     seen.add(id(obj))
-    innermost = True
+    culprits: list[str] = []
     inner = raw_of(obj) if by_name and type(obj) is ModelHandle else obj
     for suffix, child in _children(inner):
-        if _error_of(child, by_name) is None:
-            continue
-        innermost = False
-        if id(child) not in seen:
-            yield from _find_culprits(child, path + suffix, by_name, seen)
-    if innermost:
-        yield f"{path}: {_describe(obj, _error_of(obj, by_name))}"
+        culprits += _find_culprits(child, path + suffix, by_name, seen)
+    yield from culprits or [text]
 
 
 def _children(obj: Any) -> Iterator[tuple[str, object]]:
-    """Yield what pickle visits inside an object, with the text that leads to it."""
+    """Yield the objects that pickle visits inside an object, with the text that leads to each."""
     if isinstance(obj, ModelHandle | type | ModuleType):
         return
     if isinstance(obj, dict):
@@ -134,46 +129,22 @@ def _children(obj: Any) -> Iterator[tuple[str, object]]:
     elif isinstance(obj, MethodType):
         yield ".__self__", obj.__self__
     elif isinstance(obj, FunctionType):
-        yield from _captured_by(obj)
+        used = inspect.getclosurevars(obj)
+        yield from ((f"()'s {name}", value) for name, value in used.nonlocals.items())
+        yield from ((f"()'s {name}", value) for name, value in used.globals.items())
     else:
-        yield from _attributes(obj)
+        for name, value in getattr(obj, "__dict__", {}).items():
+            if isinstance(obj, nn.Module) and name in ("_parameters", "_buffers", "_modules"):
+                yield from ((f".{key}", child) for key, child in value.items())
+            else:
+                yield f".{name}", value
 
 
-def _attributes(obj: Any) -> Iterator[tuple[str, object]]:
-    for name, value in getattr(obj, "__dict__", {}).items():
-        if isinstance(obj, nn.Module) and name in ("_parameters", "_buffers", "_modules"):
-            yield from ((f".{key}", child) for key, child in value.items())
-        else:
-            yield f".{name}", value
-
-
-def _captured_by(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield the variables that a function brings along when it is pickled by value."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        try:
-            yield f"()'s {name}", cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    for name in sorted(_global_names(function.__code__) & function.__globals__.keys()):
-        yield f"()'s {name}", function.__globals__[name]
-    yield " (defaults)", function.__defaults__
-    yield " (keyword defaults)", function.__kwdefaults__
-
-
-def _global_names(code: CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _global_names(constant)
-    return names
-
-
-def _describe(obj: Any, error: Exception | None) -> str:
+def _describe(obj: Any, error: Exception) -> str:
     if type(obj) is ModelHandle:
         kind = type(raw_of(obj)).__name__
         advice = f"pass the raw {kind}, and call accel.setup in the function that runs there"
-        return f"{type(obj).__name__}; {advice}"
+        return f"ModelHandle; {advice}"
     if isinstance(obj, FunctionType):
         code = obj.__code__
         place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"

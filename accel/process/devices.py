@@ -18,7 +18,7 @@ import importlib.util
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,57 +53,43 @@ def resolve(devices: object) -> tuple[torch.device, ...]:
         raise DeviceError(f"ACCEL_DEVICES={variable!r}: {error}") from None
 
 
-def parse_devices(
-    devices: object,
-    count: int,
-    kind: str = "cuda",
-    is_occupied: Callable[[int], bool] | None = None,
-) -> tuple[torch.device, ...]:
+def parse_devices(devices: object, count: int, kind: str = "cuda") -> tuple[torch.device, ...]:
     """Return the devices that a request means, on a node with ``count`` accelerators.
-
-    Args:
-        is_occupied: tells for the number of a GPU if other processes use it. None: ask the driver.
 
     Raises:
         DeviceError: the request has a different form, or the devices don't exist.
     """
     try:
-        return _parse(devices, count, kind, is_occupied or _is_occupied)
+        numbers = _numbers(devices, count, kind)
     except ValueError as error:
-        names = ", ".join(f"{kind}:{index}" for index in range(count))
+        names = ", ".join(f"{kind}:{number}" for number in range(count))
         existing = f"{names} and cpu" if names else "no accelerator, only cpu"
         raise DeviceError(
-            f"devices={devices!r}: {error}; this machine has {existing}. Pass a number of "
+            f"devices={devices!r}: {error}, and this machine has {existing}. Use a number of "
             'devices, -1, a list ([0, 1]), numbers ("0, 1"), "free:2", "cpu" or "auto".'
         ) from None
+    return tuple(torch.device(kind, number) for number in numbers) or _CPU
 
 
-def _parse(
-    devices: object, count: int, kind: str, is_occupied: Callable[[int], bool]
-) -> tuple[torch.device, ...]:
+def _numbers(devices: object, count: int, kind: str) -> list[int]:
+    """Return the numbers of the accelerators that a request means. Empty for the CPU."""
     if isinstance(devices, str):
-        devices = _parse_text(devices.strip(), count, is_occupied)
+        devices = _parse_text(devices.strip(), count)
     if devices is None or (isinstance(devices, torch.device) and devices.type == "cpu"):
-        return _CPU
-    if isinstance(devices, bool):
-        raise ValueError("a bool is not a number of devices")
-    if isinstance(devices, int):
-        if devices == 0:
-            return _CPU
+        return []
+    if isinstance(devices, int) and not isinstance(devices, bool):
         number = count if devices == -1 else devices
-        if not 0 < number <= count:
+        if devices and not 0 < number <= count:
             raise ValueError(f"there are {count} accelerators")
-        indices = list(range(number))
-    elif isinstance(devices, list | tuple):
-        indices = [_index(device, count, kind) for device in devices]
-    else:
-        indices = [_index(devices, count, kind)]
-    if not indices or len(set(indices)) < len(indices):
+        return list(range(number))
+    several = devices if isinstance(devices, list | tuple) else [devices]
+    numbers = [_number(device, count, kind) for device in several]
+    if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError("expected each device once, and at least one")
-    return tuple(torch.device(kind, index) for index in indices)
+    return numbers
 
 
-def _parse_text(text: str, count: int, is_occupied: Callable[[int], bool]) -> object:
+def _parse_text(text: str, count: int) -> object:
     """Return the object that a string stands for."""
     if text == "auto":
         return -1 if count else None
@@ -112,8 +98,7 @@ def _parse_text(text: str, count: int, is_occupied: Callable[[int], bool]) -> ob
     if re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
         return [int(number) for number in text.split(",")]
     if re.fullmatch(r"free:[1-9]\d*", text):
-        wanted = int(text.removeprefix("free:"))
-        free = [index for index in range(count) if not is_occupied(index)]
+        wanted, free = int(text.removeprefix("free:")), _free_gpus() if count else []
         if len(free) < wanted:
             raise ValueError(f"{wanted} free accelerators are asked for, free are {free}")
         return free[:wanted]
@@ -127,36 +112,35 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"{name!r} is not a device") from None
 
 
-def _index(device: object, count: int, kind: str) -> int:
-    """Return the number of an accelerator that is given by its number, name or torch.device."""
+def _number(device: object, count: int, kind: str) -> int:
+    """Return the number of an accelerator, which is given by number, name or torch.device."""
     if isinstance(device, str):
         device = _device(device)
     if isinstance(device, torch.device):
-        number: int | None = device.index
-        if device.type != kind or (number is None and count != 1):
+        if device.type != kind or (device.index is None and count != 1):
             raise ValueError(f"{str(device)!r} is not a single accelerator of this machine")
-        device = number or 0
+        device = device.index or 0
     if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < count:
         raise ValueError(f"there is no accelerator number {device!r}")
     return device
 
 
-def _is_occupied(index: int) -> bool:
-    """True if other processes use this GPU. Asks the driver, because allocating would occupy it."""
+def _free_gpus() -> list[int]:
+    """Return the GPUs that no other process uses. Ask the driver, because a context uses memory."""
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     try:
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
         result = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-        rows = [row.split(",") for row in result.stdout.splitlines()]
-        used = {name.strip().removeprefix("GPU-"): int(memory) for name, memory in rows}
-        return used[uuid] > _IDLE_MEMORY
-    except (OSError, RuntimeError, KeyError, ValueError, subprocess.SubprocessError) as error:
+        used = dict(row.split(", ") for row in result.stdout.splitlines())
+        gpus = range(torch.cuda.device_count())
+        uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
+        return [gpu for gpu in gpus if int(used[uuids[gpu]]) <= _IDLE_MEMORY]
+    except (OSError, KeyError, ValueError, subprocess.SubprocessError) as error:
         raise DeviceError(
             f'devices="free:n" needs nvidia-smi, which failed ({error}). Name the devices.'
         ) from error
 
 
-# -- the devices of one rank, and the process group backends that serve them -------------------------
+# -- the devices of one rank, and the process group backends for them ------------------------------
 
 
 def pick(
@@ -165,7 +149,7 @@ def pick(
     """Return the devices of one rank: all if it is alone on its node, else one."""
     if local_world_size == 1:
         return devices
-    # A launcher may show each rank its own device only, always as number 0.
+    # A launcher may show each rank a single device, always as number 0.
     return (devices[local_rank % len(devices)],)
 
 
@@ -176,15 +160,20 @@ def identity(device: torch.device, host: str) -> str:
     return f"{device} of {host}"
 
 
-def check_not_shared(owners: Sequence[str]) -> None:
-    """Raise DeviceError if two ranks use a physical device. ``owners`` are their identities."""
+def why_shared(owners: Sequence[str]) -> str:
+    """Return which ranks would use the same physical device, or an empty string.
+
+    Args:
+        owners: the identity of each rank's device.
+    """
     for owner in owners:
         ranks = [rank for rank, other in enumerate(owners) if other == owner]
         if len(ranks) > 1:
-            raise DeviceError(
+            return (
                 f"ranks {ranks} would share one device ({owner}). Start fewer processes, set "
                 'LOCAL_RANK, or call accel.init(process_group="gloo") to share it.'
             )
+    return ""
 
 
 def why_unserved(device: torch.device, backends: Mapping[str, str]) -> str:
@@ -200,9 +189,8 @@ def default_backend(kind: str) -> str:
         return "gloo"
     backends = dist.Backend.default_device_backend_map
     if kind not in backends:
-        raise DeviceError(
-            f'torch.distributed has no backend for {kind} devices. Use devices="cpu".'
-        )
+        text = f'torch.distributed has no backend for {kind} devices. Use devices="cpu".'
+        raise DeviceError(text)
     return f"cpu:gloo,{kind}:{backends[kind]}"
 
 

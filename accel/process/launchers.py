@@ -41,6 +41,7 @@ class _Launcher:
     job: tuple[str, ...] = ()
 
 
+# Environment variables that you set by hand are torchrun's.
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _HOROVODRUN = _Launcher(
     "horovodrun",
@@ -67,6 +68,7 @@ _SLURM = _Launcher(
     "SLURM_NTASKS_PER_NODE",
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 def detect(environ: Mapping[str, str]) -> Place:
@@ -77,10 +79,8 @@ def detect(environ: Mapping[str, str]) -> Place:
     """
     launcher = _find_launcher(environ)
     if launcher is None:
-        _check_torchrun_is_used(environ)
         return ALONE
-    rank = _integer(environ, launcher.rank)
-    world_size = _integer(environ, launcher.world_size)
+    rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
     local_rank, local_world_size = _local_place(environ, launcher, world_size)
     _check_range(launcher.rank, rank, launcher.world_size, world_size)
     _check_range(launcher.local_rank, local_rank, launcher.local_world_size, local_world_size)
@@ -99,7 +99,7 @@ def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
         return _MPICH
     if _in_slurm_step(environ):
         return _SLURM
-    # Only one of the two variables is there. The error for the missing one needs the names.
+    # A variable is missing. The error says which.
     for launcher in (_MPICH, _TORCHRUN, _HOROVODRUN, _OPENMPI):
         if launcher.rank in environ or launcher.world_size in environ:
             return launcher
@@ -110,24 +110,15 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     """True if ``srun`` started this process. Shells of batch and interactive jobs aren't ranks."""
     if _SLURM.rank not in environ or not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environ):
         return False
-    interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    if interactive and _integer(environ, _SLURM.rank) > 0:
+    job = environ.get("SLURM_JOB_NAME")
+    if job not in ("bash", "interactive"):
+        return True
+    if _integer(environ, _SLURM.rank) > 0:
         raise AccelError(
-            f"SLURM_JOB_NAME={environ['SLURM_JOB_NAME']} names an interactive shell, but "
-            f"{_SLURM.rank} is {environ[_SLURM.rank]}. Rename the job, or use torchrun."
+            f"SLURM_JOB_NAME={job} names an interactive shell, but {_SLURM.rank} is "
+            f"{environ[_SLURM.rank]}. Rename the job, or use torchrun."
         )
-    return not interactive
-
-
-def _check_torchrun_is_used(environ: Mapping[str, str]) -> None:
-    """Raise if Kubeflow Trainer's PET_* variables configure torchrun, but the script runs alone."""
-    for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
-        count = environ.get(name, "1").partition(":")[0]
-        if count.isdecimal() and int(count) > 1:
-            raise AccelError(
-                f"{name}={environ[name]} asks for several processes, but RANK and WORLD_SIZE "
-                "aren't set. Start the script with torchrun."
-            )
+    return False
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
@@ -151,65 +142,33 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
 def _local_place(
     environ: Mapping[str, str], launcher: _Launcher, world_size: int
 ) -> tuple[int, int]:
-    """Return the local rank and the local world size.
-
-    Without a local rank, the process is alone on its node, as in Kubeflow's PyTorchJob. With a
-    local rank but no local world size, all ranks may share the node.
-    """
+    """Return the local rank and the local world size."""
+    # Kubeflow's PyTorchJob sets no local rank, and each process is alone on its node.
     if launcher.local_rank not in environ and environ.get(launcher.local_world_size, "1") == "1":
         return 0, 1
     local_rank = _integer(environ, launcher.local_rank)
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if launcher is _SLURM and counts and "SLURM_NODEID" in environ:
-        return local_rank, _tasks_on_node(counts, _integer(environ, "SLURM_NODEID"))
+        # "2(x3),1" means 2, 2, 2 and 1 tasks.
+        tasks: list[int] = []
+        for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+            tasks += [int(count)] * int(repeats or 1)
+        return local_rank, tasks[_integer(environ, "SLURM_NODEID")]
     if launcher.local_world_size in environ:
         return local_rank, _integer(environ, launcher.local_world_size)
     return local_rank, world_size
 
 
-def _tasks_on_node(counts: str, node: int) -> int:
-    """Return a node's number of tasks from SLURM's list: ``2(x3),1`` means 2, 2, 2, 1."""
-    tasks: list[int] = []
-    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-        tasks += [int(count)] * int(repeats or 1)
-    if not 0 <= node < len(tasks):
-        raise AccelError(
-            f"SLURM_NODEID={node} and SLURM_TASKS_PER_NODE={counts} contradict each other."
-        )
-    return tasks[node]
-
-
-def expand_hosts(nodes: str) -> list[str]:
-    """Return the nodes of a SLURM list: ``node[01-03,7]`` is node01, node02, node03, node7."""
-    hosts = []
-    for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        hosts += _expand_item(item)
-    return hosts
-
-
-def _expand_item(item: str) -> list[str]:
-    head, bracket, rest = item.partition("[")
-    if not bracket:
-        return [item]
-    ranges, _, tail = rest.partition("]")
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        first, dash, last = part.partition("-")
-        stop = last if dash else first
-        if not (first.isdecimal() and stop.isdecimal()):
-            raise AccelError(f"The SLURM node list {item!r} is not in the form node[01-03,7].")
-        for number in range(int(first), int(stop) + 1):
-            numbers.append(str(number).zfill(len(first)))
-    tails = _expand_item(tail)
-    return [f"{head}{number}{end}" for number in numbers for end in tails]
+def first_host(nodes: str) -> str:
+    """Return the first node of a SLURM list: ``node01`` of ``node[01-03,7],other``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
 def _master_host(environ: Mapping[str, str], launcher: _Launcher, one_node: bool) -> str | None:
     if launcher is _SLURM:
-        for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-            if environ.get(name):
-                return expand_hosts(environ[name])[0]
-        return None
+        lists = [environ[name] for name in _NODE_LISTS if environ.get(name)]
+        return first_host(lists[0]) if lists else None
     if launcher is _HOROVODRUN:
         return environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     return "127.0.0.1" if one_node and launcher is not _TORCHRUN else None

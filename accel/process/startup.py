@@ -7,7 +7,6 @@ import importlib
 import os
 import socket
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,72 +20,53 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import AccelError, DeviceError, LaunchError
 from .devices import (
-    available,
-    check_not_shared,
     default_backend,
     identity,
     parse_backend,
     pick,
     resolve,
+    why_shared,
     why_unserved,
 )
 from .launchers import ALONE, Place, detect
 from .order import Order
-from .packing import gather_values
-from .rendezvous import MARGIN, Rendezvous, elapsed, give_margin, unreachable_hint
+from .rendezvous import LONGEST_PAUSE, Report, Wait, meet, open_store
 from .watchdog import Watchdog, accelerator_backends
 
 #: The local rank if you started the process group, until the ranks have exchanged their hosts.
 UNKNOWN: Final = -1
+_MARGIN: Final = timedelta(minutes=1)
 
 
 @final
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """This process as accel knows it, from ``init`` to ``shutdown``.
-
-    Attributes:
-        pid: a forked child has a different number.
-        request: ``devices=`` as the user passed it.
-        asked: the devices of this node that the request means.
-        devices: the devices of this rank among them.
-        group: the default process group. accel destroys it if ``owns_group``.
-        control: accel's own gloo group, for small messages.
-        backends: the backend of ``group`` for each device type.
-        explicit: the user named the backend. Ranks may then share an accelerator through gloo.
-        token: the name of this start, for keys in the store that all ranks share.
-        ended: why the groups were ended. The watchdog sets it while this thread waits.
-        hosts: the host names of all ranks.
-        rounds: the number of messages exchanged on the control group.
-        doing: the accel call in which this rank waits for others, for the watchdog.
-        order: the collectives of the engines, to predict the next.
-        dependents: objects that use the groups. ``abandon(reason)`` tells them of the end.
-        meshes: device meshes of all ranks, by their axes.
-        subgroups: the process groups along the axes of the meshes.
-        releases: functions that make other libraries let go of the groups.
-    """
+    """This process as accel knows it, from ``init`` to ``shutdown``."""
 
     place: Place
     timeout: timedelta
-    pid: int = field(default_factory=os.getpid)
-    request: object
-    asked: tuple[torch.device, ...]
-    devices: tuple[torch.device, ...]
+    pid: int = field(default_factory=os.getpid)  # a forked child has a different number
+    request: object  # devices= as the user passed it
+    asked: tuple[torch.device, ...]  # the devices of this node that the request means
+    devices: tuple[torch.device, ...]  # the devices of this rank among them
     group: dist.ProcessGroup | None
     owns_group: bool = False
-    control: dist.ProcessGroup | None = None
-    backends: Mapping[str, str] = field(default_factory=dict)
-    explicit: bool = False
-    token: str = ""
+    control: dist.ProcessGroup | None = None  # accel's own gloo group, for small messages
+    backends: Mapping[str, str] = field(default_factory=dict)  # of ``group``, by device type
+    explicit: bool = False  # the user named the backend. Ranks may share a GPU through gloo
+    token: str = ""  # the name of this start, for keys in the store that all ranks share
     watchdog: Watchdog | None = None
-    ended: str = ""
-    hosts: tuple[str, ...] = ()
-    rounds: int = 0
-    doing: str = ""
-    order: Order = field(default_factory=Order)
+    ended: str = ""  # why the groups were ended. The watchdog sets it while this thread waits
+    mismatch: bool = False  # they were ended because the ranks were at different collectives
+    hosts: tuple[str, ...] = ()  # of all ranks
+    rounds: int = 0  # messages exchanged on the control group
+    doing: str = ""  # the accel call in which this rank waits for others, for the watchdog
+    order: Order = field(default_factory=Order)  # predicts the next collective of the engines
+    #: Objects that use the groups. ``abandon(reason)`` tells them of the end.
     dependents: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
-    subgroups: list[dist.ProcessGroup] = field(default_factory=list)
+    subgroups: list[dist.ProcessGroup] = field(default_factory=list)  # of the meshes
+    #: Functions that make other libraries let go of the groups.
     releases: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -120,34 +100,50 @@ class Process:
 
 
 def start(
-    backend: str | None, timeout: timedelta | None, request: object, rendezvous: Rendezvous
+    backend: str | None,
+    timeout: timedelta | None,
+    request: object,
+    patience: timedelta | None = None,
 ) -> Process:
-    """Start this rank. Collective. If a rank has a problem with its devices, all ranks raise it."""
-    place, problem = place_now(), ""
-    explicit = backend is not None or dist.is_initialized()
+    """Start this rank. Collective. If a rank has a problem with its devices, all ranks raise it.
+
+    Args:
+        patience: how long to wait for the other ranks. None: the timeout.
+    """
+    place, group, problem = place_now(), dist.group.WORLD, ""
+    explicit = backend is not None or group is not None
+    asked: tuple[torch.device, ...] = (torch.device("cpu"),)
     try:
         asked = resolve(request)
-        if place.world_size > 1:
+        if place.world_size > 1 and group is None:
             backend = backend or default_backend(asked[0].type)
     except DeviceError as error:
         if place.world_size == 1:
             raise
-        asked, problem = (torch.device("cpu"),), str(error)
-    group = dist.group.WORLD
+        problem = str(error)
     process = Process(
         place=place,
-        timeout=timeout or _default_timeout(group),
+        timeout=timeout or distributed_c10d.default_pg_timeout,
         request=request,
         asked=asked,
-        devices=asked,
+        devices=pick(asked, place.local_rank, place.local_world_size),
         group=group,
-        backends={} if group is None else parse_backend(dist.get_backend_config(group)),
         explicit=explicit,
     )
+    if group is not None:
+        backend = dist.get_backend_config(group)
+        process.backends = parse_backend(backend)
     if place.world_size > 1:
-        # A rank with a problem must choose the same backend as the others, to tell them.
-        backend = backend or default_backend(available()[0])
-        _connect(process, backend, problem, rendezvous)
+        wait = Wait(place, min(process.timeout, patience or process.timeout))
+        try:
+            _connect(process, backend or "gloo", problem, wait)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, AccelError):
+                raise
+            raise LaunchError(
+                f"accel did not start process group {backend!r} on {place.world_size} ranks: "
+                f"{error}. On several nodes, set GLOO_SOCKET_IFNAME to a network that they share."
+            ) from error
     select(process.device)
     return process
 
@@ -173,82 +169,89 @@ def select(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _default_timeout(group: dist.ProcessGroup | None) -> timedelta:
-    """Return torch's default timeout, or less if your own process group has a shorter one."""
-    limits = [distributed_c10d.default_pg_timeout]
-    for backend in [] if group is None else accelerator_backends(group):
-        limit = getattr(getattr(backend, "options", None), "_timeout", None)
-        if limit is not None:
-            limits.append(max(limit - MARGIN, limit / 2))
-    return min(limits)
-
-
-def _connect(process: Process, backend: str, problem: str, rendezvous: Rendezvous) -> None:
-    begin = time.monotonic()
+def _connect(process: Process, backend: str, problem: str, wait: Wait) -> None:
+    """Start the groups of this rank, after all ranks have told that they can."""
+    process.backends = parse_backend(backend)
+    store = distributed_c10d._get_default_store() if process.group else open_store(wait)
+    process.token, reports = meet(store, wait, _report(process, problem))
+    _check_devices(process, reports)
     if process.group is None:
-        # Optimizers import it later. Imported now, it can't hold on to the group: `unseen_group`.
+        # Optimizers import it later. Imported now, it can't hold on to the group.
         importlib.import_module("torch.distributed.nn")
-        device = None if problem else _accelerator_of(process)
-        process.group = rendezvous.make_group(process.place, backend, process.timeout, device)
-        process.owns_group = True
-        process.backends = parse_backend(dist.get_backend_config(process.group))
+        dist.init_process_group(
+            backend,
+            store=distributed_c10d.PrefixStore(f"accel/{process.token}", store),
+            rank=process.place.rank,
+            world_size=process.place.world_size,
+            timeout=process.timeout,
+            device_id=_device_to_bind(process),
+        )
+        process.group, process.owns_group = dist.group.WORLD, True
+        give_margin(dist.group.WORLD, process.timeout)
     try:
         process.control = dist.new_group(
             timeout=process.timeout, backend="gloo", group_desc="accel control"
         )
-        # torchrun's store outlives restarts, with the keys of the ranks that failed.
-        process.token = exchange(process, uuid.uuid4().hex)[0]
-        _agree_on_devices(process, problem)
-    except BaseException as error:
+    except RuntimeError:
         destroy_groups(process)
-        if not isinstance(error, RuntimeError):
-            raise
-        world = process.place.world_size
-        raise LaunchError(
-            f"accel did not start on all {world} ranks, {elapsed(begin, process.timeout)} "
-            f"({error}): every rank must call accel.setup or accel.init."
-            f"{unreachable_hint(process.place)}"
-        ) from error
+        raise
 
 
-def _accelerator_of(process: Process) -> torch.device | None:
-    """Return this rank's accelerator with its index. None for XLA, unknown to torch.accelerator."""
+def _report(process: Process, problem: str) -> Report:
+    kind, host = process.asked[0].type, socket.gethostname()
+    # Without a local rank, this rank's place among those of its host says which device it gets.
+    devices = process.asked if process.place.local_rank == UNKNOWN else process.devices[:1]
+    names = [] if problem else [identity(device, host) for device in devices]
+    problem = problem or why_unserved(devices[0], process.backends)
+    return Report(host, f"{kind} by {process.backends.get(kind)}", names, problem)
+
+
+def _check_devices(process: Process, reports: list[Report]) -> None:
+    """Choose the rank's device. All ranks raise if a rank has a problem or two share a device."""
+    process.hosts = tuple(report.host for report in reports)
+    kinds = [report.kind for report in reports]
+    problems = [f"rank {i}: {one.problem}" for i, one in enumerate(reports) if one.problem]
+    if not problems and len(set(kinds)) > 1:
+        problems = [f"The ranks use different devices: {', '.join(kinds)}. Use the same kind."]
+    if not problems and not process.shares(process.device):
+        owners = []
+        for rank, report in enumerate(reports):
+            number = process.hosts[:rank].count(report.host)
+            owners.append(report.devices[number % len(report.devices)])
+        problems = [text for text in [why_shared(owners)] if text]
     place = process.place
-    device = pick(process.asked, place.local_rank, place.local_world_size)[0]
-    accelerator = torch.accelerator.current_accelerator()
-    known = accelerator is not None and device.type == accelerator.type and device.index is not None
-    return device if known else None
-
-
-def _agree_on_devices(process: Process, problem: str) -> None:
-    """Choose this rank's device. All ranks raise if a rank has a problem or two share a device."""
-    host, first = socket.gethostname(), process.asked[0]
-    problem = problem or why_unserved(first, process.backends)
-    kind = f"{first.type} by {process.backends.get(first.type)}"
-    reports = exchange(process, (problem, host, kind))
-    for rank, (text, *_) in enumerate(reports):
-        if text:
-            raise DeviceError(f"rank {rank}: {text}")
-    process.hosts = tuple(host for _, host, _ in reports)
-    kinds = [kind for _, _, kind in reports]
-    if len(set(kinds)) > 1:
-        names = ", ".join(kinds)
-        raise DeviceError(f"The ranks use different devices: {names}. Use the same kind on all.")
-    if process.place.local_rank == UNKNOWN:
-        neighbors = [rank for rank, other in enumerate(process.hosts) if other == host]
-        local_rank = neighbors.index(process.place.rank)
-        process.place = replace(
-            process.place, local_rank=local_rank, local_world_size=len(neighbors)
+    if problems:
+        if place.rank == 0:  # the store may end with this process, and the others still read it
+            time.sleep(2 * LONGEST_PAUSE)
+        raise DeviceError(problems[0])
+    if place.local_rank == UNKNOWN:
+        host = process.hosts[place.rank]
+        place = replace(
+            place,
+            local_rank=process.hosts[: place.rank].count(host),
+            local_world_size=process.hosts.count(host),
         )
-    process.devices = pick(process.asked, process.place.local_rank, process.place.local_world_size)
-    if not process.shares(first):
-        check_not_shared(exchange(process, identity(process.device, host)))
+        process.place = place
+        process.devices = pick(process.asked, place.local_rank, place.local_world_size)
 
 
-def exchange(process: Process, value: object) -> list[Any]:
-    """Return every rank's value, before ``agree`` works. Collective."""
-    assert process.control is not None
-    return gather_values(value, process.control, process.timeout)
+def _device_to_bind(process: Process) -> torch.device | None:
+    """Return this rank's accelerator. A group that is bound to its device connects at once.
+
+    Return None for XLA, unknown to torch.accelerator, and for ranks that share a GPU through gloo.
+    """
+    accelerator, device = torch.accelerator.current_accelerator(), process.device
+    known = accelerator is not None and device.type == accelerator.type and device.index is not None
+    return device if known and not process.shares(device) else None
+
+
+def give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let nccl's timeout, after which it ends the process, come after accel's error."""
+    for backend in accelerator_backends(group):
+        set_timeout = getattr(backend, "_set_default_timeout", None)
+        set_timeout = set_timeout or getattr(backend, "set_timeout", None)
+        if set_timeout is not None:
+            set_timeout(timeout + _MARGIN)
 
 
 # -- meshes, and the end ---------------------------------------------------------------------------
@@ -268,10 +271,6 @@ def unseen_group() -> Iterator[None]:
         dist.group.WORLD = group
 
 
-# The tokens of the starts of this process that made a mesh.
-_starts: Final[list[str]] = []
-
-
 def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     """Return the mesh of all ranks with these named axes. Collective if it is new.
 
@@ -285,13 +284,18 @@ def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     return process.meshes[key]
 
 
+# The starts of this process that made a mesh.
+_tokens: Final[list[str]] = []
+
+
 def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
-    assert process.group is not None
     kind = process.device.type
     if len(axes) == 1:
+        assert process.group is not None
         return DeviceMesh.from_group(process.group, kind, mesh_dim_names=tuple(axes))
     ranks = torch.arange(process.place.world_size, device="cpu").view(*axes.values())
     groups = []
+    # init_device_mesh would give the groups torch's timeout.
     for axis, name in enumerate(axes):
         lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
         group, _ = dist.new_subgroups_by_enumeration(
@@ -300,10 +304,10 @@ def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
         give_margin(group, process.timeout)
         groups.append(group)
     process.subgroups += groups
-    # DTensor's caches compare meshes, and an earlier start's mesh names groups that are gone.
-    if process.token not in _starts:
-        _starts.append(process.token)
-    number = len(_starts)
+    # DTensor's caches compare meshes by name, and an earlier start's mesh has groups that are gone.
+    if process.token not in _tokens:
+        _tokens.append(process.token)
+    number = len(_tokens)
     names = tuple(axes) if number == 1 else tuple(f"{name} (start {number})" for name in axes)
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from accel.errors import AccelError, DeviceError
-from accel.process import rendezvous, startup, watchdog
+from accel.process import devices, startup, watchdog
 from accel.process.devices import (
-    available,
-    check_not_shared,
     default_backend,
     identity,
     parse_backend,
     parse_devices,
     pick,
     resolve,
+    why_shared,
 )
-from accel.process.launchers import Place
 
 CPU = (torch.device("cpu"),)
 
@@ -50,48 +46,36 @@ TABLE: list[tuple[Any, tuple[torch.device, ...]]] = [
 ]
 
 
-def test_the_table() -> None:
+def test_grammar() -> None:
     for request, expected in TABLE:
         assert parse_devices(request, 4) == expected, request
+    for request in ("auto", "cpu", 0, None):
+        assert parse_devices(request, 0, "cpu") == CPU
+    assert parse_devices("auto", 2, "xpu") == (torch.device("xpu", 0), torch.device("xpu", 1))
+    assert parse_devices("mps", 1, "mps") == (torch.device("mps", 0),)
 
 
 BAD = [-2, 5, 2.0, True, "", "1,", "1,,2", "4", "-2", "two", "gpu", "cuda:4", "mps", "cuda", "0-2", "free:0", "free"]
 BAD += [[], [4], [-1], [1, 1], [0, True], [None], {0, 1}, torch.device("xpu", 0)]
 
 
-def test_bad_values_are_refused_with_what_exists() -> None:
+def test_wrong_devices() -> None:
     for bad in BAD:
         with pytest.raises(DeviceError, match="this machine has cuda:0, cuda:1, cuda:2, cuda:3 and cpu"):
             parse_devices(bad, 4)
-
-
-def test_a_machine_without_accelerators() -> None:
-    for wanted in ("auto", "cpu", 0, None):
-        assert parse_devices(wanted, 0, "cpu") == CPU
-    for wanted in (1, -1, [0], "0", "cuda:0", "free:1"):
+    for bad in (1, -1, [0], "0", "cuda:0", "free:1"):
         with pytest.raises(DeviceError, match="no accelerator, only cpu"):
-            parse_devices(wanted, 0, "cpu")
-
-
-def test_another_kind_of_accelerator() -> None:
-    assert parse_devices("auto", 2, "xpu") == (torch.device("xpu", 0), torch.device("xpu", 1))
-    assert parse_devices("mps", 1, "mps") == (torch.device("mps", 0),)
+            parse_devices(bad, 0, "cpu")
     with pytest.raises(DeviceError, match="this machine has xpu:0 and cpu"):
         parse_devices("cuda:0", 1, "xpu")
 
 
-def test_free_devices() -> None:
-    asked: list[int] = []
-
-    def probe(number: int) -> bool:
-        asked.append(number)
-        return number in (0, 2)
-
-    assert parse_devices("free:2", 4, is_occupied=probe) == cuda(1, 3)
-    assert asked == [0, 1, 2, 3]
-    assert parse_devices("free:1", 4, is_occupied=probe) == cuda(1)
+def test_free_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_free_gpus", lambda: [1, 3])
+    assert parse_devices("free:2", 4) == cuda(1, 3)
+    assert parse_devices("free:1", 4) == cuda(1)
     with pytest.raises(DeviceError, match=r"3 free accelerators are asked for, free are \[1, 3\]"):
-        parse_devices("free:3", 4, is_occupied=probe)
+        parse_devices("free:3", 4)
 
 
 def test_pick() -> None:
@@ -101,21 +85,17 @@ def test_pick() -> None:
     assert pick(CPU, 1, 2) == CPU
 
 
-def test_one_device_for_two_ranks_is_refused() -> None:
+def test_shared_device() -> None:
     owners = [identity(torch.device("mps", 0), host) for host in ("a", "b", "a")]
-    check_not_shared(owners[:2])
-    with pytest.raises(DeviceError, match=r"ranks \[0, 2\] would share one device"):
-        check_not_shared(owners)
+    assert not why_shared(owners[:2])
+    assert "ranks [0, 2] would share one device" in why_shared(owners)
 
 
-def test_default_backends() -> None:
+def test_process_group_backends() -> None:
     assert default_backend("cpu") == "gloo"
     assert default_backend("xpu") == "cpu:gloo,xpu:xccl"
     with pytest.raises(DeviceError, match="no backend for ipu"):
         default_backend("ipu")
-
-
-def test_backend_names() -> None:
     assert parse_backend("gloo") == parse_backend("GLOO") == {"cpu": "gloo", "cuda": "gloo"}
     assert parse_backend("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
     for bad in ("", "gluu", "cpu:gloo,gpu", "a:b:gloo", 3):
@@ -123,16 +103,13 @@ def test_backend_names() -> None:
             parse_backend(bad)  # type: ignore[arg-type]
 
 
-def test_the_environment_speaks_where_the_call_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_DEVICES", "cpu")
     assert resolve("auto") == CPU
     monkeypatch.setenv("ACCEL_DEVICES", "99")
     assert resolve("cpu") == CPU
     with pytest.raises(DeviceError, match="'99'"):
         resolve("auto")
-    monkeypatch.setenv("ACCEL_DEVICES", "")
-    kind, count = available()
-    assert resolve("auto") == parse_devices("auto", count, kind)
 
 
 class Backend:
@@ -140,7 +117,6 @@ class Backend:
 
     def __init__(self, name: str) -> None:
         self._name, self.aborted, self.timeout = name, False, timedelta(0)
-        self.options = SimpleNamespace(_timeout=timedelta(minutes=10))
 
     def name(self) -> str:
         return self._name
@@ -152,29 +128,15 @@ class Backend:
         self.timeout = timeout
 
 
-def test_backends_are_asked_for_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo, nccl = Backend("gloo"), Backend("nccl2")
-    devices = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
-    group: Any = SimpleNamespace(_device_types=list(devices), _get_backend=devices.__getitem__)
+    backends = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
+    group: Any = SimpleNamespace(_device_types=list(backends), _get_backend=backends.__getitem__)
     assert watchdog.accelerator_backends(group) == [nccl]
-    rendezvous.give_margin(group, timedelta(minutes=2))
+    startup.give_margin(group, timedelta(minutes=2))
     assert (nccl.timeout, gloo.timeout) == (timedelta(minutes=3), timedelta(0))
-    assert startup._default_timeout(group) == timedelta(minutes=9)
     groups = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
     monkeypatch.setattr(watchdog, "distributed_c10d", groups)
     monkeypatch.setattr(watchdog, "_close_gloo", lambda group: None)
     watchdog.disconnect_all()
     assert (nccl.aborted, gloo.aborted) == (True, False)
-
-
-def test_groups_are_bound_to_devices_if_each_rank_has_its_own() -> None:
-    for devices, bound in ((("cpu:0", "cpu:1"), True), (("cpu:0", "cpu:0"), False), (("cpu:0", None), False)):
-        store = dist.HashStore()
-
-        def rank_of(rank: int, devices: Any = devices, store: Any = store) -> bool:
-            device = devices[rank]
-            place = Place(rank=rank, world_size=2)
-            return rendezvous._have_own_devices(store, place, None if device is None else torch.device(device))
-
-        with ThreadPoolExecutor(2) as threads:
-            assert list(threads.map(rank_of, range(2))) == [bound, bound]

@@ -1,11 +1,13 @@
-"""The variables of every launcher; pure, with made-up environments."""
+"""The variables of every launcher, with made-up environments."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from accel.errors import AccelError
-from accel.process.launchers import ALONE, Place, detect, expand_hosts
+from accel.process.launchers import ALONE, Place, detect, first_host
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -34,133 +36,88 @@ TORCHRUN = {
     "MASTER_ADDR": "host0",
     "MASTER_PORT": "29500",
 }
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+HOROVODRUN = {
+    "HOROVOD_RANK": "2",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.1.1.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "40321",
+}
 
 
-def numbers(place: Place) -> tuple[int, int, int, int]:
-    return place.rank, place.world_size, place.local_rank, place.local_world_size
+def without(environ: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_no_launcher_is_a_world_of_one() -> None:
-    assert detect({}) == ALONE
-    assert numbers(ALONE) == (0, 1, 0, 1)
-    assert detect({"MASTER_ADDR": "host0", "LOCAL_RANK": "0"}) == ALONE
+#: The launcher, rank, world size, local rank, local world size and address of rank 0.
+PLACES: dict[str, tuple[dict[str, str], tuple[Any, ...]]] = {
+    "torchrun": (TORCHRUN, ("torchrun", 3, 4, 1, 2, "host0")),
+    "a process per pod": (without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("torchrun", 3, 4, 0, 1, "host0")),
+    "no local size": (without(TORCHRUN, "LOCAL_WORLD_SIZE"), ("torchrun", 3, 4, 1, 4, "host0")),
+    "slurm": (SLURM, ("SLURM", 5, 7, 1, 2, "node01")),
+    "last node of slurm": (
+        SLURM | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"},
+        ("SLURM", 6, 7, 0, 1, "node01"),
+    ),
+    "address by hand": (SLURM | {"MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "7"}, ("SLURM", 5, 7, 1, 2, "10.0.0.1")),
+    "openmpi": (OPENMPI, ("OpenMPI", 1, 2, 1, 2, "127.0.0.1")),
+    "mpirun in slurm": (
+        SLURM | OPENMPI | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        ("OpenMPI", 1, 2, 1, 2, "127.0.0.1"),
+    ),
+    "mpich": (MPICH, ("MPICH", 1, 2, 1, 2, "127.0.0.1")),
+    "srun with pmi2": (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}, ("SLURM", 5, 7, 1, 2, "node01")),
+    "horovodrun": (HOROVODRUN, ("horovodrun", 2, 4, 0, 2, "10.1.1.1")),
+}
 
 
-def test_torchrun() -> None:
-    place = detect(TORCHRUN)
-    assert place == Place(
-        launcher="torchrun",
-        rank=3,
-        world_size=4,
-        local_rank=1,
-        local_world_size=2,
-        master_addr="host0",
-        master_port=29500,
-    )
+@pytest.mark.parametrize("name", PLACES)
+def test_place_of_launcher(name: str) -> None:
+    environ, expected = PLACES[name]
+    place = detect(environ)
+    sizes = (place.rank, place.world_size, place.local_rank, place.local_world_size)
+    assert (place.launcher, *sizes, place.master_addr) == expected
 
 
-def test_kubeflow_pytorchjob_has_one_process_per_pod() -> None:
-    environ = {k: v for k, v in TORCHRUN.items() if not k.startswith("LOCAL")}
-    assert numbers(detect(environ)) == (3, 4, 0, 1)
+def test_no_launcher() -> None:
+    assert Place() == ALONE == detect({})
+    # A shell of an allocation, or a batch script, is not a rank.
+    shell = SLURM | {"SLURM_JOB_NAME": "bash", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    for environ in ({"MASTER_ADDR": "host0", "LOCAL_RANK": "0"}, shell, without(SLURM, "SLURM_STEP_ID")):
+        assert detect(environ) == ALONE
 
 
-def test_a_local_rank_without_a_local_size_may_share_its_host_with_all() -> None:
-    environ = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_WORLD_SIZE"}
-    assert numbers(detect(environ)) == (3, 4, 1, 4)
-
-
-def test_slurm() -> None:
-    place = detect(SLURM)
-    assert (place.launcher, *numbers(place)) == ("SLURM", 5, 7, 1, 2)
-    assert place.master_addr == "node01"
-    assert place.master_port is not None
-    assert 15000 <= place.master_port < 25000
-
-
-def test_slurm_port_is_the_same_for_all_ranks_and_another_in_another_step() -> None:
-    first = detect(SLURM).master_port
-    assert detect(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).master_port == first
-    assert detect(SLURM | {"SLURM_STEP_ID": "1"}).master_port != first
-    assert detect(SLURM | {"SLURM_JOB_ID": "4712"}).master_port != first
-
-
-def test_variables_set_by_hand_win_over_derived_ones() -> None:
-    place = detect(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "12345", "WORLD_SIZE": "7"})
-    assert (place.launcher, place.master_addr, place.master_port) == ("SLURM", "10.0.0.1", 12345)
-
-
-def test_the_last_node_of_slurm_has_fewer_tasks() -> None:
-    environ = SLURM | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
-    assert numbers(detect(environ)) == (6, 7, 0, 1)
-
-
-def test_slurm_outside_srun_is_one_process() -> None:
-    assert detect(SLURM | {"SLURM_JOB_NAME": "bash", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) == ALONE
-    assert detect({k: v for k, v in SLURM.items() if k != "SLURM_STEP_ID"}) == ALONE
-    with pytest.raises(AccelError, match="SLURM_JOB_NAME"):
-        detect(SLURM | {"SLURM_JOB_NAME": "bash"})
+def test_ports() -> None:
+    port = detect(SLURM).master_port
+    assert port is not None
+    assert 15000 <= port < 25000
+    assert detect(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}).master_port == port
+    assert port not in (detect(SLURM | {name: "9"}).master_port for name in ("SLURM_STEP_ID", "SLURM_JOB_ID"))
+    assert detect(OPENMPI).master_port == detect(OPENMPI | {"OMPI_COMM_WORLD_RANK": "0"}).master_port is not None
+    assert detect(HOROVODRUN).master_port not in (None, 40321)
+    assert (detect(TORCHRUN).master_port, detect(SLURM | {"MASTER_PORT": "12345"}).master_port) == (29500, 12345)
+    assert detect(MPICH).master_port is None  # hydra gives no name of the job that all ranks share
 
 
 def test_node_lists() -> None:
-    assert expand_hosts("node[01-03,7]") == ["node01", "node02", "node03", "node7"]
-    assert expand_hosts("a1,b[2-3],c") == ["a1", "b2", "b3", "c"]
-    assert expand_hosts("rack[1-2]n[08-09].lan") == ["rack1n08.lan", "rack1n09.lan", "rack2n08.lan", "rack2n09.lan"]
-    assert expand_hosts("single") == ["single"]
-    assert expand_hosts("") == []
-    with pytest.raises(AccelError, match=r"node\[a-b\]"):
-        expand_hosts("node[a-b]")
-
-
-def test_openmpi_on_one_host() -> None:
-    place = detect(OPENMPI)
-    assert (place.launcher, *numbers(place), place.master_addr) == ("OpenMPI", 1, 2, 1, 2, "127.0.0.1")
-    assert place.master_port == detect(OPENMPI | {"OMPI_COMM_WORLD_RANK": "0"}).master_port is not None
-
-
-def test_mpirun_inside_slurm_is_mpi() -> None:
-    assert detect(SLURM | OPENMPI | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).launcher == "OpenMPI"
-
-
-def test_mpich() -> None:
-    environ = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    place = detect(environ)
-    # hydra gives no name of the job that all ranks share, so no port can be derived.
-    assert (place.launcher, *numbers(place)) == ("MPICH", 1, 2, 1, 2)
-    assert (place.master_addr, place.master_port) == ("127.0.0.1", None)
-
-
-def test_srun_with_pmi2_is_slurm() -> None:
-    assert detect(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "7"}).launcher == "SLURM"
-
-
-def test_horovodrun() -> None:
-    environ = {
-        "HOROVOD_RANK": "2",
-        "HOROVOD_SIZE": "4",
-        "HOROVOD_LOCAL_RANK": "0",
-        "HOROVOD_LOCAL_SIZE": "2",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.1.1.1",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": "40321",
-    }
-    place = detect(environ)
-    assert (place.launcher, *numbers(place), place.master_addr) == ("horovodrun", 2, 4, 0, 2, "10.1.1.1")
-    assert place.master_port not in (None, 40321)
-
-
-def test_kubeflow_trainer_goes_through_torchrun() -> None:
-    pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_MASTER_ADDR": "node-0"}
-    assert detect(TORCHRUN | pet).launcher == "torchrun"
-    with pytest.raises(AccelError, match=r"PET_NNODES=2.*torchrun"):
-        detect(pet)
-    assert detect({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}) == ALONE
+    for nodes, first in (
+        ("node[01-03,7],other", "node01"),
+        ("a1,b[2-3],c", "a1"),
+        ("rack[1-2]n[08-09].lan", "rack1n08.lan"),
+        ("single", "single"),
+    ):
+        assert first_host(nodes) == first
 
 
 CONTRADICTIONS: list[tuple[dict[str, str], str]] = [
     ({"RANK": "0"}, "WORLD_SIZE"),
     ({"WORLD_SIZE": "2"}, "RANK is not set"),
     ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
-    ({k: v for k, v in SLURM.items() if k != "SLURM_NTASKS"}, "SLURM_NTASKS"),
-    ({k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}, "LOCAL_RANK"),
+    (without(SLURM, "SLURM_NTASKS"), "SLURM_NTASKS"),
+    (SLURM | {"SLURM_JOB_NAME": "bash"}, "SLURM_JOB_NAME"),
+    (without(TORCHRUN, "LOCAL_RANK"), "LOCAL_RANK"),
     (TORCHRUN | {"RANK": "4"}, "RANK=4.*WORLD_SIZE=4"),
     (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2.*LOCAL_WORLD_SIZE=2"),
     (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT='http'"),
