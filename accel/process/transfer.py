@@ -79,11 +79,8 @@ class Prints:
 
     def read(self) -> Read:
         """Return the sums. Waits for the device."""
-        values: Read = []
-        for sums, tolerance in self._sums:
-            numbers = sums.tolist()
-            values.append((numbers, tolerance * abs(numbers[1]) + 1e-30))
-        return values
+        numbers = [(sums.tolist(), tolerance) for sums, tolerance in self._sums]
+        return [(sums, tolerance * abs(sums[1]) + 1e-30) for sums, tolerance in numbers]
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -89,11 +89,9 @@ def _stack_of(thread: int) -> list[tuple[str, str, str]]:
 
 def _collective_of(stack: list[tuple[str, str, str]]) -> str:
     """Return the name of the torch collective that a thread is in, or an empty string."""
-    name = ""
-    if not stack or not stack[0][0].startswith(_TORCH):
-        return name
-    if stack[0][2] in _REDUCING:
+    if stack and stack[0][0].startswith(_TORCH) and stack[0][2] in _REDUCING:
         return _REDUCING[stack[0][2]]
+    name = ""
     for path, _, function in stack:
         if not path.startswith(os.path.join(_TORCH, "distributed", "")):
             break
@@ -291,12 +289,6 @@ class Watchdog:
         reports: dict[int, Report | None] = {}
         _ends_within(3 * self.interval + 2, lambda: reports.update(self._ask()))
         return reports
-
-
-def missing_ranks(process: Process) -> list[int] | None:
-    """Return the ranks that don't answer, or None if the store can't be reached."""
-    reports = process.watchdog.ask() if process.watchdog is not None else {}
-    return [rank for rank, report in reports.items() if report is None] if reports else None
 
 
 def _ends_within(seconds: float, ask: Callable[[], None]) -> bool:
