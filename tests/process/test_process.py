@@ -221,22 +221,6 @@ def test_the_group_overrules_the_environment() -> None:
         assert place == ["process group", rank, 2, rank, 2]
 
 
-def replaced_outside() -> str:
-    process.current()
-    dist.destroy_process_group()
-    try:
-        process.current()
-    except AccelError as error:
-        process.shutdown()
-        return str(error)
-    return ""
-
-
-def test_a_group_destroyed_outside() -> None:
-    for result in outcomes(2, replaced_outside, breaks=True):
-        assert "default process group was made or destroyed" in result.value
-
-
 def one_rank_starts(failed: Path) -> None:
     if process.rank() == 1:
         wait_for(failed.exists)

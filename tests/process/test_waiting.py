@@ -34,18 +34,27 @@ ZERO3 = accel.DeepSpeed(config={"zero_optimization": {"stage": 3, "stage3_param_
 BACKENDS: dict[str, Any] = {"zero2": accel.DeepSpeed(stage=2), "zero3": ZERO3}
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class Loop:
     """A model and its optimizer, and the parts of loops."""
 
     def __init__(self, backend: str) -> None:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+        net = nn.Sequential(nn.Linear(4, 8), *(Block() for _ in range(3)), nn.Linear(8, 2))
         self.model, self.optimizer, _ = accel.setup(
             net, torch.optim.SGD(net.parameters(), lr=0.1), backend=BACKENDS.get(backend, backend)
         )
 
     def backward(self) -> None:
-        F.mse_loss(self.model(torch.ones(2, 4)), torch.zeros(2, 8)).backward()
+        F.mse_loss(self.model(torch.ones(2, 4)), torch.zeros(2, 2)).backward()
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
