@@ -253,6 +253,8 @@ class Watchdog:
         turn = min(self._rank, 50) * self.interval / 10
         if report.waited > self.patience + turn and now - self._asked > self.patience / 2:
             reports = self._ask()
+            if self._stopped.is_set():
+                return
             where = explain(reports)
             if report.waited >= 2 * self._logged:
                 self._logged = report.waited
