@@ -314,7 +314,7 @@ def who_is_missing(error: BaseException) -> str:
     if process.watchdog is None or not ("imed out" in text or "by peer" in text):
         return ""
     reports = process.watchdog.ask()
-    if process.ended:  # a different rank told why
+    if ended():  # a different rank told why
         return ""
     if not reports:
         return f"rank 0 (host {process.hosts[0]}) can't be reached, or the launcher's node"

@@ -75,7 +75,8 @@ def all_reduce(data: T, op: str = "sum") -> T:
             results[path] = _without_gradient(tensor).to(_reduced_dtype(tensor.dtype, op))
     for path in exchange.others:
         results[path] = _reduce_numbers([others[path] for others in exchange.all_others], op)
-    return exchange.replaced(results)
+    reduced: T = exchange.replaced(results)
+    return reduced
 
 
 @overload
