@@ -117,9 +117,11 @@ def endings(backend: str, names: list[str], folder: Path) -> dict[str, str]:
     """The text of the error of each case on this rank."""
     found = {}
     for name in names:
-        with group(folder, name), pytest.raises(accel.AccelError) as caught:
-            CASES[name](Loop(backend), folder)
-        found[name] = str(caught.value)
+        with group(folder, name):
+            try:
+                CASES[name](Loop(backend), folder)
+            except accel.AccelError as error:
+                found[name] = str(error)
     return found
 
 
@@ -140,8 +142,9 @@ GATHERED = "the gathering of"
 def test_a_difference_ends_every_rank(backend: str, words: dict[str, str], tmp_path: Path) -> None:
     for rank, result in enumerate(outcomes(2, endings, backend, list(words), tmp_path, breaks=True)):
         assert not result.error, f"rank {rank}: {result.trace}"
-        for name, text in result.value.items():
-            for word in (words[name], "rank 0", "rank 1"):
+        for name, expected in words.items():
+            text = result.value.get(name, "no error")
+            for word in (expected, "rank 0", "rank 1"):
                 assert word in text, f"{backend}, {name}, rank {rank}: {text}"
             assert "gloo" not in text
 
