@@ -80,8 +80,9 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
         raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
-    if not callable(fn):
-        text = f"accel.launch expects a function, got {described(fn)}"
+    function: object = fn
+    if not callable(function):
+        text = f"accel.launch expects a function, got {described(function)}"
         raise LaunchError(f"{text}. To start a script, use python -m accel run.")
     place = place_now()
     if place.world_size > 1:

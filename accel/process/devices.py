@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,14 +113,15 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"{name!r} is not a device") from None
 
 
-def _number(device: object, count: int, kind: str) -> int:
+def _number(device: Any, count: int, kind: str) -> int:
     """Return the number of an accelerator, which is given by number, name or torch.device."""
     if isinstance(device, str):
         device = _device(device)
     if isinstance(device, torch.device):
-        if device.type != kind or (device.index is None and count != 1):
+        number: int | None = device.index
+        if device.type != kind or (number is None and count != 1):
             raise ValueError(f"{str(device)!r} is not a single accelerator of this machine")
-        device = device.index or 0
+        device = number or 0
     if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < count:
         raise ValueError(f"there is no accelerator number {device!r}")
     return device

@@ -186,8 +186,9 @@ def _connect(process: Process, backend: str, problem: str, wait: Wait) -> None:
             timeout=process.timeout,
             device_id=_device_to_bind(process),
         )
-        process.group, process.owns_group = dist.group.WORLD, True
-        give_margin(dist.group.WORLD, process.timeout)
+        group = process.group = distributed_c10d._get_default_group()
+        process.owns_group = True
+        give_margin(group, process.timeout)
     try:
         process.control = dist.new_group(
             timeout=process.timeout, backend="gloo", group_desc="accel control"

@@ -343,7 +343,7 @@ def test_a_wrong_launch_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         (mpich, "MPICH started 2 processes.*set MASTER_ADDR"),
         (
             by_hand(1, 2, free_port()),
-            r"rank 1 has waited 1 s \(of 1\) for rank 0 at 127.0.0.1:\d+. Start as many processes",
+            r"rank 1 has waited \d+ s \(of 1\) for rank 0 at 127.0.0.1:\d+. Start as many processes",
         ),
     ):
         with monkeypatch.context() as patch:
@@ -375,9 +375,9 @@ def test_a_start_among_old_keys(caplog: pytest.LogCaptureFixture) -> None:
         assert all([report.host for report in reports] == ["host 0", "host 1", "host 2"] for _, reports in results)
         names.add(results[0][0])
     assert len(names) == 4
-    with pytest.raises(LaunchError, match=r"rank 0 has waited 0 s \(of 0.2\) for rank 1, 2. Start as many"):
+    with pytest.raises(LaunchError, match=r"rank 0 has waited \d+ s \(of 0.2\) for rank 1, 2. Start as many"):
         meet_as(0, seconds=0.2)
-    assert "rank 0 has waited 0 s (of 0.2) for rank 1, 2. It has not started" in caplog.text
+    assert "s (of 0.2) for rank 1, 2. It has not started" in caplog.text
 
 
 AT_EXIT = """
