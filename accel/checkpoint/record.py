@@ -6,12 +6,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..errors import CheckpointError
 from ..shard import Box, expanded, flattened
+from . import old_format
 from .layout import Run
 from .shards import ITEM_BYTES, Written, checksum
 from .steps import explain, parsing
@@ -24,10 +25,6 @@ VERSION: Final = 3
 _END: Final = b',"xxh3":"'
 _TAIL: Final = len(_END) + 16 + len(b'"}')
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-
-
-class DamagedRecordError(CheckpointError):
-    """A record of accel that is not as it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +50,26 @@ class Stored:
         """True if the boxes count elements in row-major order."""
         return all(len(run.box) == 1 for run in self.runs)
 
-    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Give the files and stored boxes that have elements of a box."""
-        flat = flattened(box, self.shape)
+    def overlaps(self, box: Box) -> Iterable[tuple[int, Box]]:
+        """Return the files and stored boxes that have elements of a box."""
         if self.is_flat:
             # A box of columns is in all files from its first element to its last one.
-            wanted = flat or _span(box, self.shape)
-            boxes = [wanted]
+            boxes = [flattened(box, self.shape) or (span(box, self.shape),)]
         else:
             boxes = list(expanded(box, self.shape))
-        found = dict.fromkeys(
-            pair for one in boxes for run in self.runs for pair in run.overlaps(one)
-        )
-        return iter(found)
+        found: dict[tuple[int, Box], None] = {}
+        for one in boxes:
+            for run in self.runs:
+                found |= dict.fromkeys(run.overlaps(one))
+        return found
 
 
-def _span(box: Box, shape: tuple[int, ...]) -> Box:
+def span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the range in row-major order from the first element of a box to its last one."""
     first = last = 0
     for (begin, end), size in zip(box, shape, strict=True):
         first, last = first * size + begin, last * size + end - 1
-    return ((first, last + 1),)
+    return first, last + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +128,23 @@ def _encode_run(run: Run) -> list[Any]:
 
 # -- reading ---------------------------------------------------------------------------------------
 
+OTHER: Final = "Load another checkpoint, for example accel.latest(...)."
+_BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()
+
 
 def exists(directory: str) -> bool:
     """True if a directory has a record. Raises if the system doesn't tell."""
     try:
-        return storage_of(directory).modified(os.path.join(directory, NAME)) is not None
+        return bool(storage_of(directory).version(os.path.join(directory, NAME)))
     except OSError as error:
         raise CheckpointError(explain(error)) from error
+
+
+def is_record(path: str) -> bool:
+    """True if a file begins like a record of accel, which may be damaged."""
+    with storage_of(path).open(path) as file:
+        begin = bytes(file.read(0, min(len(_BEGIN), file.size)))
+    return begin == _BEGIN or old_format.is_old(begin)
 
 
 def read(directory: str) -> tuple[Record, str]:
@@ -158,10 +164,7 @@ def _absent(directory: str) -> str:
     if not storage.is_directory(directory):
         problem = "is a file" if storage.exists(directory) else "does not exist"
         return f"{directory} {problem}. Pass the directory of a checkpoint."
-    try:
-        names = sorted(storage.names(directory))
-    except OSError as error:
-        return explain(error)
+    names = sorted(storage.names(directory))
     inside = [name for name in names if storage.exists(os.path.join(directory, name, NAME))]
     if inside:
         return (
@@ -176,46 +179,43 @@ def _absent(directory: str) -> str:
 
 def parse(content: bytes, path: str) -> tuple[Record, str]:
     """Return the record with this content and its checksum, or raise as ``read``."""
-    from . import old_format
-
     if old_format.is_old(content):
-        return old_format.parse(content, path)
-    if content[-_TAIL:-18] != _END:
-        if content.startswith(f'{{"format":"{FORMAT}"'.encode()):
-            raise DamagedRecordError(f"{path} is damaged: its end is missing. {OTHER}")
+        digits, expected = old_format.checksums(content)
+    elif content.startswith(_BEGIN):
+        digits = content[-18:-2].decode("ascii", "replace")
+        is_whole = content[-_TAIL:-18] == _END and content[-2:] == b'"}'
+        expected = checksum(content[:-_TAIL]) if is_whole else ""
+    else:
         raise CheckpointError(f"{path} has another format: it is not a record of accel.")
-    digits = content[-18:-2].decode("ascii", "replace")
-    if checksum(content[:-_TAIL]) != digits or content[-2:] != b'"}':
-        raise DamagedRecordError(f"{path} is damaged: its checksum is wrong. {OTHER}")
+    if digits != expected:
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong. {OTHER}")
     with parsing(f"{path} is not a record of accel"):
         body = json.loads(content)
-        check_version(body, path)
-        return build(body), digits
+        if body["version"] not in (1, 2, VERSION):
+            raise CheckpointError(
+                f"{path} has version {body['version']!r} of the format, and this accel reads "
+                f"versions up to {VERSION}. Please update accel."
+            )
+        return _build(body), digits
 
 
-OTHER: Final = "Load another checkpoint, for example accel.latest(...)."
-
-
-def check_version(body: Mapping[str, Any], path: str) -> None:
-    """Raise if a record has a different format or a newer version."""
-    if body["format"] != FORMAT:
-        raise CheckpointError(f"{path} has another format: it is not a record of accel.")
-    if body["version"] not in (1, 2, VERSION):
-        raise CheckpointError(
-            f"{path} has version {body['version']!r} of the format, and this accel reads versions "
-            f"up to {VERSION}. Please update accel."
-        )
-
-
-def build(body: Mapping[str, Any]) -> Record:
+def _build(body: Mapping[str, Any]) -> Record:
     """Return a record from its JSON."""
+    is_old = body["version"] != VERSION
     files = []
     for file in body["files"]:
-        files.append(Written(checked_name(file["name"]), file["size"], tuple(file["xxh3"])))
+        if not _FILE_NAME.fullmatch(file["name"]):
+            raise ValueError(f"{file['name']!r} is not the name of a shard file")
+        checksums = file["header" if is_old else "xxh3"]
+        files.append(Written(file["name"], file["size"], tuple(checksums)))
     tensors = {}
     for name, value in body["tensors"].items():
-        runs = tuple(_decode_run(part) for part in value["parts"])
-        tensors[name] = Stored(value["dtype"], tuple(value["shape"]), runs)
+        shape, aliases = tuple(value["shape"]), {}
+        if is_old:
+            runs, aliases = old_format.runs_of(name, value)
+        else:
+            runs = [_decode_run(part) for part in value["parts"]]
+        tensors[name] = Stored(value["dtype"], shape, tuple(runs), aliases)
     return Record(
         id=body["id"],
         time=body["time"],
@@ -224,14 +224,8 @@ def build(body: Mapping[str, Any]) -> Record:
         tensors=tensors,
         values=body["values"],
         ranks=body["ranks"],
+        version=body["version"],
     )
-
-
-def checked_name(name: str) -> str:
-    """Return the name of a file in the checkpoint's own directory."""
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a shard file")
-    return name
 
 
 def _decode_run(part: Sequence[Any]) -> Run:

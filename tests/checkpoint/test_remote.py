@@ -54,7 +54,6 @@ def prefix(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def faulty(endpoint: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
     """Uploads are in smaller parts, and little time passes before a request is tried again."""
     monkeypatch.setattr(remote, "_BLOCK", 5 << 20)
-    monkeypatch.setattr(remote, "_PAUSES", (0.02, 0.05, 0.1))
     with stores.proxy(endpoint) as (url, state):
         stores.use(url)
         yield state
@@ -458,7 +457,6 @@ def test_a_server_that_is_not_reached(
     endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """fsspec's filesystem of http calls both a file that is not there; who waits for it is told from the second time on."""
-    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.1))
     for call in (accel.verify, accel.load):
         with pytest.raises(CheckpointError, match="Cannot connect to host.*the way to it, fails: http://127.0.0.1:9/c"):
             call("http://127.0.0.1:9/c")

@@ -48,7 +48,7 @@ def test_threads_work_at_once_and_are_done_when_one_fails() -> None:
         done.append(number)
 
     with pytest.raises(ValueError, match="the second"):
-        reader.in_threads(act, range(100))
+        reader.in_threads(act, range(100), 4)
     so_far = len(done)
     time.sleep(0.5)
     assert so_far == len(done) < 99
