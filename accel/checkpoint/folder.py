@@ -14,7 +14,7 @@ from ..process.control import locked
 from .background import background
 from .record import NAME, Record, encode, exists, is_record, read
 from .steps import explain, on_running_ranks
-from .storage import StoreError, check_size, read_whole, storage_of, unreadable
+from .storage import StoreError, check_size, read_whole, storage_of
 
 logger = logging.getLogger("accel")
 
@@ -118,10 +118,7 @@ def sweep(directory: str, names: Iterable[str], keep: Iterable[str] = ()) -> Non
 def check_sizes(directory: str, record: Record) -> None:
     """Raise if a file of a checkpoint is missing or has a different size than in the record."""
     names = [file.name for file in record.files]
-    try:
-        sizes = storage_of(directory).sizes(directory, names)
-    except OSError as error:
-        raise CheckpointError(unreadable(error)) from error
+    sizes = storage_of(directory).sizes(directory, names)
     for file, size in zip(record.files, sizes, strict=True):
         check_size(os.path.join(directory, file.name), size, file.size)
 
@@ -166,12 +163,10 @@ def _version(path: object) -> str:
 
 def check_keep(directory: str, keep: object) -> None:
     """Raise if older checkpoints can't be found or counted."""
-    if type(keep) is not int or keep < 1:
-        raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1.")
-    if not _NUMBER.search(os.path.abspath(directory)):
+    if type(keep) is not int or keep < 1 or not _NUMBER.search(os.path.abspath(directory)):
         raise CheckpointError(
-            f"keep={keep} needs a directory whose name ends in a number, not {directory!r}. "
-            "Save into directories such as 'ckpt/step-100'."
+            f"keep={keep!r} for {directory!r}: expected a number of at least 1, and a directory "
+            "whose name ends in a number, such as 'ckpt/step-100'."
         )
 
 
@@ -217,13 +212,10 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     path = named(root)
     try:
         names = storage_of(path).names(path)
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    except OSError as error:
-        raise CheckpointError(f"accel.latest: {explain(error)}") from error
-    try:
         newest = _by_age([path, *(os.path.join(path, name) for name in names)])
-    except StoreError as error:
+    except (FileNotFoundError, NotADirectoryError):
+        newest = []
+    except OSError as error:
         raise CheckpointError(f"{path} may be a checkpoint: {explain(error)}") from error
     best: tuple[float, str] | None = None
     for time, one in newest:

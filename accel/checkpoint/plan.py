@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import CheckpointError
@@ -188,7 +188,11 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
 def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]]:
     """Return the ranks that hold each box of a tensor, once they are known to cover it."""
     first = held[0][1]
-    shape, holders = first.shape, dict[Box, list[int]]()
+    shape = first.shape
+    full = [kind for _, kind in held if all(begin < end for begin, end in kind.box)]
+    is_flat = all(len(kind.box) == 1 for kind in full)
+    whole: Box = ((0, math.prod(shape)),) if is_flat else tuple((0, size) for size in shape)
+    holders: dict[Box, list[int]] = {}
     for rank, kind in held:
         if (kind.dtype, kind.shape) != (first.dtype, shape):
             raise CheckpointError(
@@ -196,35 +200,21 @@ def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]
                 f"{kind.dtype} {list(kind.shape)} on rank {rank}. Save the same tensor on all."
             )
         if all(begin < end for begin, end in kind.box):
-            holders.setdefault(kind.box, []).append(rank)
-    whole: Box = ((0, math.prod(shape)),)
-    if any(len(box) != 1 for box in holders):
-        whole = tuple((0, size) for size in shape)
-        cut: dict[Box, list[int]] = {}
-        for box, ranks in holders.items():
-            for part in expanded(box, shape):
-                cut.setdefault(part, []).extend(ranks)
-        holders = cut
-    if not _covers(holders, whole):
+            for box in [kind.box] if is_flat else expanded(kind.box, shape):
+                holders.setdefault(box, []).append(rank)
+    # Engines give disjoint or identical boxes. So boxes inside the tensor with as many elements as
+    # the tensor are all of it.
+    count, is_inside = 0, True
+    for box in holders:
+        count += math.prod(shape_of(box))
+        for (begin, end), (_, size) in zip(box, whole, strict=True):
+            is_inside = is_inside and begin >= 0 and end <= size
+    if not is_inside or count != math.prod(shape):
         raise CheckpointError(
             f"the shards of {name} {list(shape)} overlap or leave a hole. "
             f"They are {sorted(holders)[:4]}."
         )
     return holders
-
-
-def _covers(boxes: Iterable[Box], whole: Box) -> bool:
-    """True if boxes inside a tensor have as many elements as the tensor.
-
-    Engines give disjoint or identical boxes, so these are all of its elements.
-    """
-    count = 0
-    for box in boxes:
-        count += math.prod(shape_of(box))
-        for (begin, end), (_, size) in zip(box, whole, strict=True):
-            if begin < 0 or end > size:
-                return False
-    return count == math.prod(shape_of(whole))
 
 
 def _share(

@@ -85,33 +85,34 @@ class _Piece:
         """Return the byte of the file at which an element of the stored box begins."""
         return self.start + element * self.dtype.itemsize
 
-    def span(self) -> tuple[int, int]:
-        """Return the range from the first to the last wanted element, in row-major order."""
-        return span(self.wanted, self.sizes)
-
     def view(self, begin: int, end: int) -> memoryview | None:
         """Return the memory for a range of elements if their bytes can be read into the target."""
         target, size = self.target, self.dtype.itemsize
-        first, last = self.span()
+        first, last = span(self.wanted, self.sizes)
         is_plain = target.device.type == "cpu" and target.is_contiguous() and not is_lazy(target)
         if not is_plain or target.dtype is not self.dtype or last - first != target.numel():
             return None
         return memory(target)[(begin - first) * size : (end - first) * size]
+
+    def blocks(self, begin: int, end: int) -> Iterator[tuple[int, Box, Box]]:
+        """Give the boxes of a range of elements: the place in it, the box, and its wanted part."""
+        at = 0
+        for box in divided(tuple((0, size) for size in self.sizes), begin, end):
+            common = intersection(box, self.wanted)
+            if common is not None:
+                yield at, box, common
+            at += math.prod(shape_of(box))
 
     def copy_from(self, data: torch.Tensor, begin: int, end: int) -> None:
         """Copy the wanted ones of a range of elements, with these bytes, to the target."""
         if data.storage_offset() % self.dtype.itemsize:
             data = data.clone()  # a file of another library
         values = data.view(self.dtype)
-        for box in divided(tuple((0, size) for size in self.sizes), begin, end):
-            sizes = shape_of(box)
-            common = intersection(box, self.wanted)
-            if common is not None:
-                block = values[: math.prod(sizes)].view(sizes)
-                part = self.target[slices(relative(common, self.wanted))]
-                source = block[slices(relative(common, box))]
-                part.copy_(source, non_blocking=is_remote(self.target))
-            values = values[math.prod(sizes) :]
+        for at, box, common in self.blocks(begin, end):
+            block = values[at : at + math.prod(shape_of(box))].view(shape_of(box))
+            part = self.target[slices(relative(common, self.wanted))]
+            source = block[slices(relative(common, box))]
+            part.copy_(source, non_blocking=is_remote(self.target))
 
 
 def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
@@ -139,22 +140,16 @@ def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
 
 def _targets(shard: Shard, region: Box) -> Iterator[tuple[Box, torch.Tensor]]:
     """Give the boxes of a shard, with a side for each dimension, and their views."""
-    tensor, shape = shard.tensor, shard.shape
-    row_size = max(1, math.prod(shape[1:]))
-    if len(region) == len(shape):
-        yield region, tensor.view(shape_of(region))
-    elif tensor.shape[1:] == shape[1:] and region[0][0] % row_size == 0:
+    tensor, boxes = shard.tensor, list(expanded(region, shard.shape))
+    if len(boxes) == 1:
         # It may have any strides, as the parameter of a convolution in channels_last.
-        row = region[0][0] // row_size
-        sides = ((row, row + len(tensor)), *((0, size) for size in shape[1:])) if shape else ()
-        yield sides, tensor
-    else:
-        start, flat = 0, tensor if tensor.dim() == 1 else tensor.view(-1)
-        for box in expanded(region, shape):
-            sizes = shape_of(box)
-            count = math.prod(sizes)
-            yield box, flat[start : start + count].view(sizes)
-            start += count
+        yield boxes[0], tensor.view(shape_of(boxes[0]))
+        return
+    start, flat = 0, tensor if tensor.dim() == 1 else tensor.view(-1)
+    for box in boxes:
+        count = math.prod(shape_of(box))
+        yield box, flat[start : start + count].view(shape_of(box))
+        start += count
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -168,20 +163,17 @@ class _Chunk:
     begin: int
     end: int
     segments: Sequence[tuple[_Piece, int, int]] = ()
-    #: The memory to read into. None: read into the staging buffer.
-    views: Sequence[memoryview] | None = None
 
-    def find_views(self) -> None:
-        """Set ``views`` if all of the chunk is plain memory of targets."""
+    def views(self) -> list[memoryview] | None:
+        """Return the memory of the targets if the chunk consists of it."""
         views, at = [], self.begin
         for piece, begin, end in self.segments:
             view = piece.view(begin, end)
             if view is None or piece.byte_of(begin) != at:
-                return
+                return None
             views.append(view)
             at += len(view)
-        if at == self.end:
-            self.views = views
+        return views if at == self.end else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,36 +229,32 @@ class _ShardFile:
 
     def chunks(self, pieces: Iterable[_Piece]) -> Iterator[_Chunk]:
         """Give the chunks that have elements of pieces, in order."""
+        header = self.header
         found: dict[int, list[tuple[_Piece, int, int]]] = {}
         for piece in pieces:
-            self._locate(piece)
-            size, (begin, last) = piece.dtype.itemsize, piece.span()
+            size, (begin, last) = piece.dtype.itemsize, span(piece.wanted, piece.sizes)
+            start, stop = header.entries.get(piece.key, {}).get("data_offsets", (0, 0))
+            piece.start = header.size + start + piece.first * size
+            if piece.byte_of(last) > header.size + stop:
+                raise CheckpointError(
+                    f"{self.file.path} does not hold {piece.key!r} as the record says. {OTHER}"
+                )
             while begin < last:
-                number = (piece.byte_of(begin) - self.header.base) // CHUNK
-                limit = self.header.base + (number + 1) * CHUNK
+                number = (piece.byte_of(begin) - header.base) // CHUNK
+                limit = header.base + (number + 1) * CHUNK
                 # Without checksums, an element may end in the next chunk.
                 end = min(last, -(-(limit - piece.start) // size))
-                found.setdefault(number, []).append((piece, begin, end))
+                if any(piece.blocks(begin, end)):
+                    found.setdefault(number, []).append((piece, begin, end))
                 begin = end
         for number, segments in sorted(found.items()):
             segments.sort(key=lambda segment: segment[0].byte_of(segment[1]))
             chunk = self.chunk(number)
             chunk.segments = segments
-            if not self.header.checksums:
+            if not header.checksums:
                 chunk.begin = segments[0][0].byte_of(segments[0][1])
                 chunk.end = max(piece.byte_of(end) for piece, _, end in segments)
-            if number not in self.kept:
-                chunk.find_views()
             yield chunk
-
-    def _locate(self, piece: _Piece) -> None:
-        """Set the offset of a piece in the file."""
-        begin, end = self.header.entries.get(piece.key, {}).get("data_offsets", (0, 0))
-        piece.start = self.header.size + begin + piece.first * piece.dtype.itemsize
-        if piece.byte_of(piece.span()[1]) > self.header.size + end:
-            raise CheckpointError(
-                f"{self.file.path} does not hold {piece.key!r} as the record says. {OTHER}"
-            )
 
     def read(self, chunk: _Chunk, views: Sequence[memoryview]) -> None:
         """Fill memory with a chunk, and compare its checksum."""
@@ -288,8 +276,8 @@ class _ShardFile:
                     offset += len(part)
             if digest.hexdigest() == checksums[chunk.number]:
                 return
-        names = list(dict.fromkeys(piece.key for piece, _, _ in chunk.segments)) or self._keys
-        inside = f", in {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}" if names else ""
+        names = [piece.key for piece, _, _ in chunk.segments] or self._keys
+        inside = f", in {', '.join(dict.fromkeys(names[:3]))}" if names else ""
         raise CheckpointError(
             f"{file.path} is damaged between bytes {chunk.begin} and {chunk.end}{inside}. {OTHER}"
         )
@@ -344,7 +332,7 @@ class Reader:
         if not is_url(path):
             path = os.path.join(self._directory, path)
         with storage_of(path).open(path, written.size) as opened:
-            keys = list(dict.fromkeys(piece.key for piece in pieces))
+            keys = [piece.key for piece in pieces]
             header = self._headers.get(number)
             file = _ShardFile(opened, header or _Header(0, {}, 0, written.checksums), keys)
             if header is None and (pieces or version != VERSION):
@@ -356,30 +344,35 @@ class Reader:
     def _read(self, file: _ShardFile, chunks: Iterable[_Chunk]) -> None:
         threads = file.file.in_flight or share()
         places = max(_STAGED, threads)
-        for batch in batched(chunks, lambda chunk: chunk.views is None, places):
-            finish(self._copies)  # they read the staging buffer
-            staged = [chunk for chunk in batch if chunk.views is None]
-            missing = [chunk for chunk in staged if chunk.number not in file.kept]
-            rooms = file.kept | self._rooms(missing, places)
-            reads = [(chunk, chunk.views) for chunk in batch if chunk.views is not None]
-            reads += [(chunk, [memory(rooms[chunk.number])]) for chunk in missing]
-            in_threads(lambda one: file.read(*one), reads, threads)
-            devices = set()
-            for chunk in staged:
-                for piece, begin, end in chunk.segments:
-                    at, stop = piece.byte_of(begin) - chunk.begin, piece.byte_of(end) - chunk.begin
-                    piece.copy_from(rooms[chunk.number][at:stop], begin, end)
-                    if is_remote(piece.target):
-                        devices.add(piece.target.device)
-            self._copies = begun(devices)
+        ready: list[tuple[_Chunk, list[memoryview]]] = []
+        staged: list[_Chunk] = []
+        for chunk in chunks:
+            views = None if chunk.number in file.kept else chunk.views()
+            if views is not None:
+                ready.append((chunk, views))
+                continue
+            staged.append(chunk)
+            if len(staged) == places:
+                self._read_staged(file, staged, threads)
+                staged = []
+        self._read_staged(file, staged, threads)
+        in_threads(lambda one: file.read(*one), ready, threads)
 
-    def _rooms(self, chunks: Sequence[_Chunk], places: int) -> dict[int, torch.Tensor]:
-        """Return a part of the staging buffer for each chunk, by its number."""
-        size, rooms = CHUNK + _ALIGN, {}
+    def _read_staged(self, file: _ShardFile, chunks: Sequence[_Chunk], threads: int) -> None:
+        """Read chunks into the staging buffer, and copy their elements."""
+        finish(self._copies)  # they read the buffer
+        missing = [chunk for chunk in chunks if chunk.number not in file.kept]
         targets = [piece.target for chunk in chunks for piece, _, _ in chunk.segments]
-        pinned = any(map(is_remote, targets))
-        if chunks and (not len(self._stage) or (pinned and not self._stage.is_pinned())):
-            self._stage = host_memory(places * size, pinned=pinned)
-        for chunk, room in zip(chunks, self._stage.split(size), strict=False):
-            rooms[chunk.number] = room[: chunk.end - chunk.begin]
-        return rooms
+        devices = {target.device for target in targets if is_remote(target)}
+        size, rooms = CHUNK + _ALIGN, dict(file.kept)
+        if missing and (not len(self._stage) or (devices and not self._stage.is_pinned())):
+            self._stage = host_memory(max(_STAGED, threads) * size, pinned=bool(devices))
+        for number, chunk in enumerate(missing):
+            rooms[chunk.number] = self._stage[number * size :][: chunk.end - chunk.begin]
+        reads = [(chunk, [memory(rooms[chunk.number])]) for chunk in missing]
+        in_threads(lambda one: file.read(*one), reads, threads)
+        for chunk in chunks:
+            for piece, begin, end in chunk.segments:
+                at, stop = piece.byte_of(begin) - chunk.begin, piece.byte_of(end) - chunk.begin
+                piece.copy_from(rooms[chunk.number][at:stop], begin, end)
+        self._copies = begun(devices)

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..shard import Box, expanded, flattened
 from . import old_format
 from .layout import Run
-from .shards import ITEM_BYTES, Written, checksum
+from .shards import Written, checksum
 from .steps import explain, parsing
 from .storage import RECORD, read_whole, storage_of
 
@@ -24,6 +24,8 @@ VERSION: Final = 3
 #: The checksum at the end is of all bytes before it.
 _END: Final = b',"xxh3":"'
 _TAIL: Final = len(_END) + 16 + len(b'"}')
+#: The attributes of ``Record`` that are in the file as they are.
+_PLAIN: Final = ("id", "time", "world_size", "values", "ranks")
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 
@@ -42,21 +44,16 @@ class Stored:
         return math.prod(self.shape)
 
     @property
-    def nbytes(self) -> int:
-        return self.numel * ITEM_BYTES[self.dtype]
-
-    @property
     def is_flat(self) -> bool:
         """True if the boxes count elements in row-major order."""
         return all(len(run.box) == 1 for run in self.runs)
 
     def overlaps(self, box: Box) -> Iterable[tuple[int, Box]]:
         """Return the files and stored boxes that have elements of a box."""
+        boxes = list(expanded(box, self.shape))
         if self.is_flat:
             # A box of columns is in all files from its first element to its last one.
             boxes = [flattened(box, self.shape) or (span(box, self.shape),)]
-        else:
-            boxes = list(expanded(box, self.shape))
         found: dict[tuple[int, Box], None] = {}
         for one in boxes:
             for run in self.runs:
@@ -103,27 +100,16 @@ def encode(record: Record) -> bytes:
     files = [{"name": f.name, "size": f.size, "xxh3": f.checksums} for f in record.files]
     tensors = {}
     for name, stored in record.tensors.items():
-        parts = [_encode_run(run) for run in stored.runs]
+        parts = []
+        for run in stored.runs:
+            rule = [run.count, run.step, run.dim, run.shift] if run.count > 1 else []
+            parts.append([run.file, *zip(*run.box, strict=True), *rule])
         tensors[name] = {"dtype": stored.dtype, "shape": stored.shape, "parts": parts}
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "id": record.id,
-        "time": record.time,
-        "world_size": record.world_size,
-        "files": files,
-        "tensors": tensors,
-        "values": record.values,
-        "ranks": record.ranks,
-    }
+    body = {"format": FORMAT, "version": VERSION}
+    body |= {name: getattr(record, name) for name in _PLAIN}
+    body |= {"files": files, "tensors": tensors}
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")[:-1]
     return b"".join([text, _END, checksum(text).encode("ascii"), b'"}'])
-
-
-def _encode_run(run: Run) -> list[Any]:
-    low, high = ([side[i] for side in run.box] for i in (0, 1))
-    rule = [run.count, run.step, run.dim, run.shift]
-    return [run.file, low, high, *(rule if run.count > 1 else ())]
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -167,14 +153,10 @@ def _absent(directory: str) -> str:
     names = sorted(storage.names(directory))
     inside = [name for name in names if storage.exists(os.path.join(directory, name, NAME))]
     if inside:
-        return (
-            f"{directory} holds checkpoints ({', '.join(inside[-5:])}) but is none. "
-            f"Load one of them, for example accel.latest({directory!r})."
-        )
-    return (
-        f"{directory} has no {NAME}, so it is not a complete checkpoint: "
-        f"it holds {', '.join(names[:5]) or 'nothing'}."
-    )
+        held, advice = inside[-5:], f" Load one of them, or accel.latest({directory!r})."
+        return f"{directory} holds checkpoints ({', '.join(held)}) but is none.{advice}"
+    held = names[:5] or ["nothing"]
+    return f"{directory} has no {NAME}, so it is not a checkpoint. It holds {', '.join(held)}."
 
 
 def parse(content: bytes, path: str) -> tuple[Record, str]:
@@ -214,20 +196,9 @@ def _build(body: Mapping[str, Any]) -> Record:
         if is_old:
             runs, aliases = old_format.runs_of(name, value)
         else:
-            runs = [_decode_run(part) for part in value["parts"]]
+            runs = []
+            for file, low, high, *rule in value["parts"]:
+                runs.append(Run(file, tuple(zip(low, high, strict=True)), *rule))
         tensors[name] = Stored(value["dtype"], shape, tuple(runs), aliases)
-    return Record(
-        id=body["id"],
-        time=body["time"],
-        world_size=body["world_size"],
-        files=files,
-        tensors=tensors,
-        values=body["values"],
-        ranks=body["ranks"],
-        version=body["version"],
-    )
-
-
-def _decode_run(part: Sequence[Any]) -> Run:
-    file, low, high, *rule = part
-    return Run(file, tuple(zip(low, high, strict=True)), *rule)
+    plain = {name: body[name] for name in _PLAIN}
+    return Record(files=files, tensors=tensors, version=body["version"], **plain)

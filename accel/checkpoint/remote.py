@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 from ..errors import CheckpointError
-from .storage import Content, File, StoreError, check_size, unreadable
+from .storage import Content, File, StoreError, check_size
 
 #: Bytes of a request that puts an object on a condition, which can't have parts.
 _LARGEST: Final = 5 << 30
@@ -53,19 +53,17 @@ def _opened(pid: int, protocol: str, options: tuple[tuple[str, Any], ...]) -> Re
 
 def _as_os_error(error: Exception, url: str) -> OSError:
     """Return an error of fsspec as an OSError with the URL and advice."""
+    cause = error.__cause__
+    # The file system of http calls a server that it can't reach "not found".
+    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+        error = cause
     text = f"{type(error).__name__}: {str(error).strip() or 'no details'}"
     if isinstance(error, FileExistsError):
         return FileExistsError(errno.EEXIST, text, url)
-    cause = error.__cause__
-    # The file system of http calls a server that it can't reach "not found".
-    lost = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
-    if lost:
-        text = f"{type(cause).__name__}: {cause}"
-    if isinstance(error, FileNotFoundError | NotADirectoryError) and not lost:
-        if not re.search("bucket does|container does", text):
-            return FileNotFoundError(errno.ENOENT, "it is not there", url)
-    # The next call looks for credentials again.
-    _opened.cache_clear()
+    is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+    if is_missing and not re.search("bucket does|container does", text):
+        return FileNotFoundError(errno.ENOENT, "it is not there", url)
+    _opened.cache_clear()  # the next call looks for credentials again
     advice = "check the credentials, the permissions and the connection to the store"
     return StoreError(0, f"{text}; {advice}", url)
 
@@ -131,6 +129,7 @@ class Remote:
         return time.timestamp() if isinstance(time, datetime.datetime) else float(time)
 
     def _listing(self, directory: str) -> dict[str, int]:
+        """Return the names in a directory, with their sizes."""
         own = self._fs._strip_protocol(directory).strip("/")
         sizes = {}
         with contextlib.suppress(FileNotFoundError):
@@ -145,11 +144,7 @@ class Remote:
 
     def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
         listing = self._listing(directory) if names else {}
-        for name in names:
-            if name not in listing:
-                path = os.path.join(directory, name)
-                raise FileNotFoundError(errno.ENOENT, "it is not there", path)
-        return [listing[name] for name in names]
+        return [listing.get(name, -1) for name in names]
 
     def real(self, path: str) -> str:
         return path
@@ -168,13 +163,10 @@ class Remote:
     @contextlib.contextmanager
     def open(self, path: str, size: int | None = None) -> Iterator[File]:
         info = self._info(path)
-        if info.get("type") != "file":
-            raise CheckpointError(
-                unreadable(FileNotFoundError(errno.ENOENT, "it is not there", path))
-            )
-        if size is not None:
-            check_size(path, int(info["size"]), size)
-        yield _Object(self, path, int(info["size"]))
+        found = int(info["size"]) if info.get("type") == "file" else -1
+        if found < 0 or size is not None:
+            check_size(path, found, size or 0)
+        yield _Object(self, path, found)
 
     def create(self, path: str, size: int, content: Content) -> None:
         block = -(-max(_BLOCK, size // 9000) >> 18 << 18)

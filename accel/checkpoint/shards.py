@@ -69,7 +69,6 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
 
 def check_tensor(value: torch.Tensor, path: str) -> None:
     """Raise for a tensor that is more than its elements."""
-    problem = ""
     if value.layout is not torch.strided or value.is_nested:
         problem = f"of layout {'nested' if value.is_nested else value.layout}"
     elif value.dtype not in NAMES:
@@ -78,10 +77,11 @@ def check_tensor(value: torch.Tensor, path: str) -> None:
         problem = "on the meta device"
     elif type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         problem = f"of class {type(value).__name__}"
-    if problem:
-        is_shard = hasattr(value, "full_tensor")
-        advice = "value.full_tensor(), called on every rank" if is_shard else "a plain dense tensor"
-        raise CheckpointError(f"{path}: a tensor {problem} can't be stored. Store {advice}.")
+    else:
+        return
+    is_shard = hasattr(value, "full_tensor")
+    advice = "value.full_tensor(), called on every rank" if is_shard else "a plain dense tensor"
+    raise CheckpointError(f"{path}: a tensor {problem} can't be stored. Store {advice}.")
 
 
 def batched(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -214,7 +214,7 @@ def _item(entry: Entry, shards: Sequence[Shard]) -> WriteItem:
 METADATA: Final = "__metadata__"
 _ALIGN: Final = 64
 #: Bytes that are hashed and then written, while they are in the caches of a core. Divides CHUNK.
-_BLOCK: Final = 1 << 20
+_PART: Final = 1 << 20
 _SMALL: Final = 128 << 10
 
 
@@ -278,16 +278,16 @@ def write(directory: str, name: str, items: Sequence[Item]) -> Written:
 
 
 def blocks(parts: Iterable[memoryview]) -> Iterator[bytearray | memoryview]:
-    """Give the same bytes in few blocks, each inside a range of ``_BLOCK`` bytes of the file."""
+    """Give the same bytes in few blocks, each inside a range of ``_PART`` bytes of the file."""
     small, at = bytearray(), 0
     for part in parts:
         while part:
-            block = part[: _BLOCK - at % _BLOCK]
+            block = part[: _PART - at % _PART]
             part = part[len(block) :]
             at += len(block)
             if len(block) < _SMALL:
                 small += block
-            if small and (len(block) >= _SMALL or at % _BLOCK == 0):
+            if small and (len(block) >= _SMALL or at % _PART == 0):
                 yield small
                 small = bytearray()
             if len(block) >= _SMALL:

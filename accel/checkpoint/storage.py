@@ -51,15 +51,12 @@ def read_whole(path: str) -> bytes:
         return bytes(file.read(0, file.size))
 
 
-def unreadable(error: OSError) -> str:
-    """Describe a file of a checkpoint that can't be read."""
-    missing = error.errno == errno.ENOENT
-    advice = ". The checkpoint is not complete, so load another one." if missing else ""
-    return f"{explain(error)}{advice}"
-
-
 def check_size(path: str, size: int, written: int) -> None:
-    """Raise for a file that doesn't have the size in the record."""
+    """Raise for a file that doesn't have the size in the record. -1: there is none."""
+    if size < 0:
+        raise CheckpointError(
+            f"{path} is missing: the checkpoint is not complete, so load another one."
+        )
     if size != written:
         raise CheckpointError(
             f"{path} has {size} bytes, but {written} were written: it was cut or changed. "
@@ -113,8 +110,12 @@ class Local:
         return os.path.realpath(path)
 
     def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
-        """Return the sizes of files."""
-        return [os.lstat(os.path.join(directory, name)).st_size for name in names]
+        """Return the sizes of files, and -1 for those that are missing."""
+        sizes = []
+        for name in names:
+            path = os.path.join(directory, name)
+            sizes.append(os.stat(path).st_size if os.path.lexists(path) else -1)
+        return sizes
 
     def modified(self, path: str) -> float | None:
         """Return the time of a file in seconds, or None if there is no such file."""
@@ -153,7 +154,9 @@ class Local:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(unreadable(error)) from error
+            if error.errno == errno.ENOENT:
+                check_size(path, -1, 0)
+            raise CheckpointError(explain(error)) from error
         try:
             found = os.fstat(fd).st_size
             if size is not None:
@@ -226,7 +229,7 @@ class _LocalFile(File):
                 count = os.preadv(self._fd, left[:_MAX_VECTORS], offset)
             except OSError as error:
                 error.filename = self.path
-                raise CheckpointError(unreadable(error)) from error
+                raise CheckpointError(explain(error)) from error
             if count == 0:
                 raise CheckpointError(
                     f"{self.path} ends at byte {offset}, inside a tensor. Load another checkpoint."
