@@ -239,12 +239,13 @@ class _ShardFile:
                 raise CheckpointError(
                     f"{self.file.path} does not hold {piece.key!r} as the record says. {OTHER}"
                 )
+            is_range = last - begin == piece.target.numel()
             while begin < last:
                 number = (piece.byte_of(begin) - header.base) // CHUNK
                 limit = header.base + (number + 1) * CHUNK
                 # Without checksums, an element may end in the next chunk.
                 end = min(last, -(-(limit - piece.start) // size))
-                if any(piece.blocks(begin, end)):
+                if is_range or any(piece.blocks(begin, end)):
                     found.setdefault(number, []).append((piece, begin, end))
                 begin = end
         for number, segments in sorted(found.items()):
