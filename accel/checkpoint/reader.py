@@ -118,6 +118,7 @@ class _Piece:
 def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
     """Give the elements of a shard, each with the number of its file."""
     shape, region = stored.shape, shard.region
+    targets: list[tuple[Box, torch.Tensor]]
     if stored.is_flat and len(region) == 1 and shard.tensor.is_contiguous():
         # Ranges in row-major order need no dimensions. Most tensors are stored as such ranges.
         shape = (stored.numel,)

@@ -192,11 +192,12 @@ def _build(body: Mapping[str, Any]) -> Record:
         files.append(Written(file["name"], file["size"], tuple(checksums)))
     tensors = {}
     for name, value in body["tensors"].items():
-        shape, aliases = tuple(value["shape"]), {}
+        shape = tuple(value["shape"])
+        runs: list[Run] = []
+        aliases: dict[tuple[int, Box], tuple[str, int]] = {}
         if is_old:
             runs, aliases = old_format.runs_of(name, value)
         else:
-            runs = []
             for file, low, high, *rule in value["parts"]:
                 runs.append(Run(file, tuple(zip(low, high, strict=True)), *rule))
         tensors[name] = Stored(value["dtype"], shape, tuple(runs), aliases)
