@@ -386,5 +386,9 @@ class Reader:
         for chunk in chunks:
             for piece, begin, end in chunk.segments:
                 at, stop = piece.byte_of(begin) - chunk.begin, piece.byte_of(end) - chunk.begin
-                piece.copy_from(rooms[chunk.number][at:stop], begin, end)
+                view = piece.view(begin, end)
+                if view is None:
+                    piece.copy_from(rooms[chunk.number][at:stop], begin, end)
+                else:
+                    view[:] = memory(rooms[chunk.number])[at:stop]
         self._copies = begun(devices)
