@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, thread, wait  # noqa: F401 - see _register_atexit below
 from typing import Final, final
 
@@ -101,37 +101,26 @@ class Background:
     def copy(self, items: Sequence[WriteItem]) -> list[CopiedItem]:
         """Return the items in host memory that training does not change."""
         devices = {item.tensor.device for item in items if is_remote(item.tensor)}
-        pinned = bool(devices)
-        if pinned and not all(block.is_pinned() for block in self._blocks):
+        if devices and not all(block.is_pinned() for block in self._blocks):
             self._blocks = []
-        rooms = self._rooms(pinned)
-        number, at = next(rooms), 0
-        copied = []
+        copied, number, at = [], 0, 0
         for item in items:
             copies = []
             for piece in item.pieces():
                 data = piece.view(torch.uint8)
                 while len(data):
                     if at >= _BLOCK:
-                        number, at = next(rooms), 0
-                    count = min(len(data), _BLOCK - at)
-                    room = self._blocks[number][at : at + count]
-                    room.copy_(data[:count], non_blocking=is_remote(piece))
+                        number, at = number + 1, 0
+                    if number == len(self._blocks):
+                        self._blocks.append(host_memory(_BLOCK, pinned=bool(devices)))
+                    room = self._blocks[number][at : at + len(data)]
+                    room.copy_(data[: len(room)], non_blocking=is_remote(piece))
                     copies.append(room)
-                    data = data[count:]
-                    at = -(-(at + count) // _ALIGN) * _ALIGN
+                    data = data[len(room) :]
+                    at = -(-(at + len(room)) // _ALIGN) * _ALIGN
             copied.append(CopiedItem(item.entry, copies))
         finish(begun(devices))
         return copied
-
-    def _rooms(self, pinned: bool) -> Iterator[int]:
-        """Give the numbers of blocks, and allocate those that are missing."""
-        number = 0
-        while True:
-            if number == len(self._blocks):
-                self._blocks.append(host_memory(_BLOCK, pinned=pinned))
-            yield number
-            number += 1
 
 
 background: Final = Background()

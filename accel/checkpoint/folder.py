@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final, final
 
 from ..errors import CheckpointError, is_url, refuse_url
-from ..process import rank
 from ..process.control import locked
 from .background import background
-from .record import NAME, DamagedRecordError, Record, encode, exists, read
-from .steps import check_arguments, exchange, explain, on_every_rank
-from .storage import StoreError, check_size, read_whole, storage_of, unreadable
+from .record import NAME, Record, encode, exists, is_record, read
+from .steps import explain, on_running_ranks
+from .storage import StoreError, check_size, read_whole, storage_of
 
 logger = logging.getLogger("accel")
 
@@ -37,14 +36,13 @@ def named(path: object) -> str:
         raise CheckpointError(
             "expected a directory, found None. accel.latest returns None if there is no checkpoint."
         )
-    if isinstance(path, dict):
-        raise CheckpointError(
-            "expected the path of a directory, found a dict. "
-            "Write accel.save(state, dir) and accel.load(dir, state)."
-        )
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
-        raise CheckpointError(f"expected the path of a directory, found {path!r}.")
+        kind = "a dict" if isinstance(path, dict) else repr(path)
+        raise CheckpointError(
+            f"expected the path of a directory, found {kind}. "
+            "Write accel.save(state, dir) and accel.load(dir, state)."
+        )
     if not is_url(text):
         return os.path.expanduser(refuse_url(text, CheckpointError))
     protocol, _, rest = text.partition("://")
@@ -69,16 +67,6 @@ def shard_name(save: str, rank: int) -> str:
 # -- the commit ------------------------------------------------------------------------------------
 
 
-def present(directory: str) -> Record | None:
-    """Return the record that a save will replace. None: there is none, or it is damaged."""
-    if not exists(directory):
-        return None
-    try:
-        return read(directory)[0]
-    except DamagedRecordError:
-        return None
-
-
 @final
 class Commit:
     """Replaces the record that was in a directory at the beginning, and only that one.
@@ -92,9 +80,12 @@ class Commit:
         self._path = os.path.join(directory, NAME)
         self._storage = storage_of(directory)
         self._version = self._storage.version(self._path)
-        # Raises before anything is written into the directory of another program.
-        if self._version and self._version != _checked.get(self._path):
-            present(directory)
+        # Before anything is written into the directory of another program.
+        if self._version and not is_record(self._path):
+            raise CheckpointError(
+                f"{self._path} has another format: it is not a record of accel. "
+                "Save into a different directory."
+            )
 
     def put(self, record: Record, content: bytes = b"", keep: int | None = None) -> None:
         """Make a record that of the directory, and remove the files of the one before."""
@@ -106,20 +97,14 @@ class Commit:
                 f"{self._path} is another job's: it has saved there since this save began. "
                 "Give each job its own directory."
             ) from error
-        # What fails now is no failure of the save.
+        # A failure from here on is no failure of the save.
         try:
-            _checked.clear()
-            _checked[self._path] = self._storage.version(self._path)
             sweep(self._directory, names, [file.name for file in record.files])
             if keep is not None:
                 prune(self._directory, keep)
         except (OSError, CheckpointError) as error:
             text = "%s is saved, but older files could not be removed: %s"
             logger.warning(text, self._directory, explain(error))
-
-
-#: The version of the record that this process wrote last. It need not be read again.
-_checked: Final[dict[str, str]] = {}
 
 
 def sweep(directory: str, names: Iterable[str], keep: Iterable[str] = ()) -> None:
@@ -133,10 +118,7 @@ def sweep(directory: str, names: Iterable[str], keep: Iterable[str] = ()) -> Non
 def check_sizes(directory: str, record: Record) -> None:
     """Raise if a file of a checkpoint is missing or has a different size than in the record."""
     names = [file.name for file in record.files]
-    try:
-        sizes = list(storage_of(directory).sizes(directory, names))
-    except OSError as error:
-        raise CheckpointError(unreadable(error)) from error
+    sizes = storage_of(directory).sizes(directory, names)
     for file, size in zip(record.files, sizes, strict=True):
         check_size(os.path.join(directory, file.name), size, file.size)
 
@@ -155,22 +137,16 @@ def remove(directory: str) -> None:
 # -- checkpoints that are replaced while they are read ---------------------------------------------
 
 
-@final
-class ReplacedError(CheckpointError):
-    """A checkpoint was replaced while it was read."""
-
-
 @contextlib.contextmanager
 def reporting_replacement(path: object) -> Iterator[None]:
-    """Raise ``ReplacedError`` for a CheckpointError if a save has replaced the checkpoint."""
+    """Say so in a CheckpointError if a save has replaced the checkpoint."""
     before = _version(path)
     try:
         yield
     except CheckpointError as error:
-        now = _version(path)
-        if not now or now == before:
+        if _version(path) in ("", before):
             raise
-        raise ReplacedError(
+        raise CheckpointError(
             f"{absolute(path)} was replaced while it was read: load it again"
         ) from error
 
@@ -182,35 +158,15 @@ def _version(path: object) -> str:
     return ""
 
 
-def complete(directory: str) -> Record | None:
-    """Return the record of a checkpoint that can be loaded. Warns of one that can't."""
-    try:
-        with reporting_replacement(directory):
-            if not exists(directory):
-                return None
-            record, _ = read(directory)
-            check_sizes(directory, record)
-            return record
-    except ReplacedError:
-        return complete(directory)
-    except (CheckpointError, OSError, MemoryError) as error:
-        if isinstance(error, StoreError) or isinstance(error.__cause__, StoreError):
-            raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
-        logger.warning("%s is passed over: %s", directory, explain(error))
-        return None
-
-
 # -- several checkpoints ---------------------------------------------------------------------------
 
 
 def check_keep(directory: str, keep: object) -> None:
     """Raise if older checkpoints can't be found or counted."""
-    if type(keep) is not int or keep < 1:
-        raise CheckpointError(f"keep={keep!r}: expected a number of checkpoints of at least 1.")
-    if not _NUMBER.search(os.path.abspath(directory)):
+    if type(keep) is not int or keep < 1 or not _NUMBER.search(os.path.abspath(directory)):
         raise CheckpointError(
-            f"keep={keep} needs a directory whose name ends in a number, not {directory!r}. "
-            "Save into directories such as 'ckpt/step-100'."
+            f"keep={keep!r} for {directory!r}: expected a number of at least 1, and a directory "
+            "whose name ends in a number, such as 'ckpt/step-100'."
         )
 
 
@@ -256,23 +212,39 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     path = named(root)
     try:
         names = storage_of(path).names(path)
-    except (FileNotFoundError, NotADirectoryError):
-        names = []
-    except OSError as error:
-        raise CheckpointError(f"accel.latest: {explain(error)}") from error
-    try:
         newest = _by_age([path, *(os.path.join(path, name) for name in names)])
-    except StoreError as error:
+    except (FileNotFoundError, NotADirectoryError):
+        newest = []
+    except OSError as error:
         raise CheckpointError(f"{path} may be a checkpoint: {explain(error)}") from error
     best: tuple[float, str] | None = None
     for time, one in newest:
         # A record is as old as its file or, if it was linked or copied, older.
         if best is not None and time + 1 < best[0]:
             break
-        record = complete(one)
+        record = _complete(one)
         if record is not None and (best is None or record.time > best[0]):
             best = record.time, one
     return None if best is None else best[1]
+
+
+def _complete(directory: str) -> Record | None:
+    """Return the record of a checkpoint that can be loaded. Warns of one that can't."""
+    before = _version(directory)
+    try:
+        if not exists(directory):
+            return None
+        record, _ = read(directory)
+        check_sizes(directory, record)
+        return record
+    except (CheckpointError, OSError, MemoryError) as error:
+        if isinstance(error, StoreError) or isinstance(error.__cause__, StoreError):
+            raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
+        # A save may have replaced it in between.
+        if _version(directory) not in ("", before):
+            return _complete(directory)
+        logger.warning("%s is passed over: %s", directory, explain(error))
+        return None
 
 
 @locked
@@ -285,17 +257,16 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         CheckpointError: ``src`` is not a complete checkpoint, or ``dst`` can't be written.
     """
 
-    def look() -> tuple[None, dict[str, object]]:
+    def arguments() -> dict[str, object]:
         background.wait()
-        return None, {"src": named(src), "dst": named(dst)}
+        return {"src": named(src), "dst": named(dst)}
 
-    def act() -> None:
-        if rank() == 0:
+    def act(rank: int, world: int) -> None:
+        if rank == 0:
             with reporting_replacement(src):
                 _link(absolute(src), absolute(dst))
 
-    check_arguments("accel.link", exchange("accel.link (the beginning)", look)[1])
-    on_every_rank("accel.link", act)
+    on_running_ranks("accel.link", arguments, act)
 
 
 def _link(src: str, dst: str) -> None:
@@ -310,12 +281,8 @@ def _link(src: str, dst: str) -> None:
         return
     commit = Commit(dst)
     storage.make(dst)
-    try:
-        for file in record.files:
-            storage.link(os.path.join(src, file.name), os.path.join(dst, file.name))
-    except OSError as error:
-        raise CheckpointError(
-            f"{explain(error)}. Link on one file system that has links."
-        ) from error
+    for file in record.files:
+        storage.link(os.path.join(src, file.name), os.path.join(dst, file.name))
     storage.sync(dst)
+    check_sizes(dst, record)
     commit.put(record, read_whole(os.path.join(src, NAME)))

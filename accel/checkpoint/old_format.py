@@ -15,9 +15,7 @@ from typing import Any, Final
 from ..errors import CheckpointError
 from ..shard import Box, divided, shape_of
 from .layout import Run
-from .record import OTHER, DamagedRecordError, Record, Stored, check_version, checked_name
 from .shards import METADATA, Written, checksum
-from .steps import parsing
 from .storage import CHUNK
 
 _START: Final = b'{"xxh3":"'
@@ -30,40 +28,22 @@ def is_old(content: bytes) -> bool:
     return content.startswith(_START)
 
 
-def parse(content: bytes, path: str) -> tuple[Record, str]:
-    """Return a record and its checksum."""
+def checksums(content: bytes) -> tuple[str, str]:
+    """Return the checksum in a record, and that of the record."""
     digits = content[_DIGITS].decode("ascii", "replace")
-    if checksum(_START + _ZEROS + content[_DIGITS.stop :]) != digits:
-        raise DamagedRecordError(f"{path} is damaged: its checksum is wrong. {OTHER}")
-    with parsing(f"{path} is not a record of accel"):
-        body = json.loads(content)
-        check_version(body, path)
-        files = [
-            Written(checked_name(file["name"]), file["size"], tuple(file["header"]))
-            for file in body["files"]
-        ]
-        record = Record(
-            id=body["id"],
-            time=body["time"],
-            world_size=body["world_size"],
-            files=files,
-            tensors={name: _stored(name, value) for name, value in body["tensors"].items()},
-            values=body["values"],
-            ranks=body["ranks"],
-            version=body["version"],
-        )
-        return record, digits
+    return digits, checksum(_START + _ZEROS + content[_DIGITS.stop :])
 
 
-def _stored(name: str, value: Mapping[str, Any]) -> Stored:
-    """Return a tensor, with the names that its boxes have in files."""
+def runs_of(
+    name: str, value: Mapping[str, Any]
+) -> tuple[list[Run], dict[tuple[int, Box], tuple[str, int]]]:
+    """Return the boxes of a tensor, and their names and places in the entries of files."""
     shape = tuple(value["shape"])
-    cuts = value.get("cuts", [()] * len(shape))
-    sides = [itertools.pairwise([0, *own, size]) for own, size in zip(cuts, shape, strict=True)]
-    blocks: Iterator[Box] = itertools.product(*sides)
     is_cut = "cuts" in value
-    if not is_cut:
-        blocks = iter([((0, math.prod(shape)),)])
+    blocks: Iterator[Box] = iter([((0, math.prod(shape)),)])
+    if is_cut:
+        cuts = zip(value["cuts"], shape, strict=True)
+        blocks = itertools.product(*(itertools.pairwise([0, *own, size]) for own, size in cuts))
     runs, aliases = [], {}
     begin = end = 0  # of the block on the line
     block: Box = ()
@@ -73,28 +53,21 @@ def _stored(name: str, value: Mapping[str, Any]) -> Stored:
             while first >= end:
                 block = next(blocks)
                 begin, end = end, end + math.prod(shape_of(block))
-            key = _key(name, block, is_cut, first - begin, count)
+            sides = f"[{','.join(f'{low}:{high}' for low, high in block)}]" if is_cut else ""
+            is_part = count != end - begin
+            part = f"[{first - begin}:{first - begin + count}]" if is_part else ""
             offset = 0
             for box in divided(block, first - begin, first - begin + count):
                 runs.append(Run(file + number, box))
-                aliases[file + number, box] = key, offset
+                aliases[file + number, box] = f"{name}{sides}{part}", offset
                 offset += math.prod(shape_of(box))
-    return Stored(value["dtype"], shape, tuple(runs), aliases)
-
-
-def _key(name: str, block: Box, is_cut: bool, start: int, count: int) -> str:
-    """Return the name of a range of a block in a file."""
-    key = name
-    if is_cut:
-        key += f"[{','.join(f'{begin}:{end}' for begin, end in block)}]"
-    whole = count == math.prod(shape_of(block))
-    return key if whole else f"{key}[{start}:{start + count}]"
+    return runs, aliases
 
 
 def data_checksums(header: bytes, written: Written, path: str) -> Sequence[str]:
     """Return the checksums of each chunk behind a header, once the header is known to be right."""
     found = [checksum(header[at : at + CHUNK]) for at in range(0, len(header), CHUNK)]
     if found != list(written.checksums):
-        raise CheckpointError(f"{path} is damaged in its header. {OTHER}")
+        raise CheckpointError(f"{path} is damaged in its header. Load another checkpoint.")
     digits = json.loads(header[8:])[METADATA]["xxh3"]
     return [digits[at : at + 16] for at in range(0, len(digits), 16)]

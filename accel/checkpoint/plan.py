@@ -117,9 +117,8 @@ class Plan:
     def entries(self, rank: int) -> Iterator[Entry]:
         """Give the elements that a rank writes."""
         for group in self.groups:
-            boxes = [box for writer, box in group.alone if writer == rank]
-            for name in group.names if boxes else ():
-                for box in boxes:
+            for writer, box in group.alone:
+                for name in group.names if writer == rank else ():
                     yield Entry(name, group.dtype, group.shape, box)
         for sharing in self.sharings:
             for number, ranks in enumerate(sharing.sets):
@@ -133,24 +132,23 @@ class Plan:
     def stored(self, files: Mapping[int, int]) -> dict[str, Stored]:
         """Return the tensors of the record. ``files`` gives the numbers of the ranks' files."""
         found: dict[str, list[Run]] = {name: [] for name in self.names}
+        forms = {}
         for group in self.groups:
             alone = runs_of([(files[writer], box) for writer, box in group.alone])
             for name in group.names:
                 found[name] += alone
+                forms[name] = group
         for sharing in self.sharings:
             known: dict[tuple[int, int], list[Run]] = {}
             for piece in sharing.pieces:
                 key = piece.group, piece.place
                 if key not in known:
                     writers = [files[ranks[piece.place]] for ranks in sharing.sets]
-                    pairs = zip(writers, sharing.boxes[piece.group], strict=True)
-                    known[key] = runs_of(list(pairs))
+                    known[key] = runs_of(
+                        list(zip(writers, sharing.boxes[piece.group], strict=True))
+                    )
                 found[piece.name] += [replace(r, box=piece.of(r.box)) for r in known[key]]
-        forms = {name: group for group in self.groups for name in group.names}
-        return {
-            name: Stored(forms[name].dtype, forms[name].shape, tuple(runs))
-            for name, runs in found.items()
-        }
+        return {n: Stored(forms[n].dtype, forms[n].shape, tuple(runs)) for n, runs in found.items()}
 
 
 @functools.lru_cache(2)  # most saves of a job have the same shards
@@ -163,30 +161,26 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
     tables: dict[Table, list[int]] = {}
     for rank, listing in enumerate(listings):
         tables.setdefault(listing.table, []).append(rank)
-    sources: dict[str, list[tuple[int, int]]] = {}
-    for number, table in enumerate(tables):
+    sources: dict[str, list[tuple[Table, int]]] = {}
+    for table in tables:
         for name, kind in table.rows:
-            sources.setdefault(name, []).append((number, kind))
-    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
+            sources.setdefault(name, []).append((table, kind))
+    alike: dict[tuple[tuple[Table, int], ...], list[str]] = {}
     for name, own in sources.items():
         alike.setdefault(tuple(own), []).append(name)
-    ranks = list(tables.values())
     groups: list[Group] = []
     shared: dict[tuple[int, ...], dict[int, list[Box]]] = {}
     for places, names in alike.items():
-        held = [
-            (rank, listings[rank].kinds[kind]) for table, kind in places for rank in ranks[table]
-        ]
-        first = held[0][1]
-        holders = _holders(names[0], held)
-        alone = []
-        for box, writers in holders.items():
+        held = []
+        for table, number in places:
+            held += [(rank, listings[rank].kinds[number]) for rank in tables[table]]
+        first, alone = held[0][1], []
+        for box, writers in _holders(names[0], held).items():
             if len(writers) == 1 or first.lead:
                 alone.append((min(writers), box))
             else:
-                shared.setdefault(tuple(sorted(writers)), {}).setdefault(len(groups), []).append(
-                    box
-                )
+                own_boxes = shared.setdefault(tuple(sorted(writers)), {})
+                own_boxes.setdefault(len(groups), []).append(box)
         groups.append(Group(names, first.dtype, first.shape, alone))
     return Plan(list(sources), groups, _share(groups, shared))
 
@@ -194,7 +188,11 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
 def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]]:
     """Return the ranks that hold each box of a tensor, once they are known to cover it."""
     first = held[0][1]
-    shape, holders = first.shape, dict[Box, list[int]]()
+    shape = first.shape
+    full = [kind for _, kind in held if all(begin < end for begin, end in kind.box)]
+    is_flat = all(len(kind.box) == 1 for kind in full)
+    whole: Box = ((0, math.prod(shape)),) if is_flat else tuple((0, size) for size in shape)
+    holders: dict[Box, list[int]] = {}
     for rank, kind in held:
         if (kind.dtype, kind.shape) != (first.dtype, shape):
             raise CheckpointError(
@@ -202,40 +200,21 @@ def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]
                 f"{kind.dtype} {list(kind.shape)} on rank {rank}. Save the same tensor on all."
             )
         if all(begin < end for begin, end in kind.box):
-            holders.setdefault(kind.box, []).append(rank)
-    whole: Box = ((0, math.prod(shape)),)
-    if any(len(box) != 1 for box in holders):
-        whole = tuple((0, size) for size in shape)
-        cut: dict[Box, list[int]] = {}
-        for box, ranks in holders.items():
-            for part in expanded(box, shape):
-                cut.setdefault(part, []).extend(ranks)
-        holders = cut
-    if not _covers(sorted(holders), whole):
+            for box in [kind.box] if is_flat else expanded(kind.box, shape):
+                holders.setdefault(box, []).append(rank)
+    # Engines give disjoint or identical boxes. So boxes inside the tensor with as many elements as
+    # the tensor are all of it.
+    count, is_inside = 0, True
+    for box in holders:
+        count += math.prod(shape_of(box))
+        for (begin, end), (_, size) in zip(box, whole, strict=True):
+            is_inside = is_inside and begin >= 0 and end <= size
+    if not is_inside or count != math.prod(shape):
         raise CheckpointError(
             f"the shards of {name} {list(shape)} overlap or leave a hole. "
             f"They are {sorted(holders)[:4]}."
         )
     return holders
-
-
-def _covers(boxes: Sequence[Box], whole: Box) -> bool:
-    """True if sorted boxes have each element of a tensor once."""
-    if sum(math.prod(shape_of(box)) for box in boxes) != math.prod(shape_of(whole)):
-        return False
-    for box in boxes:
-        for (begin, end), (_, size) in zip(box, whole, strict=True):
-            if begin < 0 or end > size:
-                return False
-    # Only boxes that begin before another one ends along the first side may overlap it.
-    active: list[Box] = []
-    for box in boxes:
-        active = [other for other in active if other[0][1] > box[0][0]]
-        for other in active:
-            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
-                return False
-        active.append(box)
-    return True
 
 
 def _share(

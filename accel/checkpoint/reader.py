@@ -1,7 +1,7 @@
-"""Read tensors out of shard files: each byte once, in chunks whose checksums are compared.
+"""Read tensors out of shard files: each chunk once, and its checksum is compared on the way.
 
-What lies in plain host memory is read into its place. What belongs to a device, has another dtype
-or is a box of columns goes through one staging buffer.
+A chunk that consists of plain host memory is read into its place. Any other chunk is read into a
+staging buffer, and its elements are copied from there to devices, other dtypes and cut boxes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,16 +22,21 @@ from ..process import running
 from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Box, Shard, divided, expanded, intersection, relative, shape_of, slices
 from . import old_format
-from .record import OTHER, VERSION, Record, Stored
+from .record import OTHER, VERSION, Record, Stored, span
 from .shards import BY_NAME, Written, batched, is_lazy, key_of, memory, parse_header
 from .steps import parsing
 from .storage import CHUNK, File, storage_of
 
 T = TypeVar("T")
 
-# -- threads ---------------------------------------------------------------------------------------
+_MAX_THREADS: Final = 8
+#: Chunks in the staging buffer, or more if more threads read.
+_STAGED: Final = 4
+_ALIGN: Final = 64
+#: Headers that are not read again. Each may have very many entries.
+_MAX_HEADERS: Final = 16
 
-_MOST_THREADS: Final = 8
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def share() -> int:
@@ -42,14 +46,12 @@ def share() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     ranks = 1 if process is None else process.place.local_world_size
-    return max(1, min(_MOST_THREADS, cores // ranks))
+    return max(1, min(_MAX_THREADS, cores // ranks))
 
 
-def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int = 0) -> None:
+def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int) -> None:
     """Call ``act`` for all items. Raises the error of the first item that failed."""
-    threads = threads or share()
-    # At the end of the program no thread can start.
-    if threads == 1 or len(items) < 2 or not threading.main_thread().is_alive():
+    if threads == 1 or len(items) < 2:
         for item in items:
             act(item)
         return
@@ -61,142 +63,118 @@ def in_threads(act: Callable[[T], object], items: Sequence[T], threads: int = 0)
             pool.shutdown(cancel_futures=True)
 
 
-_local: Final = threading.local()
-
-
-def _scratch() -> memoryview:
-    """Return memory for one chunk, of the calling thread."""
-    if not hasattr(_local, "scratch"):
-        _local.scratch = memoryview(bytearray(CHUNK))
-    found: memoryview = _local.scratch
-    return found
-
-
-# -- the elements of a shard in files --------------------------------------------------------------
-
-#: Bytes of the staging buffer.
-_STAGE: Final = 16 << 20
-_ALIGN: Final = 64
-#: Headers that are not read again. Each may have very many entries.
-_HEADERS: Final = 16
+# -- from a shard to elements of files -------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Elements of an entry in a file, and the tensor that they go to."""
+    """Wanted elements of a stored box, and the tensor that they go to."""
 
     key: str
-    #: In elements of the entry.
-    start: int
     dtype: torch.dtype
-    #: The distances of the elements in the file. The target has as many dimensions.
-    strides: tuple[int, ...]
+    #: The stored box begins at this element of its entry.
+    first: int
+    sizes: tuple[int, ...]
+    #: In the stored box. The target has its shape.
+    wanted: Box
     target: torch.Tensor
-    #: The first byte in the file, once its header is known.
-    offset: int = 0
-    #: The memory to read into: the target's, or of the staging buffer.
-    view: memoryview | None = None
+    #: The byte of the file at which the stored box begins, once the header is read.
+    start: int = 0
 
-    @property
-    def count(self) -> int:
-        """The elements from the first one to the last one."""
-        distances = zip(self.target.shape, self.strides, strict=True)
-        return 1 + sum((size - 1) * stride for size, stride in distances)
+    def byte_of(self, element: int) -> int:
+        """Return the byte of the file at which an element of the stored box begins."""
+        return self.start + element * self.dtype.itemsize
 
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
+    def view(self, begin: int, end: int) -> memoryview | None:
+        """Return the memory for a range of elements if their bytes can be read into the target."""
+        target, size = self.target, self.dtype.itemsize
+        first, last = span(self.wanted, self.sizes)
+        is_plain = target.device.type == "cpu" and target.is_contiguous() and not is_lazy(target)
+        if not is_plain or target.dtype is not self.dtype or last - first != target.numel():
+            return None
+        return memory(target)[(begin - first) * size : (end - first) * size]
 
-    @property
-    def staged(self) -> int:
-        """The bytes in the staging buffer."""
-        return 0 if self.view is not None else -(-self.nbytes // _ALIGN) * _ALIGN
+    def blocks(self, begin: int, end: int) -> Iterator[tuple[int, Box, Box]]:
+        """Give the boxes of a range of elements: the place in it, the box, and its wanted part."""
+        at = 0
+        for box in divided(tuple((0, size) for size in self.sizes), begin, end):
+            common = intersection(box, self.wanted)
+            if common is not None:
+                yield at, box, common
+            at += math.prod(shape_of(box))
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the bytes of the file can be read into the target."""
-        target = self.target
-        return (
-            target.device.type == "cpu"
-            and target.dtype is self.dtype
-            and target.is_contiguous()
-            and self.count == target.numel()
-            and not is_lazy(target)
-        )
-
-    def halves(self) -> Iterator[_Piece]:
-        """Give the piece in parts that fit into the staging buffer."""
-        if self.nbytes <= _STAGE or self.target.numel() == 1:
-            yield self
-            return
-        dim = next(dim for dim, size in enumerate(self.target.shape) if size > 1)
-        start = self.start
-        for half in self.target.chunk(2, dim):
-            yield from _Piece(self.key, start, self.dtype, self.strides, half).halves()
-            start += half.shape[dim] * self.strides[dim]
-
-
-def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-
-
-def _targets(shard: Shard, region: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Give the boxes of a shard, with a side for each dimension, and their views."""
-    tensor, shape = shard.tensor, shard.shape
-    row_size = math.prod(shape[1:])
-    if len(region) == len(shape):
-        yield region, tensor.view(shape_of(region))
-    elif tensor.shape[1:] == shape[1:] and region[0][0] % max(row_size, 1) == 0:
-        # It may have any strides, as the parameter of a convolution in channels_last.
-        row = region[0][0] // max(row_size, 1)
-        sides = ((row, row + len(tensor)), *((0, size) for size in shape[1:])) if shape else ()
-        yield sides, tensor
-    else:
-        start, flat = 0, tensor if tensor.dim() == 1 else tensor.view(-1)
-        for box in expanded(region, shape):
-            count = math.prod(shape_of(box))
-            yield box, flat[start : start + count].view(shape_of(box))
-            start += count
+    def copy_from(self, data: torch.Tensor, begin: int, end: int) -> None:
+        """Copy the wanted ones of a range of elements, with these bytes, to the target."""
+        if data.storage_offset() % self.dtype.itemsize:
+            data = data.clone()  # a file of another library
+        values = data.view(self.dtype)
+        for at, box, common in self.blocks(begin, end):
+            block = values[at : at + math.prod(shape_of(box))].view(shape_of(box))
+            part = self.target[slices(relative(common, self.wanted))]
+            source = block[slices(relative(common, box))]
+            part.copy_(source, non_blocking=is_remote(self.target))
 
 
 def _pieces_of(shard: Shard, stored: Stored) -> Iterator[tuple[int, _Piece]]:
     """Give the elements of a shard, each with the number of its file."""
-    dtype, shape, region = BY_NAME[stored.dtype], stored.shape, shard.region
-    flat = stored.is_flat and len(region) == 1
-    targets = [] if flat else list(_targets(shard, region))
+    shape, region = stored.shape, shard.region
+    targets: list[tuple[Box, torch.Tensor]]
+    if stored.is_flat and len(region) == 1 and shard.tensor.is_contiguous():
+        # Ranges in row-major order need no dimensions. Most tensors are stored as such ranges.
+        shape = (stored.numel,)
+        targets = [(region, shard.tensor.view(-1))]
+    else:
+        targets = list(_targets(shard, region))
     for file, box in stored.overlaps(region):
-        key, first = stored.aliases.get((file, box)) or (key_of(shard.name, shape, box), 0)
-        if flat:
-            common = intersection(box, region)
-            assert common is not None
-            start = first + common[0][0] - box[0][0]
-            ((begin, end),) = relative(common, region)
-            for target in _ranges(shard.tensor, begin, end):
-                yield file, _Piece(key, start, dtype, _row_major(target.shape), target)
-                start += target.numel()
-            continue
+        alias = stored.aliases.get((file, box))
+        key, first = alias or (key_of(shard.name, stored.shape, box), 0)
         for source in expanded(box, shape):
-            strides = _row_major(shape_of(source))
+            sizes = shape_of(source)
             for own, target in targets:
                 common = intersection(source, own)
                 if common is not None:
-                    corner = [begin for begin, _ in relative(common, source)]
-                    start = first + sum(map(int.__mul__, corner, strides))
                     part = target[slices(relative(common, own))]
-                    yield file, _Piece(key, start, dtype, strides, part)
-            first += math.prod(shape_of(source))
+                    wanted = relative(common, source)
+                    yield file, _Piece(key, BY_NAME[stored.dtype], first, sizes, wanted, part)
+            first += math.prod(sizes)
 
 
-def _ranges(tensor: torch.Tensor, begin: int, end: int) -> Iterator[torch.Tensor]:
-    """Give elements in row-major order as views."""
-    if tensor.is_contiguous():
-        yield tensor.view(-1)[begin:end]
+def _targets(shard: Shard, region: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Give the boxes of a shard, with a side for each dimension, and their views."""
+    tensor, boxes = shard.tensor, list(expanded(region, shard.shape))
+    if len(boxes) == 1:
+        # It may have any strides, as the parameter of a convolution in channels_last.
+        yield boxes[0], tensor.view(shape_of(boxes[0]))
         return
-    for box in divided(tuple((0, size) for size in tensor.shape), begin, end):
-        yield tensor[slices(box)]
+    start, flat = 0, tensor if tensor.dim() == 1 else tensor.view(-1)
+    for box in boxes:
+        count = math.prod(shape_of(box))
+        yield box, flat[start : start + count].view(shape_of(box))
+        start += count
 
 
 # -- files -----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """The bytes under one checksum, with ranges of elements of the pieces that lie in them."""
+
+    number: int
+    begin: int
+    end: int
+    segments: Sequence[tuple[_Piece, int, int]] = ()
+
+    def views(self) -> list[memoryview] | None:
+        """Return the memory of the targets if the chunk consists of it."""
+        views, at = [], self.begin
+        for piece, begin, end in self.segments:
+            view = piece.view(begin, end)
+            if view is None or piece.byte_of(begin) != at:
+                return None
+            views.append(view)
+            at += len(view)
+        return views if at == self.end else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,31 +185,29 @@ class _Header:
     entries: Mapping[str, dict[str, Any]]
     #: The offset of the first chunk.
     base: int
-    #: The checksum of each chunk. None: the file has none.
-    checksums: Sequence[str] | None
+    #: The checksum of each chunk. Empty: the file has none.
+    checksums: Sequence[str]
 
 
 @final
 class _ShardFile:
-    """A shard file that is open."""
+    """A shard file that is open. ``keys`` names the wanted entries in errors."""
 
-    def __init__(self, file: File) -> None:
+    def __init__(self, file: File, header: _Header, keys: Sequence[str]) -> None:
         self.file = file
-        self.header = _Header(0, {}, 0, None)
-        #: Chunks in memory, which need not be read again.
-        self._kept: dict[int, memoryview] = {}
+        self.header = header
+        self._keys = keys
+        #: The chunks that have the header.
+        self.kept: dict[int, torch.Tensor] = {}
 
     def read_header(self, written: Written, version: int) -> _Header:
         """Read the header, as the version of the record has it."""
-        file = self.file
-        checksums: Sequence[str] | None = None
+        file, base, checksums = self.file, 0, self.header.checksums
         if version == VERSION:
-            self.header = _Header(0, {}, 0, written.checksums)
             size = 8 + int.from_bytes(self._keep(0)[:8], "little")
             for number in range(1, -(-size // CHUNK)):
                 self._keep(number)
-            content, base = b"".join(self._kept.values())[:size], 0
-            checksums = written.checksums
+            content = b"".join(map(memory, self.kept.values()))[:size]
         else:
             size = base = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
             content = bytes(file.read(0, min(size, file.size)))
@@ -241,113 +217,72 @@ class _ShardFile:
             self.header = _Header(size, parse_header(content), base, checksums)
         return self.header
 
-    def locate(self, piece: _Piece) -> int:
-        """Return the offset of a piece in the file."""
-        begin, end = self.header.entries.get(piece.key, {}).get("data_offsets", (0, 0))
-        offset = int(begin) + piece.start * piece.dtype.itemsize
-        if offset + piece.nbytes > end:
-            raise CheckpointError(
-                f"{self.file.path} does not hold {piece.key!r} as the record says. {OTHER}"
-            )
-        return self.header.size + offset
-
-    def chunk_of(self, offset: int) -> int:
-        """Return the number of the chunk that has a byte."""
-        return (offset - self.header.base) // CHUNK
-
-    def read(self, pieces: Sequence[_Piece], following: int | None = None) -> None:
-        """Read pieces into their memory. ``following`` is the offset of the next one to read."""
-        segments: dict[int, list[tuple[int, memoryview]]] = {}
-        for piece in pieces:
-            view, at = piece.view, piece.offset
-            while view:
-                number = self.chunk_of(at)
-                part = view[: self.header.base + (number + 1) * CHUNK - at]
-                segments.setdefault(number, []).append((at, part))
-                view, at = view[len(part) :], at + len(part)
-        last = max(segments)
-        # Then it begins in the last chunk of this one.
-        if following is not None and self.chunk_of(following) <= last and self.header.checksums:
-            self._keep(last)
-        self.read_chunks(segments)
-        self._kept = {number: view for number, view in self._kept.items() if number >= last}
-
-    def read_chunks(self, segments: Mapping[int, list[tuple[int, memoryview]]]) -> None:
-        """Read chunks into the wanted views, by their offsets, and compare their checksums."""
-        in_threads(
-            lambda number: self._read_chunk(number, segments[number]),
-            sorted(segments),
-            self.file.in_flight,
-        )
-
-    def _read_chunk(self, number: int, wanted: list[tuple[int, memoryview]]) -> None:
-        if self.header.checksums is None:
-            for offset, view in wanted:
-                self.file.fill(offset, [view])
-            return
-        begin = self.header.base + number * CHUNK
-        scratch = _scratch()[: min(CHUNK, self.file.size - begin)]
-        views, at = [], 0
-        for offset, view in sorted(wanted, key=lambda one: one[0]):
-            # Scratch memory takes what lies between the wanted bytes.
-            views += [scratch[at : offset - begin], view]
-            at = offset - begin + len(view)
-        views.append(scratch[at:])
-        content = self._kept.get(number)
-        if content is None and sum(map(len, views)) == len(scratch):
-            self._compare(number, views)
-            return
-        # It is here already, or boxes of columns overlap in it.
-        if content is None:
-            self._compare(number, [scratch])
-            content = scratch
-        for offset, view in wanted:
-            view[:] = content[offset - begin : offset - begin + len(view)]
-
     def _keep(self, number: int) -> memoryview:
-        """Return a chunk in memory of its own."""
-        if number not in self._kept:
-            size = min(CHUNK, self.file.size - self.header.base - number * CHUNK)
-            content = memoryview(bytearray(size))
-            self._compare(number, [content])
-            self._kept[number] = content
-        return self._kept[number]
+        """Read a chunk into memory of its own."""
+        chunk = self.chunk(number)
+        self.kept[number] = host_memory(chunk.end - chunk.begin, pinned=False)
+        self.read(chunk, [memory(self.kept[number])])
+        return memory(self.kept[number])
 
-    def _compare(self, number: int, views: Sequence[memoryview]) -> None:
-        """Read a chunk into views that cover it. A wrong one may be read again."""
-        header, file = self.header, self.file
-        assert header.checksums is not None
-        begin = header.base + number * CHUNK
-        # Hashed in steps, while the bytes are in the caches of the core that has read them.
-        parts = (
+    def chunk(self, number: int) -> _Chunk:
+        begin = self.header.base + number * CHUNK
+        return _Chunk(number, begin, min(begin + CHUNK, self.file.size))
+
+    def chunks(self, pieces: Iterable[_Piece]) -> Iterator[_Chunk]:
+        """Give the chunks that have elements of pieces, in order."""
+        header = self.header
+        found: dict[int, list[tuple[_Piece, int, int]]] = {}
+        for piece in pieces:
+            size, (begin, last) = piece.dtype.itemsize, span(piece.wanted, piece.sizes)
+            start, stop = header.entries.get(piece.key, {}).get("data_offsets", (0, 0))
+            piece.start = header.size + start + piece.first * size
+            if piece.byte_of(last) > header.size + stop:
+                raise CheckpointError(
+                    f"{self.file.path} does not hold {piece.key!r} as the record says. {OTHER}"
+                )
+            is_range = last - begin == piece.target.numel()
+            while begin < last:
+                number = (piece.byte_of(begin) - header.base) // CHUNK
+                limit = header.base + (number + 1) * CHUNK
+                # Without checksums, an element may end in the next chunk.
+                end = min(last, -(-(limit - piece.start) // size))
+                if is_range or any(piece.blocks(begin, end)):
+                    found.setdefault(number, []).append((piece, begin, end))
+                begin = end
+        for number, segments in sorted(found.items()):
+            segments.sort(key=lambda segment: segment[0].byte_of(segment[1]))
+            chunk = self.chunk(number)
+            chunk.segments = segments
+            if not header.checksums:
+                chunk.begin = segments[0][0].byte_of(segments[0][1])
+                chunk.end = max(piece.byte_of(end) for piece, _, end in segments)
+            yield chunk
+
+    def read(self, chunk: _Chunk, views: Sequence[memoryview]) -> None:
+        """Fill memory with a chunk, and compare its checksum."""
+        file, checksums = self.file, self.header.checksums
+        if not checksums:
+            file.fill(chunk.begin, views)
+            return
+        # A step is hashed while it is in the caches of the core.
+        parts = [
             view[at : at + file.step] for view in views for at in range(0, len(view), file.step)
-        )
+        ]
         steps = list(batched(parts, len, file.step))
         for _ in range(file.tries):
-            offset, digest = begin, xxhash.xxh3_64()
+            offset, digest = chunk.begin, xxhash.xxh3_64()
             for step in steps:
                 file.fill(offset, step)
-                for view in step:
-                    digest.update(view)
-                    offset += len(view)
-            if digest.hexdigest() == header.checksums[number]:
+                for part in step:
+                    digest.update(part)
+                    offset += len(part)
+            if digest.hexdigest() == checksums[chunk.number]:
                 return
-        inside = []
-        for key, entry in header.entries.items():
-            first, last = (header.size + at for at in entry["data_offsets"])
-            if first < begin + CHUNK and last > begin:
-                inside.append(key)
-        raise _DamagedChunkError(file.path, begin, min(begin + CHUNK, file.size), inside)
-
-
-class _DamagedChunkError(CheckpointError):
-    """A chunk has a wrong checksum."""
-
-    def __init__(self, path: str, begin: int, end: int, tensors: Sequence[str]) -> None:
-        self.place, self.tensors = (path, begin, end), tensors
-        more = ", ..." if len(tensors) > 3 else ""
-        names = f", in {', '.join(tensors[:3])}{more}" if tensors else ""
-        super().__init__(f"{path} is damaged between bytes {begin} and {end}{names}. {OTHER}")
+        names = [piece.key for piece, _, _ in chunk.segments] or self._keys
+        inside = f", in {', '.join(dict.fromkeys(names[:3]))}" if names else ""
+        raise CheckpointError(
+            f"{file.path} is damaged between bytes {chunk.begin} and {chunk.end}{inside}. {OTHER}"
+        )
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -369,18 +304,11 @@ class Reader:
         files: dict[int, list[_Piece]] = {}
         for shard in shards:
             if shard.tensor.numel():
-                for file, piece in _pieces_of(shard, self._record.tensors[shard.name]):
-                    files.setdefault(file, []).append(piece)
+                for number, piece in _pieces_of(shard, self._record.tensors[shard.name]):
+                    files.setdefault(number, []).append(piece)
         for number, pieces in sorted(files.items()):
-            try:
-                with self._open(number) as opened:
-                    self._fill_from(opened, pieces)
-            except _DamagedChunkError as error:
-                if error.tensors:
-                    raise
-                # The header, which names the tensors in a chunk, is in the chunk itself.
-                names = list(dict.fromkeys(piece.key for piece in pieces))
-                raise _DamagedChunkError(*error.place, names) from None
+            with self._open(number, pieces) as file:
+                self._read(file, file.chunks(pieces))
         finish(self._copies)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -395,58 +323,72 @@ class Reader:
 
     def verify(self, number: int, start: int, step: int) -> None:
         """Compare every ``step``-th chunk of a file with its checksum."""
-        with self._open(number, header=self._record.version != VERSION) as file:
-            chunks = range(start, len(file.header.checksums or ()), step)
-            file.read_chunks({chunk: [] for chunk in chunks})
+        with self._open(number, ()) as file:
+
+            def compare(number: int) -> None:
+                chunk = file.chunk(number)
+                size = chunk.end - chunk.begin
+                # Memory of one step, again and again, stays in the caches of the core.
+                room = memoryview(bytearray(min(size, file.file.step)))
+                views = [room[: size - at] for at in range(0, size, len(room))]
+                file.read(chunk, views)
+
+            chunks = range(start, len(file.header.checksums), step)
+            in_threads(compare, chunks, file.file.in_flight or share())
 
     @contextlib.contextmanager
-    def _open(self, number: int, *, header: bool = True) -> Iterator[_ShardFile]:
-        written = self._record.files[number]
+    def _open(self, number: int, pieces: Sequence[_Piece]) -> Iterator[_ShardFile]:
+        written, version = self._record.files[number], self._record.version
         # The files of other libraries have full paths.
         path = written.name
         if not is_url(path):
             path = os.path.join(self._directory, path)
         with storage_of(path).open(path, written.size) as opened:
-            file = _ShardFile(opened)
-            file.header = self._headers.get(number, _Header(0, {}, 0, written.checksums))
-            if header and number not in self._headers:
-                if len(self._headers) == _HEADERS:
+            keys = [piece.key for piece in pieces]
+            header = self._headers.get(number)
+            file = _ShardFile(opened, header or _Header(0, {}, 0, written.checksums), keys)
+            if header is None and (pieces or version != VERSION):
+                if len(self._headers) == _MAX_HEADERS:
                     self._headers.clear()
-                self._headers[number] = file.read_header(written, self._record.version)
+                self._headers[number] = file.read_header(written, version)
             yield file
 
-    def _fill_from(self, file: _ShardFile, pieces: Iterable[_Piece]) -> None:
-        ordered = []
-        for piece in pieces:
-            if piece.is_plain:
-                piece.view = memory(piece.target)
-                ordered.append(piece)
-            else:
-                ordered += piece.halves()
-        for piece in ordered:
-            piece.offset = file.locate(piece)
-        ordered.sort(key=lambda piece: piece.offset)
-        batches = list(batched(ordered, lambda piece: piece.staged, _STAGE))
-        for number, batch in enumerate(batches):
-            following = batches[number + 1][0].offset if number + 1 < len(batches) else None
-            staged = [piece for piece in batch if piece.view is None]
-            values = self._take_stage(staged)
-            for piece, value in zip(staged, values, strict=True):
-                piece.view = memory(value)
-            file.read(batch, following)
-            for piece, value in zip(staged, values, strict=True):
-                source = value.as_strided(piece.target.shape, piece.strides)
-                piece.target.copy_(source, non_blocking=is_remote(piece.target))
-            self._copies = begun({p.target.device for p in staged if is_remote(p.target)})
+    def _read(self, file: _ShardFile, chunks: Iterable[_Chunk]) -> None:
+        threads = file.file.in_flight or share()
+        places = max(_STAGED, threads)
+        ready: list[tuple[_Chunk, list[memoryview]]] = []
+        staged: list[_Chunk] = []
+        for chunk in chunks:
+            views = None if chunk.number in file.kept else chunk.views()
+            if views is not None:
+                ready.append((chunk, views))
+                continue
+            staged.append(chunk)
+            if len(staged) == places:
+                self._read_staged(file, staged, threads)
+                staged = []
+        self._read_staged(file, staged, threads)
+        in_threads(lambda one: file.read(*one), ready, threads)
 
-    def _take_stage(self, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
-        """Return memory for pieces in the staging buffer."""
-        finish(self._copies)
-        self._copies = []
-        sizes = [piece.staged for piece in pieces]
-        pinned = any(is_remote(piece.target) for piece in pieces)
-        if self._stage.numel() < sum(sizes) or (pinned and not self._stage.is_pinned()):
-            self._stage = host_memory(max(sum(sizes), _STAGE), pinned=pinned)
-        rooms = self._stage[: sum(sizes)].split(sizes)
-        pairs = zip(rooms, pieces, strict=True)
-        return [room[: piece.nbytes].view(piece.dtype) for room, piece in pairs]
+    def _read_staged(self, file: _ShardFile, chunks: Sequence[_Chunk], threads: int) -> None:
+        """Read chunks into the staging buffer, and copy their elements."""
+        finish(self._copies)  # they read the buffer
+        missing = [chunk for chunk in chunks if chunk.number not in file.kept]
+        targets = [piece.target for chunk in chunks for piece, _, _ in chunk.segments]
+        devices = {target.device for target in targets if is_remote(target)}
+        size, rooms = CHUNK + _ALIGN, dict(file.kept)
+        if missing and (not len(self._stage) or (devices and not self._stage.is_pinned())):
+            self._stage = host_memory(max(_STAGED, threads) * size, pinned=bool(devices))
+        for number, chunk in enumerate(missing):
+            rooms[chunk.number] = self._stage[number * size :][: chunk.end - chunk.begin]
+        reads = [(chunk, [memory(rooms[chunk.number])]) for chunk in missing]
+        in_threads(lambda one: file.read(*one), reads, threads)
+        for chunk in chunks:
+            for piece, begin, end in chunk.segments:
+                at, stop = piece.byte_of(begin) - chunk.begin, piece.byte_of(end) - chunk.begin
+                view = piece.view(begin, end)
+                if view is None:
+                    piece.copy_from(rooms[chunk.number][at:stop], begin, end)
+                else:
+                    view[:] = memory(rooms[chunk.number])[at:stop]
+        self._copies = begun(devices)

@@ -6,14 +6,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ..errors import CheckpointError
 from ..shard import Box, expanded, flattened
+from . import old_format
 from .layout import Run
-from .shards import ITEM_BYTES, Written, checksum
+from .shards import Written, checksum
 from .steps import explain, parsing
 from .storage import RECORD, read_whole, storage_of
 
@@ -23,11 +24,9 @@ VERSION: Final = 3
 #: The checksum at the end is of all bytes before it.
 _END: Final = b',"xxh3":"'
 _TAIL: Final = len(_END) + 16 + len(b'"}')
+#: The attributes of ``Record`` that are in the file as they are.
+_PLAIN: Final = ("id", "time", "world_size", "values", "ranks")
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-
-
-class DamagedRecordError(CheckpointError):
-    """A record of accel that is not as it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +44,29 @@ class Stored:
         return math.prod(self.shape)
 
     @property
-    def nbytes(self) -> int:
-        return self.numel * ITEM_BYTES[self.dtype]
-
-    @property
     def is_flat(self) -> bool:
         """True if the boxes count elements in row-major order."""
         return all(len(run.box) == 1 for run in self.runs)
 
-    def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Give the files and stored boxes that have elements of a box."""
-        flat = flattened(box, self.shape)
+    def overlaps(self, box: Box) -> Iterable[tuple[int, Box]]:
+        """Return the files and stored boxes that have elements of a box."""
+        boxes = list(expanded(box, self.shape))
         if self.is_flat:
             # A box of columns is in all files from its first element to its last one.
-            wanted = flat or _span(box, self.shape)
-            boxes = [wanted]
-        else:
-            boxes = list(expanded(box, self.shape))
-        found = dict.fromkeys(
-            pair for one in boxes for run in self.runs for pair in run.overlaps(one)
-        )
-        return iter(found)
+            boxes = [flattened(box, self.shape) or (span(box, self.shape),)]
+        found: dict[tuple[int, Box], None] = {}
+        for one in boxes:
+            for run in self.runs:
+                found |= dict.fromkeys(run.overlaps(one))
+        return found
 
 
-def _span(box: Box, shape: tuple[int, ...]) -> Box:
+def span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the range in row-major order from the first element of a box to its last one."""
     first = last = 0
     for (begin, end), size in zip(box, shape, strict=True):
         first, last = first * size + begin, last * size + end - 1
-    return ((first, last + 1),)
+    return first, last + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,38 +100,37 @@ def encode(record: Record) -> bytes:
     files = [{"name": f.name, "size": f.size, "xxh3": f.checksums} for f in record.files]
     tensors = {}
     for name, stored in record.tensors.items():
-        parts = [_encode_run(run) for run in stored.runs]
+        parts = []
+        for run in stored.runs:
+            rule = [run.count, run.step, run.dim, run.shift] if run.count > 1 else []
+            parts.append([run.file, *zip(*run.box, strict=True), *rule])
         tensors[name] = {"dtype": stored.dtype, "shape": stored.shape, "parts": parts}
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        "id": record.id,
-        "time": record.time,
-        "world_size": record.world_size,
-        "files": files,
-        "tensors": tensors,
-        "values": record.values,
-        "ranks": record.ranks,
-    }
+    body = {"format": FORMAT, "version": VERSION}
+    body |= {name: getattr(record, name) for name in _PLAIN}
+    body |= {"files": files, "tensors": tensors}
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")[:-1]
     return b"".join([text, _END, checksum(text).encode("ascii"), b'"}'])
 
 
-def _encode_run(run: Run) -> list[Any]:
-    low, high = ([side[i] for side in run.box] for i in (0, 1))
-    rule = [run.count, run.step, run.dim, run.shift]
-    return [run.file, low, high, *(rule if run.count > 1 else ())]
-
-
 # -- reading ---------------------------------------------------------------------------------------
+
+OTHER: Final = "Load another checkpoint, for example accel.latest(...)."
+_BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()
 
 
 def exists(directory: str) -> bool:
     """True if a directory has a record. Raises if the system doesn't tell."""
     try:
-        return storage_of(directory).modified(os.path.join(directory, NAME)) is not None
+        return bool(storage_of(directory).version(os.path.join(directory, NAME)))
     except OSError as error:
         raise CheckpointError(explain(error)) from error
+
+
+def is_record(path: str) -> bool:
+    """True if a file begins like a record of accel, which may be damaged."""
+    with storage_of(path).open(path) as file:
+        begin = bytes(file.read(0, min(len(_BEGIN), file.size)))
+    return begin == _BEGIN or old_format.is_old(begin)
 
 
 def read(directory: str) -> tuple[Record, str]:
@@ -158,82 +150,56 @@ def _absent(directory: str) -> str:
     if not storage.is_directory(directory):
         problem = "is a file" if storage.exists(directory) else "does not exist"
         return f"{directory} {problem}. Pass the directory of a checkpoint."
-    try:
-        names = sorted(storage.names(directory))
-    except OSError as error:
-        return explain(error)
+    names = sorted(storage.names(directory))
     inside = [name for name in names if storage.exists(os.path.join(directory, name, NAME))]
     if inside:
-        return (
-            f"{directory} holds checkpoints ({', '.join(inside[-5:])}) but is none. "
-            f"Load one of them, for example accel.latest({directory!r})."
-        )
-    return (
-        f"{directory} has no {NAME}, so it is not a complete checkpoint: "
-        f"it holds {', '.join(names[:5]) or 'nothing'}."
-    )
+        held, advice = inside[-5:], f" Load one of them, or accel.latest({directory!r})."
+        return f"{directory} holds checkpoints ({', '.join(held)}) but is none.{advice}"
+    held = names[:5] or ["nothing"]
+    return f"{directory} has no {NAME}, so it is not a checkpoint. It holds {', '.join(held)}."
 
 
 def parse(content: bytes, path: str) -> tuple[Record, str]:
     """Return the record with this content and its checksum, or raise as ``read``."""
-    from . import old_format
-
     if old_format.is_old(content):
-        return old_format.parse(content, path)
-    if content[-_TAIL:-18] != _END:
-        if content.startswith(f'{{"format":"{FORMAT}"'.encode()):
-            raise DamagedRecordError(f"{path} is damaged: its end is missing. {OTHER}")
+        digits, expected = old_format.checksums(content)
+    elif content.startswith(_BEGIN):
+        digits = content[-18:-2].decode("ascii", "replace")
+        is_whole = content[-_TAIL:-18] == _END and content[-2:] == b'"}'
+        expected = checksum(content[:-_TAIL]) if is_whole else ""
+    else:
         raise CheckpointError(f"{path} has another format: it is not a record of accel.")
-    digits = content[-18:-2].decode("ascii", "replace")
-    if checksum(content[:-_TAIL]) != digits or content[-2:] != b'"}':
-        raise DamagedRecordError(f"{path} is damaged: its checksum is wrong. {OTHER}")
+    if digits != expected:
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong. {OTHER}")
     with parsing(f"{path} is not a record of accel"):
         body = json.loads(content)
-        check_version(body, path)
-        return build(body), digits
+        if body["version"] not in (1, 2, VERSION):
+            raise CheckpointError(
+                f"{path} has version {body['version']!r} of the format, and this accel reads "
+                f"versions up to {VERSION}. Please update accel."
+            )
+        return _build(body), digits
 
 
-OTHER: Final = "Load another checkpoint, for example accel.latest(...)."
-
-
-def check_version(body: Mapping[str, Any], path: str) -> None:
-    """Raise if a record has a different format or a newer version."""
-    if body["format"] != FORMAT:
-        raise CheckpointError(f"{path} has another format: it is not a record of accel.")
-    if body["version"] not in (1, 2, VERSION):
-        raise CheckpointError(
-            f"{path} has version {body['version']!r} of the format, and this accel reads versions "
-            f"up to {VERSION}. Please update accel."
-        )
-
-
-def build(body: Mapping[str, Any]) -> Record:
+def _build(body: Mapping[str, Any]) -> Record:
     """Return a record from its JSON."""
+    is_old = body["version"] != VERSION
     files = []
     for file in body["files"]:
-        files.append(Written(checked_name(file["name"]), file["size"], tuple(file["xxh3"])))
+        if not _FILE_NAME.fullmatch(file["name"]):
+            raise ValueError(f"{file['name']!r} is not the name of a shard file")
+        checksums = file["header" if is_old else "xxh3"]
+        files.append(Written(file["name"], file["size"], tuple(checksums)))
     tensors = {}
     for name, value in body["tensors"].items():
-        runs = tuple(_decode_run(part) for part in value["parts"])
-        tensors[name] = Stored(value["dtype"], tuple(value["shape"]), runs)
-    return Record(
-        id=body["id"],
-        time=body["time"],
-        world_size=body["world_size"],
-        files=files,
-        tensors=tensors,
-        values=body["values"],
-        ranks=body["ranks"],
-    )
-
-
-def checked_name(name: str) -> str:
-    """Return the name of a file in the checkpoint's own directory."""
-    if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a shard file")
-    return name
-
-
-def _decode_run(part: Sequence[Any]) -> Run:
-    file, low, high, *rule = part
-    return Run(file, tuple(zip(low, high, strict=True)), *rule)
+        shape = tuple(value["shape"])
+        runs: list[Run] = []
+        aliases: dict[tuple[int, Box], tuple[str, int]] = {}
+        if is_old:
+            runs, aliases = old_format.runs_of(name, value)
+        else:
+            for file, low, high, *rule in value["parts"]:
+                runs.append(Run(file, tuple(zip(low, high, strict=True)), *rule))
+        tensors[name] = Stored(value["dtype"], shape, tuple(runs), aliases)
+    plain = {name: body[name] for name in _PLAIN}
+    return Record(files=files, tensors=tensors, version=body["version"], **plain)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar
 
 import torch
 import xxhash
@@ -17,7 +17,7 @@ import xxhash
 from ..errors import CheckpointError
 from ..process.packing import row_of
 from ..process.transfer import PIECE, on_host
-from ..shard import Box, Shard, flattened, relative, shape_of, slices
+from ..shard import Box, Shard, divided, flattened, relative, shape_of, slices
 from .storage import CHUNK, storage_of
 
 T = TypeVar("T")
@@ -58,23 +58,17 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """True if the memory is not the values: they are conjugated, negated, or all zero."""
-    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
-
-
-def resolve(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory is the values."""
-    return (tensor.clone() if tensor._is_zerotensor() else tensor).resolve_conj().resolve_neg()
+    """True if the memory is not the values: they are conjugated or negated."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """Return a copy of the bytes of a contiguous CPU tensor."""
-    return bytes(memory(resolve(tensor)))
+    return bytes(memory(tensor.resolve_conj().resolve_neg()))
 
 
 def check_tensor(value: torch.Tensor, path: str) -> None:
     """Raise for a tensor that is more than its elements."""
-    problem = ""
     if value.layout is not torch.strided or value.is_nested:
         problem = f"of layout {'nested' if value.is_nested else value.layout}"
     elif value.dtype not in NAMES:
@@ -83,10 +77,11 @@ def check_tensor(value: torch.Tensor, path: str) -> None:
         problem = "on the meta device"
     elif type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         problem = f"of class {type(value).__name__}"
-    if problem:
-        is_shard = hasattr(value, "full_tensor")
-        advice = "value.full_tensor(), called on every rank" if is_shard else "a plain dense tensor"
-        raise CheckpointError(f"{path}: a tensor {problem} can't be stored. Store {advice}.")
+    else:
+        return
+    is_shard = hasattr(value, "full_tensor")
+    advice = "value.full_tensor(), called on every rank" if is_shard else "a plain dense tensor"
+    raise CheckpointError(f"{path}: a tensor {problem} can't be stored. Store {advice}.")
 
 
 def batched(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
@@ -104,7 +99,7 @@ def batched(items: Iterable[T], size_of: Callable[[T], int], most: int) -> Itera
         yield batch
 
 
-# -- what a file holds -----------------------------------------------------------------------------
+# -- the entries of a file -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +155,19 @@ class WriteItem:
     start: int
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """Give the elements as flat contiguous tensors."""
-        return pieces(self.tensor, self.start, self.start + math.prod(shape_of(self.entry.box)))
+        """Give the elements in row-major order as flat contiguous tensors. Copies are small."""
+        tensor, start = self.tensor, self.start
+        stop = start + math.prod(shape_of(self.entry.box))
+        if tensor.is_contiguous() and not is_lazy(tensor):
+            yield row_of(tensor)[start:stop]
+            return
+        sides = tuple((0, size) for size in tensor.shape)
+        step = max(1, PIECE // tensor.itemsize)
+        for begin in range(start, stop, step):
+            for box in divided(sides, begin, min(begin + step, stop)):
+                values = tensor[slices(box)].resolve_conj().resolve_neg()
+                # reshape() of one dimension is a view, which may skip elements.
+                yield values.reshape(-1).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,47 +194,27 @@ def items_of(entries: Iterable[Entry], shards: Sequence[LocalShard]) -> list[Wri
 
 
 def _item(entry: Entry, shards: Sequence[Shard]) -> WriteItem:
-    shape, box = entry.shape, entry.box
-    flat = flattened(box, shape)
+    flat = flattened(entry.box, entry.shape)
     for shard in shards:
         region = shard.region
         if len(region) == 1 and flat is not None:
             start = flat[0][0] - region[0][0]
             if start >= 0 and flat[0][1] <= region[0][1]:
                 return WriteItem(entry, shard.tensor, start)
-        if len(region) == len(box) == len(shape):
-            pairs = zip(box, region, strict=True)
-            if all(a >= c and b <= d for (a, b), (c, d) in pairs):
-                view = shard.tensor.view(shape_of(region))[slices(relative(box, region))]
-                return WriteItem(entry, view, 0)
+        elif len(region) == len(entry.box):
+            inner = relative(entry.box, region)
+            sizes = shape_of(region)
+            if all(a >= 0 and b <= size for (a, b), size in zip(inner, sizes, strict=True)):
+                return WriteItem(entry, shard.tensor.view(sizes)[slices(inner)], 0)
     raise AssertionError(f"{entry} is not on this rank")
-
-
-def pieces(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Give elements in row-major order as flat contiguous tensors. Copies are small."""
-    if start >= stop:
-        return
-    step = PIECE // tensor.element_size()
-    if tensor.is_contiguous() and not is_lazy(tensor):
-        yield row_of(tensor) if stop - start == tensor.numel() else tensor.view(-1)[start:stop]
-    elif tensor.numel() <= step:
-        # reshape() of one dimension is a view, which may skip elements.
-        yield resolve(tensor).reshape(-1)[start:stop].contiguous()
-    else:
-        row = tensor.numel() // tensor.shape[0]
-        rows = max(1, step // row)
-        for at in range(start // row, -(-stop // row), rows):
-            block = tensor[at : at + rows] if rows > 1 else tensor[at]
-            first = at * row
-            yield from pieces(block, max(start - first, 0), min(stop - first, block.numel()))
 
 
 # -- writing ---------------------------------------------------------------------------------------
 
 METADATA: Final = "__metadata__"
 _ALIGN: Final = 64
-#: Bytes that are hashed and then written, while they are in the caches of a core.
-_BLOCK: Final = 1 << 20
+#: Bytes that are hashed and then written, while they are in the caches of a core. Divides CHUNK.
+_PART: Final = 1 << 20
 _SMALL: Final = 128 << 10
 
 
@@ -263,36 +249,6 @@ class Written:
     checksums: tuple[str, ...]
 
 
-@final
-class Checksums:
-    """XXH3-64 of each chunk of a file, as 16 hexadecimal digits."""
-
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
-        self._room = CHUNK
-        self._done: list[str] = []
-
-    def add(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data)
-        while view:
-            part = view[: self._room]
-            self._hash.update(part)
-            self._room -= len(part)
-            view = view[len(part) :]
-            if not self._room:
-                self._finish_chunk()
-
-    def _finish_chunk(self) -> None:
-        self._done.append(self._hash.hexdigest())
-        self._hash.reset()
-        self._room = CHUNK
-
-    def finish(self) -> tuple[str, ...]:
-        if self._room < CHUNK:
-            self._finish_chunk()
-        return tuple(self._done)
-
-
 def checksum(data: bytes | bytearray | memoryview) -> str:
     """Return XXH3-64 of some bytes as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(data)
@@ -304,31 +260,37 @@ def write(directory: str, name: str, items: Sequence[Item]) -> Written:
     items = sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
     header = build_header(item.entry for item in items)
     size = len(header) + sum(item.entry.nbytes for item in items)
-    checksums = Checksums()
+    checksums: list[str] = []
 
     def content() -> Iterator[bytes | bytearray | memoryview]:
-        nonlocal checksums
-        checksums = Checksums()  # an upload may begin again
+        digest, at = xxhash.xxh3_64(), 0
         tensors = on_host(chain.from_iterable(item.pieces() for item in items))
         for block in blocks(chain([memoryview(header)], map(memory, tensors))):
-            checksums.add(block)
+            digest.update(block)
+            at += len(block)
+            if at % CHUNK == 0 or at == size:
+                checksums.append(digest.hexdigest())
+                digest.reset()
             yield block
 
     storage_of(directory).create(os.path.join(directory, name), size, content)
-    return Written(name, size, checksums.finish())
+    return Written(name, size, tuple(checksums))
 
 
 def blocks(parts: Iterable[memoryview]) -> Iterator[bytearray | memoryview]:
-    """Give the same bytes in parts of about one size, so that few calls write them."""
-    small = bytearray()
+    """Give the same bytes in few blocks, each inside a range of ``_PART`` bytes of the file."""
+    small, at = bytearray(), 0
     for part in parts:
-        if len(part) < _SMALL:
-            small += part
-        if small and (len(small) >= _BLOCK or len(part) >= _SMALL):
-            yield small
-            small = bytearray()
-        if len(part) >= _SMALL:
-            for at in range(0, len(part), _BLOCK):
-                yield part[at : at + _BLOCK]
+        while part:
+            block = part[: _PART - at % _PART]
+            part = part[len(block) :]
+            at += len(block)
+            if len(block) < _SMALL:
+                small += block
+            if small and (len(block) >= _SMALL or at % _PART == 0):
+                yield small
+                small = bytearray()
+            if len(block) >= _SMALL:
+                yield block
     if small:
         yield small

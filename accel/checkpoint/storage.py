@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Both have the same methods. Their OSErrors name the path.
 Storage: TypeAlias = "Local | Remote"
-#: Gives the bytes of a new file. It is called again if an upload has to be repeated.
+#: Gives the bytes of a new file.
 Content = Callable[[], Iterable["bytes | bytearray | memoryview"]]
 
 RECORD: Final = "accel.json"
@@ -45,8 +45,27 @@ def storage_of(path: str) -> Storage:
     return remote(path)
 
 
+def read_whole(path: str) -> bytes:
+    """Return the content of a small file."""
+    with storage_of(path).open(path) as file:
+        return bytes(file.read(0, file.size))
+
+
+def check_size(path: str, size: int, written: int) -> None:
+    """Raise for a file that doesn't have the size in the record. -1: there is none."""
+    if size < 0:
+        raise CheckpointError(
+            f"{path} is missing: the checkpoint is not complete, so load another one."
+        )
+    if size != written:
+        raise CheckpointError(
+            f"{path} has {size} bytes, but {written} were written: it was cut or changed. "
+            "Load another checkpoint."
+        )
+
+
 class StoreError(OSError):
-    """A failure of a store that says nothing about its content, with advice."""
+    """A failure of a store that says nothing about its content."""
 
 
 class File(ABC):
@@ -74,28 +93,6 @@ class File(ABC):
         return content
 
 
-def read_whole(path: str) -> bytes:
-    """Return the content of a small file."""
-    with storage_of(path).open(path) as file:
-        return bytes(file.read(0, file.size))
-
-
-def unreadable(error: OSError) -> str:
-    """Describe a file of a checkpoint that can't be read."""
-    missing = error.errno == errno.ENOENT
-    advice = ". The checkpoint is not complete, so load another one." if missing else ""
-    return f"{explain(error)}{advice}"
-
-
-def check_size(path: str, size: int, written: int) -> None:
-    """Raise for a file that doesn't have the size in the record."""
-    if size != written:
-        raise CheckpointError(
-            f"{path} has {size} bytes, but {written} were written: it was cut or changed. "
-            "Load another checkpoint."
-        )
-
-
 # -- the file systems of this machine --------------------------------------------------------------
 
 
@@ -112,9 +109,13 @@ class Local:
         """Return the path without links."""
         return os.path.realpath(path)
 
-    def sizes(self, directory: str, names: Sequence[str]) -> Iterator[int]:
-        """Give the sizes of files."""
-        return (os.lstat(os.path.join(directory, name)).st_size for name in names)
+    def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
+        """Return the sizes of files, and -1 for those that are missing."""
+        sizes = []
+        for name in names:
+            path = os.path.join(directory, name)
+            sizes.append(os.stat(path).st_size if os.path.lexists(path) else -1)
+        return sizes
 
     def modified(self, path: str) -> float | None:
         """Return the time of a file in seconds, or None if there is no such file."""
@@ -130,14 +131,13 @@ class Local:
         return ""
 
     def make(self, directory: str) -> None:
-        """Make a directory and those above. ``sync`` makes them durable."""
-        missing = []
-        path = os.path.abspath(directory)
-        while not os.path.lexists(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        os.makedirs(directory, exist_ok=True)
-        _made.update(missing)
+        """Make a directory and those above, durably."""
+        if not os.path.isdir(directory):
+            parent = os.path.dirname(os.path.abspath(directory))
+            self.make(parent)
+            with contextlib.suppress(FileExistsError):  # another rank was first
+                os.mkdir(directory)
+            self.sync(parent)
 
     def sync(self, directory: str) -> None:
         """Make the names in a directory durable."""
@@ -147,10 +147,6 @@ class Local:
                 os.fsync(fd)
         finally:
             os.close(fd)
-        path = os.path.abspath(directory)
-        if path in _made:
-            self.sync(os.path.dirname(path))
-            _made.discard(path)
 
     @contextlib.contextmanager
     def open(self, path: str, size: int | None = None) -> Iterator[File]:
@@ -158,7 +154,9 @@ class Local:
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(unreadable(error)) from error
+            if error.errno == errno.ENOENT:
+                check_size(path, -1, 0)
+            raise CheckpointError(explain(error)) from error
         try:
             found = os.fstat(fd).st_size
             if size is not None:
@@ -201,11 +199,9 @@ class Local:
 
     def link(self, old: str, new: str) -> None:
         """Make ``new`` a file like ``old``. Each can be removed without the other."""
-        passing = f"{new}.tmp"
-        self.remove(passing)
-        os.link(old, passing, follow_symlinks=False)
-        os.replace(passing, new)
-        self.remove(passing)  # two names of one file are not replaced by each other
+        # The names have the id of a save, so a file of this name is the same.
+        with contextlib.suppress(FileExistsError):
+            os.link(old, new, follow_symlinks=False)
 
     def remove(self, path: str) -> None:
         """Remove a file if it exists."""
@@ -227,24 +223,22 @@ class _LocalFile(File):
         self._fd = fd
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> None:
-        views, at = [view for view in views if view], 0
-        while at < len(views):
+        left = [view for view in views if view]
+        while left:
             try:
-                count = os.preadv(self._fd, views[at : at + _MAX_VECTORS], offset)
+                count = os.preadv(self._fd, left[:_MAX_VECTORS], offset)
             except OSError as error:
                 error.filename = self.path
-                raise CheckpointError(unreadable(error)) from error
+                raise CheckpointError(explain(error)) from error
             if count == 0:
                 raise CheckpointError(
                     f"{self.path} ends at byte {offset}, inside a tensor. Load another checkpoint."
                 )
             offset += count
-            while at < len(views) and count >= len(views[at]):
-                count -= len(views[at])
-                at += 1
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
             if count:  # a view was filled in part
-                views = [views[at][count:], *views[at + 1 :]]
-                at = 0
+                left[0] = left[0][count:]
 
 
 @cache
@@ -266,5 +260,3 @@ def _write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
 
 
 _local: Final = Local()
-#: Directories whose names are not durable yet.
-_made: Final[set[str]] = set()

@@ -31,4 +31,4 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change the record; ``change`` returns its text, or changes its content in place."""
     body = body_of(directory)
     text = change(body)
-    write_record(directory, text if isinstance(text, str) else json.dumps(body))
+    write_record(directory, text if isinstance(text, str) else json.dumps(body, separators=(",", ":")))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from torch import nn
 
 import accel
 from accel.__main__ import main
-from accel.checkpoint import reader, record
+from accel.checkpoint import reader, record, shards
 from accel.engines.base import gather as gathering
 from accel.errors import CheckpointError
 from accel.process import current
@@ -91,27 +94,36 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[list[Shard]], 
     return wholes, before, after
 
 
+@contextlib.contextmanager
+def chunks_of(size: int) -> Iterator[None]:
+    """Context: so many bytes have one checksum."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "CHUNK", size)
+        patch.setattr(shards, "CHUNK", size)
+        patch.setattr(shards, "_PART", min(size, 1 << 20))
+        yield
+
+
 def test_any_cut_into_any_other(tmp_path: Path) -> None:
-    """Also through a buffer of few bytes, into memory of any order, and whole."""
+    """Also in chunks of few bytes, into memory of any order, and whole."""
     directory = str(tmp_path / "c")
 
-    @given(cases(), st.sampled_from([16, 64, 1 << 24]), st.booleans())
+    @given(cases(), st.sampled_from([64, 256, 4 << 20]), st.booleans())
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-    def check(case: Any, room: int, turned: bool) -> None:
+    def check(case: Any, size: int, turned: bool) -> None:
         wholes, before, after = case
-        save_as_ranks(before, fresh(Path(directory)))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reader, "_STAGE", room)
-            for shards in after:
-                wanted = [blank(one) for one in shards]
+        with chunks_of(size):
+            save_as_ranks(before, fresh(Path(directory)))
+            for held in after:
+                wanted = [blank(one) for one in held]
                 if turned:  # every other element of something larger
                     wanted = [replace(s, tensor=s.tensor.repeat_interleave(2, -1)[..., ::2]) for s in wanted if s.shape]
                 accel.load(directory, {"model": Parts(wanted)}, strict=False)
                 for one in wanted:
                     assert torch.equal(one.tensor, expected(one, wholes[one.name])), one
             found = reader.Reader(directory, record.read(directory)[0]).read([f"model/{name}" for name in wholes])
-        assert all(torch.equal(found[f"model/{name}"], whole) for name, whole in wholes.items())
-        accel.verify(directory)
+            assert all(torch.equal(found[f"model/{name}"], whole) for name, whole in wholes.items())
+            accel.verify(directory)
 
     check()
 
@@ -254,29 +266,30 @@ def test_of_replicas_that_differ_the_lowest_rank_s_are_saved(tmp_path: Path) -> 
 # -- what is read, and through how much memory -------------------------------------------------------------------------
 
 
-def test_boxes_of_large_tensors_are_read_a_little_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block where it is wanted as it lies; of others the rows that cover it; in any order of memory."""
-    monkeypatch.setattr(reader, "_STAGE", 1 << 18)
-    whole = values((6, 300, 1200), torch.float32)
+def test_only_chunks_with_wanted_elements_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a buffer of a few chunks, and into memory of any order."""
+    whole, read, preadv = values((6, 300, 1200), torch.float32), [0], os.preadv
     boxes = [((0, 6), (0, 300), (a, b)) for a, b in split(1200, [400])]
-    save_as_ranks([[part_of("w", whole, box)] for box in boxes], str(tmp_path / "c"))
-    most, take = [], reader.Reader._take_stage
 
-    def noted(self: Any, pieces: Any) -> Any:
-        most.append(sum(piece.nbytes for piece in pieces))
-        return take(self, pieces)
+    def counted(*args: Any) -> int:
+        read[0] += (count := preadv(*args))
+        return count
 
-    monkeypatch.setattr(reader.Reader, "_take_stage", noted)
-    for box in (boxes[0], ((2, 4), (0, 300), (100, 900)), ((0, 6), (0, 30), (0, 1200))):
-        wanted = blank(part_of("w", whole, box))
-        turned = torch.zeros(shape_of(box)[::-1]).permute(2, 1, 0)
-        one = reader.Reader(str(tmp_path / "c"), record.read(str(tmp_path / "c"))[0])
-        one.fill([Shard("model/w", wanted.shape, wanted.start, wanted.tensor, wanted.box)])
-        assert torch.equal(wanted.tensor, expected(wanted, whole))
-        assert max(most) <= 1 << 18
-        accel.load(tmp_path / "c", {"model": Parts([Shard("w", wanted.shape, 0, turned, box)])})
-        assert torch.equal(turned, whole[slices(box)])
-        most.clear()
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(reader, "share", lambda: 1)
+    with chunks_of(1 << 16):
+        save_as_ranks([[part_of("w", whole, box)] for box in boxes], str(tmp_path / "c"))
+        for box, most in ((boxes[0], 1.0), (((2, 4), (0, 300), (100, 900)), 0.4), (((0, 6), (0, 30), (0, 1200)), 0.4)):
+            wanted = blank(part_of("w", whole, box))
+            turned = torch.zeros(shape_of(box)[::-1]).permute(2, 1, 0)
+            one = reader.Reader(str(tmp_path / "c"), record.read(str(tmp_path / "c"))[0])
+            read[0] = 0
+            one.fill([Shard("model/w", wanted.shape, wanted.start, wanted.tensor, wanted.box)])
+            assert read[0] < most * whole.nbytes
+            assert len(one._stage) <= 5 << 16
+            assert torch.equal(wanted.tensor, expected(wanted, whole))
+            accel.load(tmp_path / "c", {"model": Parts([Shard("w", wanted.shape, 0, turned, box)])})
+            assert torch.equal(turned, whole[slices(box)])
 
 
 def test_export_comparison_and_inspection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,18 +6,16 @@ The meta device stands for an accelerator.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from accel.engines.base.holdings import Holdings
 from accel.precision import convert_optimizer
 from accel.shard import Raw
 
 FLAGS = [{}, {"fused": True}, {"capturable": True}]
-META = torch.device("meta")
 
 
 def one_step(kind: type[torch.optim.Optimizer], device: str, flags: dict[str, Any]) -> torch.optim.Optimizer:
@@ -57,26 +55,6 @@ def by_load(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[st
     return places(there)
 
 
-class Unchanged:
-    """As an engine to whose optimizers no group was added."""
-
-    steppers: ClassVar[dict[int, Any]] = {}
-
-
-def by_parts(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[str, str]:
-    """As ``load_state_dict`` of a model that is divided."""
-    there = one_step(kind, "meta", flags)
-    (parameter,) = there.param_groups[0]["params"]
-    (state,) = one_step(kind, "cpu", flags).state.values()
-    model = nn.ParameterDict({"p": parameter})
-
-    class Engine(Unchanged):
-        module, named, parameters = model, {"p": parameter}, [parameter]
-
-    Holdings(Engine()).take(there, {"p": state})  # type: ignore[arg-type]
-    return places(there)
-
-
 def by_move(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[str, str]:
     """As ``setup`` brings an optimizer's state to where its model is now."""
     there = one_step(kind, "meta", flags)
@@ -88,32 +66,5 @@ def by_move(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[st
 def test_state_lies_where_torch_puts_it(flags: dict[str, Any]) -> None:
     assert by_torch(torch.optim.AdamW, flags)["step"] == ("meta" if flags else "cpu")
     for kind in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD):
-        for road in (by_load, by_parts, by_move):
+        for road in (by_load, by_move):
             assert road(kind, flags) == by_torch(kind, flags)
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_numbers_come_back_from_an_offload(flags: dict[str, Any]) -> None:
-    """They lie where the parts were, and the whole weights lie on the device."""
-
-    parameter = nn.Parameter(torch.ones(3, device=META))
-    state = {"step": torch.tensor(3.0), "mu_product": torch.tensor(0.5), "history": [torch.tensor(1.0)]}
-
-    class Engine(Unchanged):
-        module, named, label = nn.Module(), {"p": parameter}, "Net"
-
-        class process:
-            device = META
-
-    class Offloaded(Holdings):
-        offloads = True
-
-        def _full_optimizer_state(self, *_: Any, **__: Any) -> dict[str, dict[Any, Any]]:
-            return {"p": state}
-
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    optimizer.param_groups[0].update(flags)
-    Offloaded(Engine()).give_back("the end", optimizer, {"p": parameter})  # type: ignore[arg-type]
-    placed = optimizer.state[parameter]
-    assert placed["step"].device.type == ("meta" if flags else "cpu")
-    assert placed["mu_product"].device == placed["history"][0].device == META

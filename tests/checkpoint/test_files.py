@@ -74,30 +74,19 @@ def example() -> Any:
     return module
 
 
-def same_as(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == {f"model/{n}" for n in expected}
-    for name, tensor in expected.items():
-        other = found[f"model/{name}"]
-        assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), name
-        assert torch.equal(other, tensor), name
-
-
-@pytest.mark.parametrize("world", [1, 4])
-def test_the_page_is_enough_to_read_it(world: int, tmp_path: Path) -> None:
-    expected = run(world, save_big, str(tmp_path / "c"))[0]
-    found, values = example().read(tmp_path / "c")
-    assert found.pop("z").tolist() == [1 + 2j, 3]
-    assert values["n"] == 1
-    same_as(found, expected)
-
-
 def test_a_program_without_accel_reads_checkpoints_of_several_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, expected in run(2, save_all, str(tmp_path))[0].items():
-        found, _ = example().read(tmp_path / name)
-        found.pop("z", None)
-        same_as(found, expected)
+        found, values = example().read(tmp_path / name)
+        if name != "cut":
+            assert found.pop("z").tolist() == [1 + 2j, 3]
+            assert values["n"] == 1
+        assert found.keys() == {f"model/{n}" for n in expected}
+        for key, tensor in expected.items():
+            other = found[f"model/{key}"]
+            assert (other.shape, other.dtype) == (tensor.shape, tensor.dtype), key
+            assert torch.equal(other, tensor), key
         for path in (tmp_path / name).glob("*.*n*"):  # the record and each file, damaged in its last third
             content = path.read_bytes()
             path.write_bytes(content[: -len(content) // 3] + b"\0!?\1" + content[-len(content) // 3 + 4 :])

@@ -18,8 +18,8 @@ from torch import nn
 import accel
 from accel.checkpoint import record
 from accel.errors import CheckpointError
+from tests.checkpoint.helpers import distance
 from tests.checkpoint.old_states import VALUES, numbered, state_of
-from tests.checkpoint.test_property import distance
 from tests.distributed import run
 
 HERE = Path(__file__).parent

@@ -30,6 +30,7 @@ from torch.optim import lr_scheduler
 import accel
 from accel.errors import AccelError
 from tests.backends import need, replica_of
+from tests.checkpoint.helpers import distance
 from tests.distributed import run
 
 EXAMPLES = int(os.environ.get("ACCEL_TEST_FUZZ", "0"))
@@ -344,38 +345,6 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: copied(item) for key, item in value.items()}
     return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
-
-
-def distance(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two values differ, types included."""
-    alike = type(a) is type(b) and all(
-        getattr(a, n, None) == getattr(b, n, None) for n in ("maxlen", "default_factory")
-    )
-    parts = parts_of(a, b) if alike else None
-    if parts is not None:
-        return [d for key, x, y in parts for d in distance(x, y, f"{path}/{key}")]
-    return [] if alike and facts(a) == facts(b) else [f"{path}: {a!r} {b!r}"]
-
-
-def parts_of(a: Any, b: Any) -> list[tuple[Any, Any, Any]] | None:
-    """What two containers of one form consist of; None if they are none."""
-    if isinstance(a, SimpleNamespace):
-        a, b = vars(a), vars(b)
-    if isinstance(a, dict) and a.keys() == b.keys() and (type(a) is dict or list(a) == list(b)):
-        return [(key, a[key], b[key]) for key in a]
-    if isinstance(a, list | tuple | deque) and not isinstance(a, torch.Size) and len(a) == len(b):
-        return [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
-    return None
-
-
-def facts(value: Any) -> Any:
-    """All there is to a value that has no parts, to be compared."""
-    if isinstance(value, torch.Tensor):
-        plain = value.detach().resolve_conj().contiguous().reshape(-1)
-        return value.dtype, value.shape, bytes(plain.view(torch.uint8).tolist()) if plain.numel() else b""
-    if isinstance(value, numpy.ndarray | numpy.generic):
-        return value.dtype, value.shape, value.tobytes()
-    return sorted(map(repr, value)) if isinstance(value, set | frozenset) else repr(value)
 
 
 def check_case(case: Case, directory: str) -> str:

@@ -1,9 +1,11 @@
-"""How much a load, an export and a comparison read: each chunk once where its checksum is compared, whatever is made of it."""
+"""Loads and exports read each chunk once, in threads, and copies for a background save have all values."""
 
 from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.checkpoint import reader
+from accel.checkpoint import background, reader, shards
 from accel.checkpoint.storage import CHUNK
 
 
@@ -107,3 +109,39 @@ def test_elements_over_the_end_of_a_chunk(dtype: torch.dtype, tmp_path: Path) ->
     accel.load(tmp_path, {"model": model}, convert=True)
     assert model.flags.tolist() == [1, 2, 3]
     assert torch.equal(model.weight, values.to(dtype))
+
+
+def test_threads_work_at_once_and_are_done_when_one_fails() -> None:
+    meet, done = threading.Barrier(4, timeout=30), []
+
+    def act(number: int) -> None:
+        if number < 4:
+            meet.wait()  # passes only if four are here together
+        if number == 1:
+            raise ValueError("the second")
+        time.sleep(0.2)
+        done.append(number)
+
+    with pytest.raises(ValueError, match="the second"):
+        reader.in_threads(act, range(100), 4)
+    so_far = len(done)
+    time.sleep(0.5)
+    assert so_far == len(done) < 99
+
+
+def test_a_copy_has_all_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and pieces are smaller than tensors, and some tensors are not contiguous."""
+    monkeypatch.setattr(background, "_BLOCK", 4096)
+    monkeypatch.setattr(shards, "PIECE", 1500)
+    monkeypatch.setattr(background.background, "_blocks", [])
+    made = {f"t{n}": torch.randn(n, 7).t() for n in range(40)} | {f"c{n}": torch.randn(n * 11) for n in range(40)}
+    state = made | {"bytes": torch.arange(255, dtype=torch.uint8), "one": torch.tensor(3.0, dtype=torch.float64)}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    pending = accel.save(state, tmp_path, wait=False)
+    for tensor in state.values():
+        tensor.zero_()
+    assert pending is not None
+    pending.result(60)
+    accel.load(tmp_path, state)
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    monkeypatch.setattr(background.background, "_blocks", [])

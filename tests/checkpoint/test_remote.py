@@ -52,9 +52,8 @@ def prefix(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def faulty(endpoint: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[stores.Proxy]:
-    """Uploads are in smaller parts, and little time passes before a request is tried again."""
+    """A server that fails. Uploads are in smaller parts."""
     monkeypatch.setattr(remote, "_BLOCK", 5 << 20)
-    monkeypatch.setattr(remote, "_PAUSES", (0.02, 0.05, 0.1))
     with stores.proxy(endpoint) as (url, state):
         stores.use(url)
         yield state
@@ -88,6 +87,10 @@ def test_everything_that_a_directory_can(
     here = str(tmp_path) if where == "file" else root
     net, frozen = nn.Linear(300, 700), nn.Linear(20, 20).requires_grad_(False)
     assert accel.latest(root) is None
+    for name in ("w1", "w[1]", "new [x]*?"):  # names are no patterns
+        accel.save({"n": name}, f"{root}/names/{name}")
+        assert accel.load(f"{root}/names/{name}")["n"] == name
+        accel.verify(accel.latest(f"{root}/names/{name}"))  # type: ignore[arg-type]
     for step in (1, 2, 3):
         pending = accel.save(
             {"m": net, "f": frozen, "n": step}, f"{root}/{'/' * (where != 'file')}step-{step}/", keep=2, wait=step != 2
@@ -122,16 +125,6 @@ def test_everything_that_a_directory_can(
         accel.teardown()
     assert [main(command) for command in (["inspect", root], ["verify", last])] == [0, 0]
     assert f"{here}/" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("where", ["s3", "memory"])
-def test_names_are_no_patterns(where: str, prefix: str) -> None:
-    root = {"s3": prefix, "memory": f"memory://{next(numbers)}"}[where]
-    accel.save({"n": 1.0}, f"{root}/w1")
-    accel.save({"n": 2.0}, f"{root}/w[1]")
-    assert accel.load(f"{root}/w[1]")["n"] == 2.0
-    accel.save({"n": 1}, f"{root}/new [x]*?")
-    accel.verify(accel.latest(f"{root}/new [x]*?"))  # type: ignore[arg-type]
 
 
 def test_a_file_system_with_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +294,7 @@ def killed(url: str, begin: int, how: str, after: float) -> int:
 
 
 def test_killed_at_any_moment(prefix: str) -> None:
-    """The last commit is whole; the next save works, and sweeps what the dead ones left, uploads too."""
+    """The last commit is whole; the next save works, and sweeps the files that the dead ones left."""
     sure = 0
     for number, how in enumerate(("wait", "background")):
         sure = killed(prefix, sure + 1, how, random.Random(number).uniform(0, 0.4))
@@ -311,9 +304,6 @@ def test_killed_at_any_moment(prefix: str) -> None:
     accel.save(state(-1.0), prefix)
     assert value_of(prefix) == -1
     assert len(objects(prefix)) == 2
-    import s3fs
-
-    assert not s3fs.S3FileSystem().list_multipart_uploads(BUCKET)
 
 
 def test_what_passes_is_tried_again(faulty: stores.Proxy, prefix: str) -> None:
@@ -337,36 +327,22 @@ def test_what_passes_is_tried_again(faulty: stores.Proxy, prefix: str) -> None:
         assert len(objects(prefix)) == 2
 
 
-@pytest.mark.parametrize("status", [429, 502])
-def test_an_answer_that_passes_is_known_by_its_number(
-    status: int, faulty: stores.Proxy, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not all servers, nor what is in front of them, give S3's own words."""
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # botocore tries by itself, for some seconds
-    remote._opened.cache_clear()
-    for where in ("PUT .*safetensors", "PUT .*accel.json", "(GET|HEAD) .*accel.json", "GET .*safetensors"):
-        faulty.faults[:] = [fault := Fault(where, (status, b""), times=2)]
-        accel.save(state(1.0), prefix)
-        assert value_of(prefix) == 1
-        assert fault.times == 0
-
-
 def saved(url: str, wait: bool) -> None:
     pending = accel.save(state(2.0), url, wait=wait)
     if pending is not None:
         pending.result()
 
 
+ADVICE = "; check the credentials, the permissions and the connection to the store"
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (Fault("PUT ", (403, EXPIRED)), "token has expired.*renew the credentials"),
-        (Fault("PUT .*safetensors", (403, DENIED)), "Access Denied.*the permission"),
-        (Fault("PUT .*accel.json", (403, DENIED)), "Access Denied.*the permission"),
-        (
-            Fault("PUT .*accel.json", (200, b"")),
-            "it is written, by the answer, and cannot be read back",
-        ),  # of a portal, say
+        (Fault("PUT ", (403, EXPIRED)), f"token has expired.*{ADVICE}"),
+        (Fault("PUT .*safetensors", (403, DENIED)), f"Access Denied{ADVICE}"),
+        (Fault("PUT .*accel.json", (403, DENIED)), f"Access Denied{ADVICE}"),
+        (Fault("PUT .*accel.json", (200, b"")), "it is written, by the answer, and cannot be read back"),  # a portal
     ],
     ids=str,
 )
@@ -379,7 +355,7 @@ def test_what_does_not_pass_changes_nothing(fault: Fault, words: str, faulty: st
     with pytest.raises(CheckpointError, match="the background save before this one failed"):
         saved(prefix, True)
     faulty.faults[:] = [Fault("GET .*accel.json", (403, DENIED))]
-    with pytest.raises(CheckpointError, match=f"{prefix} may be a checkpoint: .*the permission"):
+    with pytest.raises(CheckpointError, match=f"{prefix} may be a checkpoint: .*{ADVICE}"):
         accel.latest(prefix)
     faulty.faults.clear()
     assert value_of(prefix) == 1
@@ -388,41 +364,37 @@ def test_what_does_not_pass_changes_nothing(fault: Fault, words: str, faulty: st
     assert len(objects(prefix)) == 2
 
 
-def test_a_token_that_has_expired_is_told_also_where_the_answer_has_no_words(faulty: stores.Proxy, prefix: str) -> None:
-    """S3 answers so to the first request of each call, which asks for the record by HEAD."""
+def test_an_expired_token_without_words(faulty: stores.Proxy, prefix: str) -> None:
+    """S3 answers so to a HEAD, the first request of each call. The next call looks for credentials again."""
     accel.save(state(1.0), prefix)
+    before = remote.remote(prefix)
+    faulty.faults[:] = [Fault("HEAD ", (400, b""))]
     for call in (lambda url: accel.save(state(2.0), url), value_of, accel.latest, accel.verify):
-        before = remote.remote(prefix)
-        faulty.faults[:] = [Fault("HEAD ", (400, b""))]
-        with pytest.raises(CheckpointError, match=f"Bad Request; renew the credentials.*{prefix}/"):
+        with pytest.raises(CheckpointError, match=f"Bad Request{ADVICE}.*{prefix}/"):
             call(prefix)
-        assert remote.remote(prefix) is not before  # which looks for credentials again
-        faulty.faults.clear()
-        assert value_of(prefix) == 1
+    faulty.faults.clear()
+    assert remote.remote(prefix) is not before
+    assert value_of(prefix) == 1
 
 
-def test_bytes_that_change_on_the_way_are_found(faulty: stores.Proxy, prefix: str) -> None:
-    accel.save(state(1.0), f"{prefix}/1")
-    faulty.faults.append(Fault("PUT .*safetensors", "flip", times=1))
-    accel.save(state(2.0), f"{prefix}/2")
-    with pytest.raises(CheckpointError, match="damaged|Checksum"):
-        value_of(f"{prefix}/2")
-    assert value_of(f"{prefix}/1") == 1
-
-
-def test_a_byte_that_the_network_changes_once_is_read_again(faulty: stores.Proxy, prefix: str) -> None:
-    accel.save(state(3.0, 2_500_000), prefix)
+def test_bytes_that_the_network_changes(faulty: stores.Proxy, prefix: str) -> None:
+    """A chunk that is wrong once is read again. One that was wrong when it was written is found."""
+    accel.save(state(3.0, 2_500_000), f"{prefix}/1")
     begun = len(faulty.seen)
-    accel.load(prefix, state(0.0, 2_500_000))
+    accel.load(f"{prefix}/1", state(0.0, 2_500_000))
     reads = sum("GET" in line and "safetensors" in line for line in faulty.seen[begun:])
     for skip in range(reads):
         faulty.faults[:] = [fault := Fault("GET .*safetensors", "flip", times=1, skip=skip)]
-        found = accel.load(prefix, state(0.0, 2_500_000))
-        assert found["x"].unique().tolist() == [3.0]
+        assert value_of(f"{prefix}/1") == 3.0
         assert fault.times == 0
     faulty.faults[:] = [Fault("GET .*safetensors", "flip", skip=reads - 1)]
-    with pytest.raises(CheckpointError, match="is damaged between"):
-        accel.load(prefix, state(0.0, 2_500_000))
+    with pytest.raises(CheckpointError, match="is damaged between|Checksum"):
+        value_of(f"{prefix}/1")
+    faulty.faults[:] = [Fault("PUT .*safetensors", "flip", times=1)]
+    accel.save(state(2.0), f"{prefix}/2")
+    with pytest.raises(CheckpointError, match="damaged|Checksum"):
+        value_of(f"{prefix}/2")
+    assert value_of(f"{prefix}/1") == 3.0
 
 
 def test_what_is_missing_is_named(prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -433,10 +405,10 @@ def test_what_is_missing_is_named(prefix: str, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("HOME", str(tmp_path))
     remote._opened.cache_clear()
     for url, words in (
-        (f"{prefix}/x", "NoCredentialsError.*renew the credentials"),
+        (f"{prefix}/x", f"NoCredentialsError.*{ADVICE}"),
         ("gs://bucket/x", "install gcsfs"),
         ("NOSUCH://bucket/x", "nosuch://bucket/x"),
-        ("dir://x", "cannot open this by its URL alone"),
+        ("dir://x", "can't open it"),
     ):
         for call in (lambda u: accel.save(state(1.0), u), accel.load, accel.latest, accel.verify):
             with pytest.raises(CheckpointError, match=words):
@@ -454,19 +426,11 @@ def test_a_bucket_that_is_not_there(prefix: str) -> None:
     assert accel.load(prefix) == {"n": 1}
 
 
-def test_a_server_that_is_not_reached(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """fsspec's filesystem of http calls both a file that is not there; who waits for it is told from the second time on."""
-    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.1))
+def test_a_server_that_is_not_reached(endpoint: str) -> None:
+    """fsspec's file system of http calls both "not found"."""
     for call in (accel.verify, accel.load):
-        with pytest.raises(CheckpointError, match="Cannot connect to host.*the way to it, fails: http://127.0.0.1:9/c"):
+        with pytest.raises(CheckpointError, match=f"Cannot connect to host.*{ADVICE}: http://127.0.0.1:9/c"):
             call("http://127.0.0.1:9/c")
-        assert "Cannot connect to host 127.0.0.1:9" in caplog.messages[-1]
-        assert {(record.levelname, record.message.endswith("once more")) for record in caplog.records} == {
-            ("WARNING", True)
-        }
-        caplog.clear()
         with pytest.raises(CheckpointError, match="does not exist"):
             call(f"{endpoint}/{BUCKET}/none")
 

@@ -44,7 +44,7 @@ _COMMON: Final[Names] = (
     ("torch.nn:Module.", "_load_state_dict_post_hooks _compiled_call_impl", "loading a full state, compiled models"),
     ("torch.nn.modules.batchnorm:", "_BatchNorm", "BatchNorm of any dimension"),
     ("torch.distributed.distributed_c10d:", "_abort_process_group", "ending groups if a rank is gone"),
-    ("torch:Tensor.", "_base _is_zerotensor _post_accumulate_grad_hooks", "views, hooks"),
+    ("torch:Tensor.", "_base _post_accumulate_grad_hooks", "views, hooks"),
     ("torch:UntypedStorage.", "_cdata", "which storage was written"),
     ("torch._ops:OpOverload.", "_schema", "operators that write"),
     ("torch.distributed:", "_broadcast_coalesced", "rank 0's tensors in few messages, as DDP sends its weights"),
