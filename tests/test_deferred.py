@@ -91,8 +91,8 @@ def test_values_of_a_directory(tmp_path: Path, backend: str) -> None:
             assert state.keys() == net.state_dict().keys()
             assert all(torch.equal(state[n], t) for n, t in net.state_dict().items())
             if backend == "fsdp" and directory == tmp_path:
-                # The header is read for the record, by setup and by load.
-                assert size / 3 < read - 3 * header <= size / 2 + 64
+                # The header is read for the record, by setup and by load. The rest lies in one chunk.
+                assert size / 3 < read - 3 * header <= size + 64
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def test_a_file_or_an_index_by_its_name(tmp_path: Path, stem: str) -> None:
     """In a directory, a variant does not count."""
     net, half = nn.Linear(3, 2), nn.Linear(3, 2).half()
     sharded_files(half, tmp_path, stem, ".fp16")
-    with pytest.raises(CheckpointError, match=f"it holds .*{stem}.safetensors.index.fp16.json"):
+    with pytest.raises(CheckpointError, match=f"It holds .*{stem}.safetensors.index.fp16.json"):
         accel.load(tmp_path, {"model": nn.Linear(3, 2)})
     save_file(dict(net.state_dict()), tmp_path / f"{stem}.safetensors")
     save_file(dict(half.state_dict()), tmp_path / f"{stem}.fp16.safetensors")

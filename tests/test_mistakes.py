@@ -78,7 +78,7 @@ OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ANY.setup(net(), backend="ddp:4"), accel.BackendError, "name:option=value"),
     (lambda: ANY.setup(net(), backend="fsdp:replicas=2,replicas=1"), accel.BackendError, "at 'replicas=1'"),
     (lambda: ANY.setup(net(), backend="nccl"), accel.BackendError, "accel.init(process_group='nccl')"),
-    (lambda: ANY.launch("train.py"), accel.LaunchError, "python -m accel run train.py"),
+    (lambda: ANY.launch("train.py"), accel.LaunchError, "python -m accel run"),
     (lambda: ANY.setup(None, None, loader(), loader_options={"seed": 0}), accel.LoaderError, "found a dict"),
     (lambda: ANY.accumulate(iter(loader()), 2), accel.LoaderError, "takes the loader that accel.setup returned"),
     (lambda: ANY.save({"loader": loader()}, "here"), accel.CheckpointError, "the loader that accel.setup returned"),
@@ -308,7 +308,7 @@ def checkpoints() -> None:
 COMMANDS = {
     "verify one damaged": "is damaged between bytes 0 and ",
     "verify nowhere": "nowhere does not exist",
-    "export one file": "File exists: ",
+    "export one file": "Not a directory: ",
     "export one weights": "overwrite=True replaces them",
     "export one new --dtype x": "expected a floating-point dtype such as 'bfloat16'",
     "inspect xx://bucket/run": "Protocol not known: xx",

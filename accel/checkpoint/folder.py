@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final, final
 
 from ..errors import CheckpointError, is_url, refuse_url
+from ..process import current
 from ..process.control import locked
 from .background import background
 from .record import NAME, Record, encode, exists, is_record, read
@@ -266,6 +267,7 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
             with reporting_replacement(src):
                 _link(absolute(src), absolute(dst))
 
+    current()  # Several ranks that link before any setup must not write at the same time.
     on_running_ranks("accel.link", arguments, act)
 
 

@@ -64,13 +64,16 @@ class FlatWeights:
         self._oss.group = None
         #: The owner of each parameter, by its ``id``.
         self.rank_of = {id(p): rank for p, rank in self._oss._param_to_rank.items()}
-        self.refresh()
+        self._adopt_buffers()
 
     def refresh(self) -> None:
         """Make the trainable parameters views of new buffers. Local."""
         # OSS would keep the buffer of an owner that has only frozen parameters now.
         self._oss.buckets.clear()
         self._oss.refresh_trainable()
+        self._adopt_buffers()
+
+    def _adopt_buffers(self) -> None:
         for by_rank in self._oss.buckets.values():
             for bucket in by_rank.values():
                 # Not every process group can send every dtype.

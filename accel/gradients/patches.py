@@ -131,7 +131,11 @@ def backward_patches(
         if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
             return original(*args, **kwargs)
         # Strong references, because an engine may be collected meanwhile.
-        listening = list(filter(None, [reference() for reference in listeners]))
+        listening = []
+        for reference in listeners:
+            listener = reference()
+            if listener is not None:
+                listening.append(listener)
         outermost, completed = depth == 0, False
         depth += 1
         try:

@@ -186,7 +186,7 @@ def _connect(process: Process, backend: str, problem: str, wait: Wait) -> None:
             timeout=process.timeout,
             device_id=_device_to_bind(process),
         )
-        group = process.group = distributed_c10d._get_default_group()
+        group = process.group = dist.group.WORLD
         process.owns_group = True
         give_margin(group, process.timeout)
     try:

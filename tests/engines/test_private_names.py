@@ -37,6 +37,7 @@ _COMMON: Final[Names] = (
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
     (_CLIP, "_get_total_norm", "a norm over all ranks in torch's clipping"),
+    ("torch.nn:Module.", "_apply", "memory for deferred parameters of FSDP2"),
     ("torch:", "_foreach_norm _foreach_mul_ _foreach_add_ _foreach_copy_", "many gradients at once"),
     ("torch._compile:", "_disable_dynamo", "what stays outside of compiled code"),
     ("torch:", "_has_compatible_shallow_copy_type", "whether a conversion keeps the parameter object"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
@@ -107,7 +108,9 @@ class ShardedModule:
             # Autograd never reaches the shard, so a hook of the user's there would never run.
             leaf, attributes = param.unsharded_param, vars(param.sharded_param)
             attributes["register_hook"] = lambda hook, leaf=leaf: leaf.register_hook(hook)
-            attributes["set_data"] = lambda value, param=param: _set_data(param, value)
+            # A weak reference, so that an optimizer that outlives its model doesn't keep it.
+            reference = weakref.ref(param)
+            attributes["set_data"] = lambda value, param=reference: _set_data(param(), value)
 
     # -- training ----------------------------------------------------------------------------------
 
