@@ -193,6 +193,8 @@ def _connect(process: Process, backend: str, problem: str, wait: Wait) -> None:
         process.control = dist.new_group(
             timeout=process.timeout, backend="gloo", group_desc="accel control"
         )
+        # A rank that ends now would close connections that other ranks still make.
+        dist.barrier(process.control)
     except RuntimeError:
         destroy_groups(process)
         raise

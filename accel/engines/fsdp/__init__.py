@@ -343,12 +343,19 @@ class FSDPEngine(Engine):
         self.holdings.synchronize()
         names = [name for name, _ in blocks(self.module, self.options.wrap)]
         self.compare("the choice of FSDP(wrap=...)", names)
+        what = f"gradients before accel.setup ({self.label})"
+        average_gradients_(what, self.parameters, self.names, self.process)
+        gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         self.sharded = ShardedModule(self.module, self.process, self.options)
         self.conversion, self.divided = Conversion(self), True
         self.conversion.shard(names)
         self._read_parameters()
         self.known = self.conversion.known
         self.gradients.start(self.sharded.mesh)
+        # They survive a teardown and a second setup.
+        for name, gradient in gradients.items():
+            entry = StateEntry(name, tuple(gradient.shape), self.named[name], {})
+            self.named[name].grad = self.holdings.own_part(entry, "grad", gradient, {})
         if self.sharded.mesh.parallel:
             self._match_ranks(self.sharded.mesh)
         self.started = True

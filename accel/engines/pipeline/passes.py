@@ -84,7 +84,7 @@ class Channel:
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         with self._waiting:
             dist.recv(size, source, self.process.control)
-            head = to_tensor(bytes(size.numpy()[0]))
+            head = to_tensor(bytes(int.from_bytes(to_bytes(size.view(torch.uint8)), sys.byteorder)))
             dist.recv(head, source, self.process.control)
             sent, kinds, form = pickle.loads(to_bytes(head))
             if sent != place:
