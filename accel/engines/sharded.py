@@ -26,7 +26,7 @@ from ..process.packing import average_, broadcast_, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry, parameters_of
 from .base.engine import Engine
-from .base.gradients import Gradients, refuse_overlaps, refuse_scripts
+from .base.gradients import Gradients, refuse_overlaps
 from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
@@ -285,7 +285,6 @@ class ShardedEngine(Engine):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         if process.place.world_size > 1:
-            refuse_scripts(module, cls.name)
             refuse_overlaps(module, cls.name)
 
     @classmethod
@@ -313,16 +312,12 @@ class ShardedEngine(Engine):
             check_version("sharded", "fairscale", "0.4.12", "0.4.13")
             self.gradients.optimizers.add(optimizer)
         else:
-            logger.warning(
-                "backend='sharded' saves no memory with %s, because every rank steps all of it. "
-                "Use an optimizer of torch.optim other than LBFGS.",
-                kind.__name__,
-            )
+            text = "backend='sharded' saves no memory with %s. Use an optimizer of torch.optim."
+            logger.warning(text, kind.__name__)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         super().start(optimizers)
-        for optimizer in self.optimizers:
-            self.gradients.give_owners(optimizer)
+        self.rebuild()
 
     def rebuild(self) -> None:
         for optimizer in self.optimizers:

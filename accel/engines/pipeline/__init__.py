@@ -28,8 +28,6 @@ from ..base.options import Options
 from ..base.placement import Placement, Placements
 from .passes import PipelineGradients, forward
 
-Balance = Sequence[int] | str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline(Options):
@@ -76,7 +74,7 @@ def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
     return stages
 
 
-def stages_of(module: nn.Module, balance: Balance, world_size: int) -> dict[str, int]:
+def stages_of(module: nn.Module, balance: Any, world_size: int) -> dict[str, int]:
     """Return the stage of each child. "size" balances the bytes of parameters and buffers."""
     # children() would skip an activation that the Sequential has twice.
     children: Any = module._modules
@@ -97,7 +95,7 @@ def owner(name: str, stage_of: Mapping[str, int]) -> int:
     return stage_of.get(name.partition(".")[0], 0)
 
 
-def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
+def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
     """Raise BackendError if the module can't be split into stages."""
     # A subclass may have its own forward, for example to return features too.
     if getattr(type(module), "forward", None) is not nn.Sequential.forward:
@@ -183,8 +181,7 @@ class PipelineHoldings(Holdings):
         return [entry for entry in super().entries(optimizer) if self.has(entry.name)]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        module = self.engine.module
-        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return self.engine.named | dict(self.engine.module.named_buffers())
 
     def divide(self, stage_of: dict[str, int]) -> None:
         """Keep this rank's stage, and free the memory of the other stages. Local."""

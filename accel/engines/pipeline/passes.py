@@ -37,6 +37,7 @@ from ..base.inputs import SameInputs
 
 Place = tuple[int, int]  # the number of a forward, and of its micro-batch
 Tensors = Sequence[Any]  # or the gradients of some of them
+Message = tuple[Tensors, Any]  # tensors, and the value with their places
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -103,7 +104,7 @@ class PipelineGradients(Gradients):
                 work.wait()
         self._sends.clear()
 
-    def receive(self, source: int, place: Place) -> tuple[Tensors, Any]:
+    def receive(self, source: int, place: Place) -> Message:
         """Return the tensors of a message and its form."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         with self._waiting:
@@ -124,9 +125,7 @@ class PipelineGradients(Gradients):
                     bytes_of(tensor, tensor.device).copy_(data)
         return tensors, form
 
-    def share(
-        self, what: str, source: int, tensors: Tensors, form: Any = None
-    ) -> tuple[Tensors, Any]:
+    def share(self, what: str, source: int, tensors: Tensors, form: Any = None) -> Message:
         """Return the tensors of rank ``source`` and their form. Collective."""
         kinds, form = agree(f"{what} ({self.engine.label})", (_kinds(tensors), form))[source]
         self._finish_sends()
@@ -191,8 +190,8 @@ def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
     sizes = {len(t) for t in tensors if t.dim()}
     if len(sizes) != 1:
         raise BackendError(
-            f"Pipeline(chunks={chunks}) splits inputs along dim 0, but their sizes there are "
-            f"{sorted(sizes)}. Give all inputs the batch as dim 0, or use chunks=1."
+            f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} in dim 0. "
+            "Give all inputs the batch as dim 0, or use chunks=1."
         )
     count = max(1, min(chunks, *sizes))
     columns = [t.tensor_split(count) if t.dim() else (t,) * count for t in tensors]

@@ -65,7 +65,7 @@ def refused_forwards() -> None:
     x = batch(0)[0]
     module = net(nn.BatchNorm1d(16))
     refuse("2 would normalize each micro-batch", module, x, chunks=2)
-    refuse("splits inputs along dim 0", net(), [x, x[:3]], chunks=2)
+    refuse("can't split inputs with sizes", net(), [x, x[:3]], chunks=2)
     refuse(r"\(set\) to other ranks", net(), {"x": {1}})
     refuse("can't send input", net(), x.to_sparse())
     model, optimizer, _ = accel.setup(net(), None, None, backend="pipeline")
