@@ -123,8 +123,6 @@ class ShardedGradients(Gradients):
         self.weights: list[FlatWeights] = []
         #: The parameters whose gradient is final, by their ``id``. Equal on all ranks.
         self._final: dict[int, nn.Parameter] = {}
-        #: The parameters that an optimizer is stepping.
-        self._stepped: list[nn.Parameter] = []
 
     def give_owners(self, optimizer: Optimizer) -> None:
         """Give owners to an optimizer's trainable parameters that have none. Local.
@@ -171,18 +169,15 @@ class ShardedGradients(Gradients):
         if optimizer in self.optimizers:
             self.give_owners(optimizer)  # A group may have been added after setup.
             rank_of = self.rank_of
-        self._stepped = self._reduce(what, parameters, rank_of)
+        self._reduce(what, parameters, rank_of)
 
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
         self._reduce(what, self.engine.parameters, self.rank_of)
 
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
-    ) -> list[nn.Parameter]:
-        """Replace shares by final gradients, on every rank if there is no owner. Collective.
-
-        Return the parameters that have a gradient on any rank. ``what`` is for messages.
-        """
+    ) -> None:
+        """Replace shares by final gradients, on every rank if there is no owner. Collective."""
         if not rank_of:
             self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
@@ -207,14 +202,12 @@ class ShardedGradients(Gradients):
         group = self.process.group
         average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=group))
         reduce_to_owners(by_owner, self._rank, group)
-        live = [parameters[index] for index in indices]
-        for parameter in live:
+        for parameter in map(parameters.__getitem__, indices):
             owner = rank_of.get(id(parameter), self._rank)
             if id(parameter) in rank_of:
                 self._final[id(parameter)] = parameter
             if owner != self._rank:
                 parameter.grad = None  # The optimizer skips it, and makes no state.
-        return live
 
     def parts(
         self, parameters: Sequence[torch.Tensor]
@@ -233,7 +226,7 @@ class ShardedGradients(Gradients):
         """Give every rank the owners' values of the stepped parameters. Collective."""
         if optimizer not in self.optimizers:
             return
-        rest = {id(p): p for p in self._stepped if id(p) in self.rank_of}
+        rest = {id(p): p for p in parameters_of(optimizer) if id(p) in self._final}
         for weights in self.weights:
             if not weights.rank_of.keys().isdisjoint(rest):
                 weights.broadcast()
@@ -242,7 +235,6 @@ class ShardedGradients(Gradients):
         # Frozen parameters that have a gradient of zeros are stepped too.
         for key, parameter in rest.items():
             broadcast_([parameter.data], None, self.rank_of[key])
-        self._stepped = []
 
 
 # -- the engine ---------------------------------------------------------------------------------
