@@ -90,7 +90,8 @@ def unreferenced(backend: Any = "auto") -> list[bool]:
 
 def test_a_dropped_model_is_collected() -> None:
     assert not any(unreferenced())
-    for backend in ("ddp", accel.DDP(comm_hook="bf16"), accel.DDP(find_unused_parameters=True)):
+    backends = ("ddp", accel.DDP(comm_hook="bf16"), accel.DDP(find_unused_parameters=True), "sharded")
+    for backend in backends:
         assert not any(map(any, run(2, unreferenced, backend)))
     assert not registry.engines
     for _ in range(12):  # a reused id never matches

@@ -78,10 +78,8 @@ ENGINES: Final = _Engines(dict.fromkeys(_backends, Engine))
 
 def option_class(name: str) -> type[Options] | None:
     """Return an option class by its name, such as "DeepSpeed", or None."""
-    if name.lower() not in ENGINES:
-        return None
-    kind = ENGINES[name.lower()].options_type
-    return kind if kind.__name__ == name else None
+    kind = ENGINES[name.lower()].options_type if name.lower() in ENGINES else None
+    return kind if kind is not None and kind.__name__ == name else None
 
 
 def option_names() -> list[str]:
@@ -92,9 +90,9 @@ def option_names() -> list[str]:
 def engine_of(options: Options) -> type[Engine]:
     """Return the engine of an options object."""
     name = type(options).__name__.lower()
-    # Importing one engine is enough if its options have the usual name.
-    names = [name, *ENGINES] if name in ENGINES else ENGINES
-    return next(ENGINES[name] for name in names if ENGINES[name].options_type is type(options))
+    if name in ENGINES:
+        return ENGINES[name]
+    return next(engine for engine in ENGINES.values() if engine.options_type is type(options))
 
 
 # -- backend=... -----------------------------------------------------------------------------------
@@ -153,16 +151,14 @@ def _value(text: str, is_dtype: bool) -> Any:
 
 
 def _unknown(backend: object) -> BackendError:
+    advice = f"Use 'auto', an options object or one of {', '.join(map(repr, ENGINES))}."
+    matches = difflib.get_close_matches(re.split(r"\W", f"{backend}".lower())[0], ENGINES, 1)
     if str(backend) in ("gloo", "mpi", "nccl", "ucc"):
         advice = f"Use accel.init(process_group={backend!r})."
     elif isinstance(backend, type) and issubclass(backend, Options):
         advice = f"Use an object, accel.{backend.__name__}()."
-    else:
-        matches = difflib.get_close_matches(re.split(r"\W", f"{backend}".lower())[0], ENGINES, 1)
-        names = ", ".join(map(repr, ENGINES))
-        advice = f"Use 'auto', an options object or one of {names}."
-        if matches:
-            advice = f"Did you mean {matches[0]!r}?"
+    elif matches:
+        advice = f"Did you mean {matches[0]!r}?"
     return BackendError(f"Unknown backend {backend!r}. {advice}")
 
 
@@ -172,10 +168,7 @@ def default(process: Process) -> str:
         return "xla"
     if process.place.world_size > 1:
         return "ddp"
-    return "dp" if len(process.devices) > 1 and _in_notebook() else "single"
-
-
-def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return type(shell).__name__ == "ZMQInteractiveShell"
+    shell = type(ipython.get_ipython()).__name__ if ipython is not None else ""
+    in_notebook = shell == "ZMQInteractiveShell"
+    return "dp" if len(process.devices) > 1 and in_notebook else "single"

@@ -57,8 +57,7 @@ class AveragedGradients(Gradients):
             return
         is_first = False
         if optimizer is not None:
-            if torch._C._current_graph_task_id() != -1:
-                refuse_inside_backward()
+            refuse_inside_backward()
             if id(optimizer) in self.stepped:
                 # The loop may have assigned gradients, because no backward ran since its last step.
                 self.final = False

@@ -14,7 +14,7 @@ from typing import Any, Literal, final
 import torch
 from torch.optim import Optimizer
 
-from ..errors import BackendError, LaunchError
+from ..errors import LaunchError
 from ..gradients.patches import replaced
 from ..process import Process
 from ..process.control import agree, lost
@@ -36,28 +36,16 @@ class Horovod(AveragingOptions):
     choices = {"compression": ("fp16", None)}
 
 
-def load() -> Any:
-    """Return the module ``horovod.torch``, or raise BackendError if it was built without torch."""
-    hvd: Any = importlib.import_module("horovod.torch")
-    if not hasattr(hvd, "allreduce_"):  # The import only prints a warning.
-        raise BackendError(
-            "horovod is installed without its part for torch. "
-            "Build it again with HOROVOD_WITH_PYTORCH=1 (docs/hosts.md)."
-        )
-    return hvd
-
-
 def start(process: Process) -> None:
     """Start Horovod on all ranks, unless the program has started it. Collective."""
-    hvd = load()
-    if not any(agree("the state of Horovod", bool(hvd.is_initialized()))):
-        by_mpi = hvd.mpi_built() and not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
-        if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ or by_mpi or not hvd.gloo_built():
+    hvd: Any = importlib.import_module("horovod.torch")
+    with contextlib.ExitStack() as undo:
+        if not any(agree("the state of Horovod", bool(hvd.is_initialized()))):
+            if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ and hvd.gloo_built():
+                _serve(process, undo)
             hvd.init()
-        else:
-            _start_as_horovodrun(hvd, process)
-    place = (hvd.rank(), hvd.size()) if hvd.is_initialized() else None
-    places = agree("the start of Horovod", place)
+        place = (hvd.rank(), hvd.size()) if hvd.is_initialized() else None
+        places = agree("the start of Horovod", place)
     if places != [(rank, len(places)) for rank in range(len(places))]:
         raise LaunchError(
             f"Horovod's ranks and sizes are {places} on the {len(places)} ranks of accel. "
@@ -65,38 +53,27 @@ def start(process: Process) -> None:
         )
 
 
-def _start_as_horovodrun(hvd: Any, process: Process) -> None:
-    """Serve Horovod's rendezvous on rank 0, and start Horovod with its variables. Collective."""
+def _serve(process: Process, undo: contextlib.ExitStack) -> None:
+    """Serve Horovod's rendezvous and set its variables, as horovodrun does. Collective."""
     hosts: Any = importlib.import_module("horovod.runner.common.util.hosts")
     http_server: Any = importlib.import_module("horovod.runner.http.http_server")
-    rank = process.place.rank
     names = agree("Horovod's hosts", socket.gethostname())
     per_host = [hosts.HostInfo(name, count) for name, count in Counter(names).items()]
     slots = hosts.get_host_assignments(per_host, len(names))
-    server, port = None, 0
-    if rank == 0:
-        server = http_server.RendezvousServer()
-        port = server.start()
-        server.init(slots)
-    try:
-        variables = {
-            "CONTROLLER": "gloo",
-            "CPU_OPERATIONS": "gloo",
-            "GLOO_RENDEZVOUS_ADDR": process.place.master_addr or names[0],
-            "GLOO_RENDEZVOUS_PORT": agree("Horovod's server", port)[0],
-            **vars(slots[rank]),  # such as local_rank
-        }
-        if len(per_host) == 1:
-            variables["GLOO_RENDEZVOUS_ADDR"] = "127.0.0.1"
-        # If the variables stayed, accel would take them for a launcher's.
-        with contextlib.ExitStack() as undo:
-            for name, value in variables.items():
-                undo.enter_context(replaced(os.environ, f"HOROVOD_{name.upper()}", str(value)))
-            hvd.init()
-    finally:
-        agree("the end of Horovod's rendezvous", None)
-        if server is not None:
-            server.stop()
+    server = http_server.RendezvousServer()
+    port = server.start()
+    undo.callback(server.stop)
+    server.init(slots)
+    address = "127.0.0.1" if len(per_host) == 1 else process.place.master_addr or names[0]
+    variables = vars(slots[process.place.rank]) | {  # such as local_rank
+        "controller": "gloo",
+        "cpu_operations": "gloo",
+        "gloo_rendezvous_addr": address,
+        "gloo_rendezvous_port": agree("Horovod's server", port)[0],
+    }
+    # If the variables stayed, accel would take them for a launcher's.
+    for name, value in variables.items():
+        undo.enter_context(replaced(os.environ, f"HOROVOD_{name.upper()}", str(value)))
 
 
 @final
@@ -108,11 +85,6 @@ class HorovodEngine(AveragingEngine):
     requires = {"horovod": "horovod==0.28.1"}
     options: Horovod
 
-    @classmethod
-    def probe(cls) -> str:
-        load()
-        return ""
-
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         if self.distributed:
             # Before the weights of rank 0 are sent, so that a failed start changes nothing.
@@ -120,17 +92,16 @@ class HorovodEngine(AveragingEngine):
         super().start(optimizers)
 
     def add(self, flat: torch.Tensor) -> None:
-        """Sum a tensor by ``allreduce_``. Horovod doesn't know complex numbers and bfloat16."""
-        hvd = load()
-        real = torch.view_as_real(flat) if flat.is_complex() else flat
-        packed = real.float() if real.dtype is torch.bfloat16 else real
+        """Sum a tensor by ``allreduce_``. Horovod doesn't know bfloat16."""
+        hvd: Any = importlib.import_module("horovod.torch")
+        packed = flat.float() if flat.dtype is torch.bfloat16 else flat
         if self.options.compression:
-            packed = real.half()
+            packed = flat.half()
         # Horovod remembers the shape of each name.
         name = f"accel.{self.serial}.{packed.dtype}.{packed.numel()}"
         try:
             hvd.allreduce_(packed, name=name, op=hvd.Sum)
         except RuntimeError as error:
             raise lost("Horovod's allreduce", error) from error
-        if packed is not real:
-            real.copy_(packed)
+        if packed is not flat:
+            flat.copy_(packed)

@@ -26,7 +26,7 @@ from ..process.packing import average_, broadcast_, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry, parameters_of
 from .base.engine import Engine
-from .base.gradients import Gradients, refuse_overlaps, refuse_scripts
+from .base.gradients import Gradients, refuse_overlaps
 from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
@@ -126,8 +126,6 @@ class ShardedGradients(Gradients):
         self.weights: list[FlatWeights] = []
         #: The parameters whose gradient is final, by their ``id``. Equal on all ranks.
         self._final: dict[int, nn.Parameter] = {}
-        #: The parameters that an optimizer is stepping.
-        self._stepped: list[nn.Parameter] = []
 
     def give_owners(self, optimizer: Optimizer) -> None:
         """Give owners to an optimizer's trainable parameters that have none. Local.
@@ -174,18 +172,15 @@ class ShardedGradients(Gradients):
         if optimizer in self.optimizers:
             self.give_owners(optimizer)  # A group may have been added after setup.
             rank_of = self.rank_of
-        self._stepped = self._reduce(what, parameters, rank_of)
+        self._reduce(what, parameters, rank_of)
 
     def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
         self._reduce(what, self.engine.parameters, self.rank_of)
 
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
-    ) -> list[nn.Parameter]:
-        """Replace shares by final gradients, on every rank if there is no owner. Collective.
-
-        Return the parameters that have a gradient on any rank. ``what`` is for messages.
-        """
+    ) -> None:
+        """Replace shares by final gradients, on every rank if there is no owner. Collective."""
         if not rank_of:
             self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
@@ -210,14 +205,12 @@ class ShardedGradients(Gradients):
         group = self.process.group
         average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=group))
         reduce_to_owners(by_owner, self._rank, group)
-        live = [parameters[index] for index in indices]
-        for parameter in live:
+        for parameter in map(parameters.__getitem__, indices):
             owner = rank_of.get(id(parameter), self._rank)
             if id(parameter) in rank_of:
                 self._final[id(parameter)] = parameter
             if owner != self._rank:
                 parameter.grad = None  # The optimizer skips it, and makes no state.
-        return live
 
     def parts(
         self, parameters: Sequence[torch.Tensor]
@@ -236,7 +229,7 @@ class ShardedGradients(Gradients):
         """Give every rank the owners' values of the stepped parameters. Collective."""
         if optimizer not in self.optimizers:
             return
-        rest = {id(p): p for p in self._stepped if id(p) in self.rank_of}
+        rest = {id(p): p for p in parameters_of(optimizer) if id(p) in self._final}
         for weights in self.weights:
             if not weights.rank_of.keys().isdisjoint(rest):
                 weights.broadcast()
@@ -245,7 +238,6 @@ class ShardedGradients(Gradients):
         # Frozen parameters that have a gradient of zeros are stepped too.
         for key, parameter in rest.items():
             broadcast_([parameter.data], None, self.rank_of[key])
-        self._stepped = []
 
 
 # -- the engine ---------------------------------------------------------------------------------
@@ -288,7 +280,6 @@ class ShardedEngine(Engine):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         if process.place.world_size > 1:
-            refuse_scripts(module, cls.name)
             refuse_overlaps(module, cls.name)
 
     @classmethod
@@ -316,16 +307,12 @@ class ShardedEngine(Engine):
             check_version("sharded", "fairscale", "0.4.12", "0.4.13")
             self.gradients.optimizers.add(optimizer)
         else:
-            logger.warning(
-                "backend='sharded' saves no memory with %s, because every rank steps all of it. "
-                "Use an optimizer of torch.optim other than LBFGS.",
-                kind.__name__,
-            )
+            text = "backend='sharded' saves no memory with %s. Use an optimizer of torch.optim."
+            logger.warning(text, kind.__name__)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         super().start(optimizers)
-        for optimizer in self.optimizers:
-            self.gradients.give_owners(optimizer)
+        self.rebuild()
 
     def rebuild(self) -> None:
         for optimizer in self.optimizers:

@@ -27,8 +27,7 @@ def chosen(module: nn.Module, choice: Choice) -> list[tuple[str, nn.Module]]:
         picked = {child for child in module.modules() if isinstance(child, choice)}
     else:
         picked = set(filter(choice, module.modules()))
-    picked.discard(module)
-    return [(name, child) for name, child in module.named_modules() if child in picked]
+    return [(name, child) for name, child in module.named_modules() if name and child in picked]
 
 
 def _repeated(module: nn.Module) -> set[nn.Module]:
@@ -57,7 +56,7 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
         )
     inside: set[nn.Module] = set()
     for _, block in blocks:
-        if block not in inside and not isinstance(block, nn.ModuleList):
+        if block not in inside:
             inside.update(block.modules())
             forward = functools.partial(_forward_again, block, block.forward)
             undo.enter_context(replaced(vars(block), "forward", forward))
@@ -85,17 +84,16 @@ def run_again(
 
 @final
 class _BuffersKept:
-    """Undoes changes of buffers in the second forward, so that BatchNorm counts a batch once."""
+    """Lets the second forward write to copies of buffers, so that BatchNorm counts a batch once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [module._buffers for module in modules]
-        self._before: list[dict[str, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self._before = [dict(table) for table in self._tables]
+        self._buffers = list(map(dict.copy, self._tables))
         for table in self._tables:
             table.update({k: b if b is None else b.clone() for k, b in table.items()})
 
     def __exit__(self, *_: object) -> None:
-        for table, before in zip(self._tables, self._before, strict=True):
-            table.update(before)
+        for table, buffers in zip(self._tables, self._buffers, strict=True):
+            table.update(buffers)

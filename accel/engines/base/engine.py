@@ -279,7 +279,7 @@ class Engine(ABC):
         if self.restructured:
             refuse_changes(self)
         if self.sequence is not None and not self.sequence.running:
-            with self.sequence.forward(function, args, kwargs):
+            with self.sequence.forward(function):
                 return self.call(function, args, kwargs)
         watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
         # LoRA and GAN loops freeze and unfreeze parameters between forwards.

@@ -20,7 +20,6 @@ from .placement import Placement
 from .refusals import check_parameters as check_parameters
 from .refusals import refuse_overlaps as refuse_overlaps
 from .refusals import refuse_quantized as refuse_quantized
-from .refusals import refuse_scripts as refuse_scripts
 from .refusals import refuse_sparse as refuse_sparse
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -38,10 +39,8 @@ _IGNORED: Final = -100
 
 def sequence_size(options: Any, process: Process) -> int:
     """Return how many ranks share one sequence. Local."""
-    size: int = getattr(options, "sequence_parallel", 1)
     world_size = process.place.world_size
-    if world_size == 1:
-        return 1
+    size: int = getattr(options, "sequence_parallel", 1) if world_size > 1 else 1
     if world_size % size:
         raise BackendError(
             f"sequence_parallel={size} doesn't divide the {world_size} ranks. Use a divisor."
@@ -126,7 +125,7 @@ class SequenceParallel:
         return walk(cut, batch, "")
 
     @contextlib.contextmanager
-    def forward(self, function: Callable[..., Any], *_: Any) -> Iterator[None]:
+    def forward(self, function: Callable[..., Any]) -> Iterator[None]:
         """Exchange heads in the attention of a forward or of a user's method."""
         fast, outer = torch.backends.mha.get_fastpath_enabled(), getattr(_now, "sequence", None)
         # The fast path of nn.TransformerEncoder calls no attention function of torch.
@@ -156,11 +155,6 @@ class SequenceParallel:
             )
         # If there are fewer heads of keys than ranks, they are repeated.
         heads = math.lcm(key.shape[1], self.size)
-        if query.shape[1] % heads:
-            raise BackendError(
-                f"sequence_parallel={self.size} can't divide {query.shape[1]} heads of queries and "
-                f"{key.shape[1]} of keys in {self.label}. Use a divisor of the number of heads."
-            )
         if heads > key.shape[1]:
             repeats = heads // key.shape[1]
             key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
@@ -189,10 +183,10 @@ class SequenceParallel:
         received = torch.empty_like(sent)
         with Waiting(self.process, f"the exchange of an attention ({self.label})"):
             dist.all_to_all_single(received, sent, group=self.group)
-        flat = received.split([piece[0].numel() for piece in pieces], 1)
         swapped = []
-        for part, piece in zip(flat, pieces, strict=True):
-            block = part.view(piece.shape).movedim(0, after)
+        for piece in pieces:
+            flat, received = received.tensor_split([piece[0].numel()], 1)
+            block = flat.reshape(piece.shape).movedim(0, after)
             swapped.append(block.flatten(after, after + 1))
         return swapped
 
@@ -238,13 +232,11 @@ def _current(length: int | None = None) -> SequenceParallel | None:
 
 def _attention(original: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     sequence = _current(query.shape[2] if query.dim() == 4 else 0)
-    if sequence is None:
-        return original(query, *args, **kwargs)
-    return sequence.attention(original, query, *args, **kwargs)
+    call = original if sequence is None else partial(sequence.attention, original)
+    return call(query, *args, **kwargs)
 
 
 def _cross_entropy(original: Any, *args: Any, **kwargs: Any) -> Any:
     sequence = _current()
-    if sequence is None:
-        return original(*args, **kwargs)
-    return sequence.cross_entropy(original, *args, **kwargs)
+    call = original if sequence is None else partial(sequence.cross_entropy, original)
+    return call(*args, **kwargs)

@@ -12,23 +12,21 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from ...errors import BackendError, OptimizerError, PrecisionError
+from ...errors import BackendError
 from ...precision import convert_module
 from ...process import Process
 from ...shard import Shard, StateEntry
 from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, take_away
 from ..base.engine import Engine, lost_weights
 from ..base.gather import Item
-from ..base.gradients import Gradients, refuse_overlaps
+from ..base.gradients import refuse_overlaps
 from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options
 from ..base.placement import Placement, Placements
-from .passes import Channel, enter, flatten, forward, micro_batches
-
-Balance = Sequence[int] | str
+from .passes import PipelineGradients, forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,22 +74,28 @@ def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
     return stages
 
 
-def stages_of(module: nn.Module, balance: Balance, world_size: int) -> dict[str, int]:
+def stages_of(module: nn.Module, balance: Any, world_size: int) -> dict[str, int]:
     """Return the stage of each child. "size" balances the bytes of parameters and buffers."""
+    # children() would skip an activation that the Sequential has twice.
+    children: Any = module._modules
     stages: list[int] = []
-    if not isinstance(balance, str) and world_size > 1:
+    if isinstance(balance, str) or world_size == 1:
+        weights: list[int] = []
+        for child in children.values():
+            weights.append(sum(t.nbytes for t in (*child.parameters(), *child.buffers())))
+        stages = stages_by_weight(weights, world_size)
+    else:
         for number, size in enumerate(balance):
             stages += [number] * size
-        return dict(zip(module._modules, stages, strict=True))
-    weights: list[int] = []
-    # children() would skip an activation that the Sequential has twice.
-    children: Any = module._modules.values()
-    for child in children:
-        weights.append(sum(t.nbytes for t in (*child.parameters(), *child.buffers())))
-    return dict(zip(module._modules, stages_by_weight(weights, world_size), strict=True))
+    return dict(zip(children, stages, strict=True))
 
 
-def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
+def owner(name: str, stage_of: Mapping[str, int]) -> int:
+    """Return the rank of a tensor. Parameters of the Sequential itself are on rank 0."""
+    return stage_of.get(name.partition(".")[0], 0)
+
+
+def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
     """Raise BackendError if the module can't be split into stages."""
     # A subclass may have its own forward, for example to return features too.
     if getattr(type(module), "forward", None) is not nn.Sequential.forward:
@@ -111,15 +115,14 @@ def check_module(module: nn.Module, balance: Balance, world_size: int) -> None:
             "Give the number of children on each rank, or flatten nested Sequentials."
         )
     # Language models tie the embedding and the head, which would be trained apart.
-    seen: dict[int, tuple[int, str]] = {}
+    first_names: dict[int, str] = {}
     stage_of = stages_of(module, balance, world_size)
     parameters = module.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
-        number = stage_of.get(name.partition(".")[0], 0)
-        other, first = seen.setdefault(id(tensor), (number, name))
-        if other != number:
+        first = first_names.setdefault(id(tensor), name)
+        if owner(first, stage_of) != owner(name, stage_of):
             raise BackendError(
-                f"{first} and {name} are one tensor in stages {other} and {number}. "
+                f"{first} and {name} are one tensor in two stages. "
                 "Put them into one stage by Pipeline(balance=[...]), or untie them."
             )
 
@@ -166,11 +169,7 @@ class PipelineHoldings(Holdings):
         return True
 
     def has(self, name: str) -> bool:
-        return not self.stage_of or self._owner(name) == self.engine.process.place.rank
-
-    def _owner(self, name: str) -> int:
-        # Parameters of the Sequential itself are on rank 0.
-        return self.stage_of.get(name.partition(".")[0], 0)
+        return not self.stage_of or owner(name, self.stage_of) == self.engine.process.place.rank
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         return bool(self.stage_of)
@@ -182,8 +181,7 @@ class PipelineHoldings(Holdings):
         return [entry for entry in super().entries(optimizer) if self.has(entry.name)]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        module = self.engine.module
-        return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return self.engine.named | dict(self.engine.module.named_buffers())
 
     def divide(self, stage_of: dict[str, int]) -> None:
         """Keep this rank's stage, and free the memory of the other stages. Local."""
@@ -193,7 +191,7 @@ class PipelineHoldings(Holdings):
                 continue
             tensor.grad = None
             if isinstance(tensor, nn.Parameter):
-                place = f"{name}, which is on rank {self._owner(name)} of the pipeline"
+                place = f"{name}, which is on rank {owner(name, stage_of)} of the pipeline"
                 take_away(tensor, Elsewhere, place=place)
             else:
                 tensor.data = blank(tensor)
@@ -218,40 +216,7 @@ class PipelineHoldings(Holdings):
         self.stage_of = {}
 
 
-# -- gradients and forwards -----------------------------------------------------------------------
-
-
-@final
-class PipelineGradients(Gradients):
-    """Gradients that are final after backward, on the rank of their stage."""
-
-    engine: PipelineEngine
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.channel = Channel(engine.process, engine.label)
-
-    def backward_ends(self, completed: bool, outermost: bool) -> None:
-        if outermost and self.channel.in_backward:
-            self.channel.in_backward = False
-            if completed:
-                self.channel.finish_sends()
-            else:
-                self.channel.fail("backward")
-        super().backward_ends(completed, outermost)
-
-    def parts(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [p.grad for p in parameters if p.grad is not None], []
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        # The usual loop with a GradScaler would skip the step on some ranks only.
-        if self.engine.distributed and getattr(optimizer, "found_inf", None) is not None:
-            raise PrecisionError(
-                "GradScaler sees the overflows of a single pipeline stage on each rank. "
-                'Use precision="16-mixed" and accel.backward(loss).'
-            )
+# -- the engine -----------------------------------------------------------------------------------
 
 
 @final
@@ -288,19 +253,13 @@ class PipelineEngine(Engine):
         uses: list[list[MemoryUse]] = [[] for _ in range(world_size)]
         stage_of = stages_of(module, options.balance, world_size)
         for tensor in tensors:
-            uses[stage_of.get(tensor.name.partition(".")[0], 0)].append(tensor.use())
+            uses[owner(tensor.name, stage_of)].append(tensor.use())
         return max(map(add_uses, uses), key=lambda use: use.total)
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """All ranks hold one model together."""
         return 0, 1
-
-    def attach(self, optimizer: Optimizer) -> None:
-        # PyTorch's time_sequence_prediction example trains with LBFGS.
-        if self.distributed and isinstance(optimizer, LBFGS):
-            raise OptimizerError("LBFGS can't step a single stage of a pipeline. Use AdamW.")
-        super().attach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Take rank 0's weights, and keep this rank's stage. Collective."""
@@ -328,24 +287,8 @@ class PipelineEngine(Engine):
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        is_forward = function is self.entry and self.stage is not None
-        return (self._forward if is_forward else function)(*args, **kwargs)
-
-    def _forward(self, input: Any) -> Any:
-        stage, channel, options = self.stage, self.gradients.channel, self.options
-        assert stage is not None
-        if options.chunks > 1:
+        if self.stage is None or function is not self.entry:
+            return function(*args, **kwargs)
+        if self.options.chunks > 1:
             check_batchnorm(self.module)
-        tensors, form = flatten(input, "input")
-        token, batch = enter(channel, tensors)
-        batches = micro_batches(batch, options.chunks)
-        count = len(batches)
-        first_kept = {"always": count, "except_last": count - 1, "never": 0}[options.checkpoint]
-        # Evaluation may have a different loader, so its first batches are compared too.
-        kind = "" if torch.is_grad_enabled() else "forward"
-        channel.same.call(lambda: None, (tensors,), {}, kind)
-        try:
-            return forward(channel, stage, token, form, batches, first_kept)
-        except BaseException:
-            channel.fail("forward")
-            raise
+        return forward(self.gradients, self.stage, self.options, *args, **kwargs)

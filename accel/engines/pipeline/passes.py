@@ -22,49 +22,75 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
+from torch.optim import Optimizer
 
-from ...errors import BackendError, RankMismatchError
-from ...process import Process, end_groups, ended
+from ...errors import BackendError, PrecisionError, RankMismatchError
+from ...process import end_groups
 from ...process.control import Waiting, agree
 from ...process.packing import broadcast_, bytes_of, is_dense, to_bytes, to_tensor
 from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.absent import refuse_second_derivatives
 from ..base.activations import run_again
+from ..base.engine import Engine
+from ..base.gradients import Gradients
 from ..base.inputs import SameInputs
 
 Place = tuple[int, int]  # the number of a forward, and of its micro-batch
 Tensors = Sequence[Any]  # or the gradients of some of them
+Message = tuple[Tensors, Any]  # tensors, and the value with their places
 
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-# -- messages between ranks -----------------------------------------------------------------------
+# -- gradients, and messages between ranks --------------------------------------------------------
 
 
 @final
-class Channel:
-    """The connection of this rank to the other stages.
+class PipelineGradients(Gradients):
+    """The gradients of a stage, and the messages that bring them from the next stage.
 
     The head of a message travels on accel's own group, so the receiver knows the shapes without
     waiting for a device. Tensors travel as bytes, because not every group supports every dtype.
     """
 
-    def __init__(self, process: Process, label: str) -> None:
-        self.process, self.label = process, label
-        self.rank, self.last = process.place.rank, process.place.world_size - 1
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.rank, self.last = engine.process.place.rank, engine.process.place.world_size - 1
         self.num_forwards = 0
         #: Compares the batches of the first forwards, and the gradients of their outputs.
-        self.same = SameInputs(label, 0)
+        self.same = SameInputs(engine.label, 0)
         #: True while a backward runs.
         self.in_backward = False
-        self._waiting = Waiting(process, "a message of a pipeline")
+        self._waiting = Waiting(engine.process, "a message of a pipeline")
         #: The sends of the last message, with the memory that they read.
         self._sends: list[tuple[Any, torch.Tensor]] = []
+
+    def backward_ends(self, completed: bool, outermost: bool) -> None:
+        if outermost and self.in_backward:
+            self.in_backward = False
+            if completed:
+                self._finish_sends()
+            else:
+                self.fail("backward")
+        super().backward_ends(completed, outermost)
+
+    def parts(
+        self, parameters: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return [p.grad for p in parameters if p.grad is not None], []
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        # The usual loop with a GradScaler would skip the step on some ranks only.
+        if self.engine.distributed and getattr(optimizer, "found_inf", None) is not None:
+            raise PrecisionError(
+                "GradScaler sees the overflows of a single pipeline stage on each rank. "
+                'Use precision="16-mixed" and accel.backward(loss).'
+            )
 
     def send(self, to: int, place: Place, tensors: Tensors, form: Any = None) -> None:
         """Begin to send the tensors of a nested value and its form, after the last message."""
         head = to_tensor(pickle.dumps((place, _kinds(tensors), form)))
         size = torch.tensor([len(head)], device="cpu")
-        self.finish_sends()
+        self._finish_sends()
         with self._waiting:
             for data in (size, head):
                 self._sends.append((dist.isend(data, to, self.process.control), data))
@@ -72,14 +98,13 @@ class Channel:
                 data = bytes_of(tensor, self.process.carrier)
                 self._sends.append((dist.isend(data, to, self.process.group), data))
 
-    def finish_sends(self) -> None:
-        """Wait until the last message is sent."""
+    def _finish_sends(self) -> None:
         with self._waiting:
             for work, _ in self._sends:
                 work.wait()
         self._sends.clear()
 
-    def receive(self, source: int, place: Place) -> tuple[Tensors, Any]:
+    def receive(self, source: int, place: Place) -> Message:
         """Return the tensors of a message and its form."""
         size = torch.empty(1, dtype=torch.int64, device="cpu")
         with self._waiting:
@@ -88,9 +113,10 @@ class Channel:
             dist.recv(head, source, self.process.control)
             sent, kinds, form = pickle.loads(to_bytes(head))
             if sent != place:
-                text = f"Rank {self.rank} waits for {place}, but rank {source} sent {sent}."
-                end_groups(text, mismatch=True)
-                raise RankMismatchError(f"{text} Run the same forwards on every rank.")
+                raise RankMismatchError(
+                    f"Rank {self.rank} waits for {place}, but rank {source} sent {sent}. "
+                    "Run the same forwards on every rank."
+                )
             tensors = self._empty(kinds)
             for tensor in _filled(tensors):
                 data = bytes_of(tensor, self.process.carrier)
@@ -99,12 +125,10 @@ class Channel:
                     bytes_of(tensor, tensor.device).copy_(data)
         return tensors, form
 
-    def share(
-        self, what: str, source: int, tensors: Tensors, form: Any = None
-    ) -> tuple[Tensors, Any]:
+    def share(self, what: str, source: int, tensors: Tensors, form: Any = None) -> Message:
         """Return the tensors of rank ``source`` and their form. Collective."""
-        kinds, form = agree(f"{what} ({self.label})", (_kinds(tensors), form))[source]
-        self.finish_sends()
+        kinds, form = agree(f"{what} ({self.engine.label})", (_kinds(tensors), form))[source]
+        self._finish_sends()
         if self.rank != source:
             tensors = self._empty(kinds)
         with self._waiting:
@@ -112,20 +136,17 @@ class Channel:
         return tensors, form
 
     def _empty(self, kinds: Sequence[Any]) -> Tensors:
-        tensors: list[Any] = [None] * len(kinds)
-        for number, kind in enumerate(kinds):
-            if kind is not None:
-                shape, dtype, requires_grad = kind
-                values = torch.empty(shape, dtype=dtype, device=self.process.device)
-                tensors[number] = values.requires_grad_(requires_grad)
-        return tensors
+        def empty(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=self.process.device)
+            return tensor.requires_grad_(requires_grad)
+
+        return [None if kind is None else empty(*kind) for kind in kinds]
 
     def fail(self, what: str) -> None:
         """End the process groups after an exception, because other ranks wait for messages."""
-        if not ended():
-            error = sys.exc_info()[1]
-            reason = f"{type(error).__name__}: {error}"
-            end_groups(f"a {what} of {self.label} failed on rank {self.rank}: {reason}")
+        error = sys.exc_info()[1]
+        reason = f"{type(error).__name__}: {error}"
+        end_groups(f"a {what} of {self.engine.label} failed on rank {self.rank}: {reason}")
 
 
 def _kinds(tensors: Tensors) -> list[Any]:
@@ -164,37 +185,21 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
 
 def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
     """Return the tensors of each micro-batch. A tensor without dimensions is in all of them."""
-    sizes = {len(t) for t in tensors if t.dim()}
-    if chunks > 1 and len(sizes) != 1:
-        raise BackendError(
-            f"Pipeline(chunks={chunks}) splits inputs along dim 0, but their sizes there are "
-            f"{sorted(sizes)}. Give all inputs the batch as dim 0, or use chunks=1."
-        )
-    count = min(chunks, max(sizes, default=1))
-    if count < 2:
+    if chunks == 1:
         return [tensors]
+    sizes = {len(t) for t in tensors if t.dim()}
+    if len(sizes) != 1:
+        raise BackendError(
+            f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} in dim 0. "
+            "Give all inputs the batch as dim 0, or use chunks=1."
+        )
+    count = max(1, min(chunks, *sizes))
     columns = [t.tensor_split(count) if t.dim() else (t,) * count for t in tensors]
     return list(zip(*columns, strict=True))
 
 
-def concatenate(outputs: Sequence[Tensors], batches: Sequence[Tensors]) -> Tensors:
-    """Return the output for the batch, given the outputs for its micro-batches."""
-    if len(outputs) == 1:
-        return outputs[0]
-    for output, batch in zip(outputs, batches, strict=True):
-        size = max(len(t) for t in batch if t.dim())
-        if any(t.dim() == 0 or len(t) != size for t in output):
-            raise BackendError(
-                f"Pipeline(chunks > 1) needs an output with {size} rows for {size} samples, "
-                f"but shapes are {[tuple(t.shape) for t in output]}. Use chunks=1."
-            )
-    return list(map(torch.cat, zip(*outputs, strict=True)))
-
-
-def run_stage(stage: nn.Module, value: Any, keep: bool) -> Any:
-    """Return the output for a micro-batch. Backward recomputes activations unless ``keep``."""
-    if keep or not torch.is_grad_enabled():
-        return stage(value)
+def recomputed(stage: nn.Module, value: Any) -> Any:
+    """Return the output for a micro-batch. Backward computes its activations again."""
 
     def forward_of_copy(value: Any) -> Any:
         # nn.ReLU(inplace=True) as the first child would change the input of the second run.
@@ -237,56 +242,66 @@ class Exchange(Function):
 _exchange: Any = Exchange.apply  # it has no types
 
 
-def enter(channel: Channel, batch: Tensors) -> tuple[torch.Tensor, Tensors]:
-    """Return the token of a forward and its batch, which gets gradients on every rank. Local."""
+def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input: Any) -> Any:
+    """Return the last stage's output for an input, on every rank. Collective."""
+    tensors, form = flatten(input, "input")
     grad = torch.is_grad_enabled()
-    token = torch.empty(0, device=channel.process.device, requires_grad=grad)
-    # The batch of a second pipeline is the output of the first.
-    if grad and any(t.requires_grad for t in batch):
-        title = "the gradients of a batch"
-        token, *batch = _exchange(lambda g: channel.share(title, 0, g)[0], token, *batch)
-    return token, batch
+    token = torch.empty(0, device=gradients.process.device, requires_grad=grad)
+    # The batch of a second pipeline is the output of the first, and every rank needs its gradients.
+    if grad and any(t.requires_grad for t in tensors):
+        share = partial(gradients.share, "the gradients of a batch", 0)
+        token, *tensors = _exchange(lambda grads: share(grads)[0], token, *tensors)
+    batches = micro_batches(tensors, options.chunks)
+    kept = {"always": 0, "except_last": 1, "never": len(batches)}[options.checkpoint]
+    kept = kept if grad else len(batches)
+    # Evaluation may have a different loader, so its first batches are compared too.
+    gradients.same.call(lambda: None, (tensors,), {}, "" if grad else "forward")
+    try:
+        return _forward(gradients, stage, token, form, batches, kept)
+    except BaseException:
+        gradients.fail("forward")
+        raise
 
 
-def forward(
-    channel: Channel,
+def _forward(
+    gradients: PipelineGradients,
     stage: nn.Module,
     token: torch.Tensor,
     form: Any,
     batches: Sequence[Tensors],
-    first_kept: int,
+    kept: int,
 ) -> Any:
-    """Return the last stage's output on every rank. Collective.
-
-    ``form`` has places for the tensors of a micro-batch. Backward computes the activations of the
-    micro-batches before ``first_kept`` again.
-    """
-    before, after, is_last = channel.rank - 1, channel.rank + 1, channel.rank == channel.last
-    channel.num_forwards += 1
+    """Run the micro-batches. The last ``kept`` of them keep their activations. Collective."""
+    rank, is_last = gradients.rank, gradients.rank == gradients.last
+    gradients.num_forwards += 1
     tokens: list[torch.Tensor] = []
     outputs: list[Tensors] = []
     for number, inputs in enumerate(batches):
-        place, end, batch_form = (channel.num_forwards, number), token, form
-        if channel.rank > 0:
-            inputs, batch_form = channel.receive(before, place)
-            end, *inputs = _exchange(partial(channel.send, before, place), end, *inputs)
-        value = run_stage(stage, put_back(batch_form, inputs), number >= first_kept)
+        place, end, batch_form = (gradients.num_forwards, number), token, form
+        if rank > 0:
+            inputs, batch_form = gradients.receive(rank - 1, place)
+            end, *inputs = _exchange(partial(gradients.send, rank - 1, place), end, *inputs)
+        value = put_back(batch_form, inputs)
+        keeps = number + kept >= len(batches)
+        value = stage(value) if keeps else recomputed(stage, value)
         output, out_form = flatten(value, "the output of a stage")
         if is_last:
             outputs.append(output)
         else:
-            channel.send(after, place, output, out_form)
-            gradients = partial(channel.receive, after, place)
-            end, *_ = _exchange(lambda _, receive=gradients: receive()[0], end, *output)
+            gradients.send(rank + 1, place, output, out_form)
+            receive = partial(gradients.receive, rank + 1, place)
+            end, *_ = _exchange(lambda _, receive=receive: receive()[0], end, *output)
         tokens.append(end)
 
     def start_backward(grads: Tensors) -> Tensors | None:
         # A rank with other targets would train on the last rank's loss.
-        channel.same.call(lambda: None, tuple(grads), {}, "backward")
-        channel.in_backward = True
+        gradients.same.call(lambda: None, tuple(grads), {}, "backward")
+        gradients.in_backward = True
         return grads if is_last else None
 
-    joined = concatenate(outputs, batches) if is_last else []
-    shared, out_form = channel.share("the output of a forward", channel.last, joined, out_form)
+    if len(outputs) > 1:
+        outputs = [list(map(torch.cat, zip(*outputs, strict=True)))]
+    joined = outputs[0] if is_last else []
+    shared, out_form = gradients.share("the output of a forward", gradients.last, joined, out_form)
     _, *shared = _exchange(start_backward, torch.cat(tokens), *shared)
     return put_back(out_form, shared)

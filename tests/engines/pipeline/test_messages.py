@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import accel
-from accel.engines.pipeline.passes import Channel
+from accel.engines.pipeline.passes import PipelineGradients as Channel
 from accel.registry import registry
 from tests.distributed import live_tensors, outcomes, run
 from tests.engines.pipeline.training import apart, batch, net, one_step

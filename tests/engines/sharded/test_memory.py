@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import nn
 
 import accel
@@ -37,48 +36,6 @@ def bytes_after_a_step() -> float:
 def test_bytes_per_rank_are_those_of_theory(world: int, expected: float) -> None:
     for found in run(world, bytes_after_a_step):
         assert found == pytest.approx(expected, rel=0.02)
-
-
-def traffic() -> list[int]:
-    """Bytes sent in a step with everything trainable, then with all but the last layer frozen, and those of that layer."""
-    raw = net()
-    optimizer = adamw(raw.parameters())
-    model, handle = sharded(raw, optimizer)
-    sent = 0
-
-    def all_to_all(output: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += tensor.nbytes
-        return originals[0](output, tensor, *args, **kwargs)
-
-    def broadcast(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += tensor.nbytes
-        return originals[1](tensor, *args, **kwargs)
-
-    found = []
-    originals = dist.all_to_all_single, dist.broadcast
-    dist.all_to_all_single, dist.broadcast = all_to_all, broadcast
-    try:
-        for frozen in (False, True):
-            for layer in raw[:-1]:
-                layer.requires_grad_(not frozen)
-            handle.zero_grad()
-            sent = 0
-            loss_of(model, data(0, accel.rank())).backward()
-            handle.step()
-            found.append(sent)
-    finally:
-        dist.all_to_all_single, dist.broadcast = originals
-    assert all(p.grad is None for layer in raw[:-1] for p in layer.parameters())
-    return [*found, nbytes(raw.parameters()), nbytes(raw[-1].parameters())]
-
-
-def test_frozen_parameters_are_not_sent() -> None:
-    everything, last, whole_bytes, last_bytes = map(sum, zip(*run(2, traffic), strict=True))
-    # Of both ranks together: each gradient goes to its owner, if it is elsewhere; each broadcast has a call on both.
-    assert everything == 1.5 * whole_bytes
-    assert last == 1.5 * last_bytes
 
 
 def frozen_from_the_start() -> int:

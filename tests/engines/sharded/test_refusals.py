@@ -33,8 +33,6 @@ def refuse(case: str) -> None:
             scaler = torch.amp.GradScaler("cpu")
             scaler.scale(torch.zeros(()))
             scaler.step(handle)
-        if case == "norm":
-            accel.clip_grad_norm_(model, 1.0, 0.0)
         if case == "join":
             with accel.join(model):
                 pass
@@ -49,7 +47,6 @@ REFUSALS = {
     "pickle": (accel.OptimizerError, "holds only this rank's shard of its state"),
     "scaler": (accel.PrecisionError, "accel.backward"),
     "sparse": (accel.BackendError, "sparse gradients of 0.weight"),
-    "norm": (accel.AccelError, "norm_type"),
     "join": (accel.BackendError, "uneven inputs"),
 }
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 
 import pytest
 
 import accel
-from accel.registry import registry
 from tests.distributed import outcomes, run
 from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded, state_distance
 from tests.models import distance
@@ -88,22 +85,3 @@ def after_the_end() -> str:
 def test_partial_state_is_never_stepped() -> None:
     for outcome in outcomes(2, after_the_end, breaks=True):
         assert "has lost a part of its state" in outcome.value, outcome
-
-
-def freed() -> bool:
-    raw = net()
-    optimizer = adamw(raw.parameters())
-    model, handle = sharded(raw, optimizer)
-    loss_of(model, data(0, accel.rank())).backward()
-    handle.step()
-    copied = copy.deepcopy(raw)
-    assert not any(p._backward_hooks for p in copied.parameters())
-    engine = weakref.ref(registry.find_engine(model))
-    weight = weakref.ref(raw[0].weight)
-    del raw, optimizer, model, handle
-    gc.collect()
-    return engine() is None and weight() is None
-
-
-def test_an_unused_model_is_freed() -> None:
-    assert run(2, freed) == [True, True]
