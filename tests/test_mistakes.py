@@ -80,7 +80,7 @@ OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ANY.setup(net(), backend="ddp:4"), accel.BackendError, "name:option=value"),
     (lambda: ANY.setup(net(), backend="fsdp:replicas=2,replicas=1"), accel.BackendError, "at 'replicas=1'"),
     (lambda: ANY.setup(net(), backend="nccl"), accel.BackendError, "accel.init(process_group='nccl')"),
-    (lambda: ANY.launch("train.py"), accel.LaunchError, "python -m accel run train.py"),
+    (lambda: ANY.launch("train.py"), accel.LaunchError, "use python -m accel run"),
     (lambda: ANY.setup(None, None, loader(), loader_options={"seed": 0}), accel.LoaderError, "found a dict"),
     (lambda: ANY.accumulate(iter(loader()), 2), accel.LoaderError, "takes the loader that accel.setup returned"),
     (lambda: ANY.save({"loader": loader()}, "here"), accel.CheckpointError, "the loader that accel.setup returned"),

@@ -219,17 +219,6 @@ def test_trackers_write_what_is_printed(tmp_path: Path) -> None:
     assert [events[0].value, events[-1].value] == pytest.approx(printed_losses, abs=1e-3)
 
 
-def test_as_a_program(tmp_path: Path) -> None:
-    """Started by python, and by ``accel run``."""
-    environ = clean_environ() | {"PYTHON_EXEC": executable()}
-    for launcher in ([], ["-m", "accel", "run", "--processes", "2"]):
-        command = [executable(), *launcher, str(FOLDER / "evaluate.py")]
-        out = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-        assert out.returncode == 0, out.stderr
-        assert f"right 101 of 101 on {2 if launcher else 1} processes\n" in out.stdout
-        assert os.listdir(tmp_path) == ["runs"]
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_is_short_tested_and_told_of(name: str) -> None:
     source = (FOLDER / name).read_text()
