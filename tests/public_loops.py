@@ -375,7 +375,8 @@ class Cart:
         return state, 1.0 + action, self.steps == 5, False, {}
 
 
-TRANSFORMS = ["Compose", "ToTensor", "Normalize", "Resize", "CenterCrop", "Lambda", "RandomResizedCrop", "RandomHorizontalFlip"]
+TRANSFORMS = ["Compose", "ToTensor", "Normalize", "Resize", "CenterCrop", "Lambda"]
+TRANSFORMS += ["RandomResizedCrop", "RandomHorizontalFlip"]
 
 
 def stand_ins() -> None:

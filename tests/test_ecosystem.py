@@ -45,7 +45,7 @@ def save_adapter(backend: str, out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", "deepspeed:3"])
-def test_peft_writes_the_full_adapter_and_head(backend: str, tmp_path: Path) -> None:
+def test_peft_saves_adapter_and_head(backend: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     state, _ = run(2, save_adapter, backend, tmp_path)
@@ -124,7 +124,7 @@ def schedule_early(world_batches: int, scheduled: bool) -> list[str]:
     return [record for record in records if "scheduler" in record]
 
 
-def test_a_scheduler_built_before_setup_is_warned_of() -> None:
+def test_a_scheduler_before_setup_warns() -> None:
     warned, quiet = run(2, schedule_early, 6, True)
     assert len(warned) == 1
     assert "from 6 to 3 batches, but a learning rate scheduler already exists" in warned[0]
@@ -141,46 +141,7 @@ def defer_from_pretrained(directory: Path) -> None:
     accel.setup(net)
 
 
-def test_deferred_init_around_from_pretrained_names_weights(tmp_path: Path) -> None:
+def test_deferred_from_pretrained_raises(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     for text in refusals(2, defer_from_pretrained, tmp_path, error="BackendError"):
         assert "accel.deferred_init(weights=directory)" in text
-
-
-def metric_of_five() -> tuple[float, int]:
-    from torchmetrics.classification import MulticlassAccuracy
-
-    data = torch.utils.data.TensorDataset(torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 1, 1, 1, 1]))
-    _, _, loader = accel.setup(None, None, torch.utils.data.DataLoader(data, batch_size=1))
-    metric = MulticlassAccuracy(2, average="micro", sync_on_compute=False)
-    for predicted, y in loader:
-        metric.update(*accel.gather_for_metrics((predicted, y)))
-    return metric.compute().item(), int(metric.tp.sum())
-
-
-def test_a_torchmetrics_metric_counts_each_sample_once() -> None:
-    for accuracy, right in run(2, metric_of_five):
-        assert accuracy == pytest.approx(0.8)
-        assert right == 4
-
-
-def train_on_tokens(divided: bool) -> torch.Tensor:
-    torch.manual_seed(0)
-    net = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model, optimizer, _ = accel.setup(net, optimizer)
-    x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
-    targets = torch.tensor([[0, 1, 2, 0, 1, 2], [1, -100, -100, -100, -100, -100]])
-    if divided:
-        x, targets = x[accel.rank()], targets[accel.rank()]
-    logits, labels = model(x).flatten(0, -2), targets.flatten()
-    losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    accel.mean_loss(losses, (labels != -100).sum()).backward()
-    optimizer.step()
-    return net.weight.detach()
-
-
-def test_a_token_weighted_loss_is_that_of_one_process() -> None:
-    (expected,) = run(1, train_on_tokens, False)
-    for weight in run(2, train_on_tokens, True):
-        torch.testing.assert_close(weight, expected)

@@ -187,7 +187,7 @@ def plain_backward() -> None:
         loose.step()
 
 
-def test_a_plain_backward_raises_at_the_step() -> None:
+def test_a_plain_backward_raises() -> None:
     plain_backward()
     run(2, plain_backward)
 
