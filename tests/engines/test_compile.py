@@ -69,9 +69,10 @@ def _exchanged_block(module: Any) -> Any:
 def train(model: Any, optimizer: Any, graphs: int | None = None) -> None:
     """Train a few steps. Each step has this number of graphs and no graph break."""
     counters = importlib.import_module("torch._dynamo").utils.counters
+    replica = accel.data_parallel_place(model).rank
     for step in range(4):
         optimizer.zero_grad()
-        model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
+        model(rows(10 * step + replica, 8, 4)).square().mean().backward()
         optimizer.step()
         assert graphs is None or counters["stats"]["unique_graphs"] == graphs
         assert graphs is None or not counters["graph_break"]
