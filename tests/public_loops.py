@@ -12,7 +12,6 @@ by the distance between them, over the distance that training has moved them.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import random
 import signal
@@ -42,17 +41,19 @@ CLOSE = 0.01
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop and what is done to it.
+    """A program and its edits.
 
     Args:
-        path: below SOURCES.
-        lines: accel's, each after the line that has a text, or in its place where that begins with "=".
-        args: what the program is given; ``{batch}`` becomes the batch of each process, twice as large in one process alone.
-        small: edits that make the run short, written as ``lines``.
-        files: writes the data that it reads into the working directory.
-        noise: each process draws random numbers of its own, or normalizes its part of a batch, so that one process has other
-            weights; backends are compared with ddp alone.
-        eps: AdamW's, which else makes steps out of gradients that are zero but for rounding.
+        path: a file in SOURCES.
+        lines: the lines of accel, each after the line with a text, or instead of it if the text begins with "=".
+        args: the arguments; ``{batch}`` becomes the batch of each process, twice as large in one process alone.
+        small: edits that make the run short.
+        files: writes the data into the working directory.
+        noise: each process draws its own random numbers or normalizes its own batch, so backends are compared with ddp.
+        eps: of AdamW; the default makes steps out of gradients that are zero but for rounding.
+        edited: the file with the edits, if it isn't the program.
+        more: lines that a backend needs in addition.
+        note: the mark of the page's note on those backends.
     """
 
     path: str
@@ -62,11 +63,8 @@ class Loop:
     files: Callable[[], None] = lambda: None
     noise: bool = False
     eps: float = 1e-8
-    #: The file that the edits are in, where it is not the program itself.
     edited: str = ""
-    #: With these lines too it runs where it does not with ``lines``.
     more: Sequence[tuple[str, str]] = ()
-    #: The mark of what the page says of those backends.
     note: str = ""
 
 
@@ -111,31 +109,53 @@ def style() -> None:
 
 
 IMPORT = ("import torch", "import accel")
+
+
+def setup_after(
+    text: str, loader: str = "", model: str = "model", optimizer: str = "optimizer"
+) -> list[tuple[str, str]]:
+    """Return the two edits of most programs."""
+    given = ", ".join(filter(None, (model, optimizer, loader)))
+    return [IMPORT, (text, f"{model}, {optimizer}, {loader or '_'} = accel.setup({given})")]
+
+
+ADADELTA = setup_after("optimizer = optim.Adadelta", "train_loader")
 MNIST = "--save-model --epochs 2 --log-interval 1 --batch-size {batch}"
-SETUP = "model, optimizer, train_loader = accel.setup(model, optimizer, train_loader)"
+DCGAN = "--dataset fake --workers 0 --niter 1 --ngf 2 --ndf 2 --nz 4 --manualSeed 1 --batchSize {batch}"
+STYLE = "train --dataset . --style-image style.png --save-model-dir saved --checkpoint-model-dir kept"
+STYLE += " --checkpoint-interval 2 --epochs 1 --batch-size {batch}"
+LANGUAGE = "--data . --emsize 8 --nhid 8 --nlayers 1 --epochs 2 --bptt 100 --batch_size 2 --dropout 0 --lr 0.1"
+LANGUAGE += " --use-optimizer"
+EPISODES = [("=for i_episode in count(1)", "for i_episode in range(1, 4):")]
 CORA = [
     ("=with requests.get(", "if False:"),
     ("=idx_test, idx_val", "idx_test, idx_val, idx_train = idx[:20], idx[20:40], idx[40:]"),
 ]
-MINGPT = [
-    IMPORT,
-    ("model.train()", "model, self.optimizer, train_loader = accel.setup(model, self.optimizer, train_loader)"),
-]
-#: The order of samples that one process and two draw alike.
+NANOGPT = "--dataset=tiny --device=cpu --dtype=float32 --compile=False --eval_iters=1 --eval_interval=2 --block_size=8"
+NANOGPT += " --batch_size=4 --n_layer=2 --n_head=2 --n_embd=16 --max_iters=4 --warmup_iters=1"
+NANOGPT += " --gradient_accumulation_steps=2 --learning_rate=0.01"
+MINGPT = setup_after("model.train()", "train_loader", optimizer="self.optimizer")
+TRAINER = "minGPT/mingpt/trainer.py"
+SMALL_GPT = "--trainer.max_iters=3 --trainer.batch_size={batch} --trainer.num_workers=0 --model.model_type=None"
+SMALL_GPT += " --model.n_layer=2 --model.n_head=2 --model.n_embd=16 --model.embd_pdrop=0.0 --model.resid_pdrop=0.0"
+SMALL_GPT += " --model.attn_pdrop=0.0"
+#: An order of samples that doesn't depend on the number of processes.
 IN_ORDER = (
     "=sampler=torch.utils.data.RandomSampler",
     "sampler=torch.utils.data.SequentialSampler(self.train_dataset),",
 )
-NANO = "--trainer.max_iters=3 --trainer.batch_size={batch} --trainer.num_workers=0 --model.model_type=None --model.n_layer=2"
-NANO += " --model.n_head=2 --model.n_embd=16 --model.embd_pdrop=0.0 --model.resid_pdrop=0.0 --model.attn_pdrop=0.0"
-LANGUAGE = "--data . --emsize 8 --nhid 8 --nlayers 1 --epochs 2 --bptt 100 --batch_size 2 --dropout 0 --lr 0.1"
+WITH_OPTIMIZER = [
+    ("fc, _, _ =", "optimizer = torch.optim.SGD(fc.parameters(), 0.1)\nfc, optimizer, _ = accel.setup(fc, optimizer)"),
+    ("=fc, _, _ =", "# with an optimizer:"),
+    ("=for param in fc.parameters()", "optimizer.step()"),
+    ("=param.data.add_", ""),
+    ("=print('Loss:", "fc = accel.teardown(fc)"),
+]
 
 LOOPS: dict[str, Loop] = {
-    "mnist": Loop("examples/mnist/main.py", [IMPORT, ("optimizer = optim.Adadelta", SETUP)], MNIST),
-    "mnist_rnn": Loop("examples/mnist_rnn/main.py", [IMPORT, ("optimizer = optim.Adadelta", SETUP)], MNIST, noise=True),
-    "siamese_network": Loop(
-        "examples/siamese_network/main.py", [IMPORT, ("optimizer = optim.Adadelta", SETUP)], MNIST, noise=True
-    ),
+    "mnist": Loop("examples/mnist/main.py", ADADELTA, MNIST),
+    "mnist_rnn": Loop("examples/mnist_rnn/main.py", ADADELTA, MNIST, noise=True),
+    "siamese_network": Loop("examples/siamese_network/main.py", ADADELTA, MNIST, noise=True),
     "mnist_forward_forward": Loop(
         "examples/mnist_forward_forward/main.py",
         [
@@ -150,44 +170,28 @@ LOOPS: dict[str, Loop] = {
     ),
     "vae": Loop(
         "examples/vae/main.py",
-        [
-            IMPORT,
-            ("optimizer = optim.Adam", "model, optimizer, train_loader = accel.setup(model, optimizer, train_loader)"),
-        ],
+        setup_after("optimizer = optim.Adam", "train_loader"),
         "--epochs 2 --batch-size {batch}",
         noise=True,
     ),
     "dcgan": Loop(
         "examples/dcgan/main.py",
         [
-            IMPORT,
-            ("optimizerD = optim.Adam", "netD, optimizerD, dataloader = accel.setup(netD, optimizerD, dataloader)"),
-            ("optimizerG = optim.Adam", "netG, optimizerG, _ = accel.setup(netG, optimizerG)"),
+            *setup_after("optimizerD = optim.Adam", "dataloader", "netD", "optimizerD"),
+            *setup_after("optimizerG = optim.Adam", "", "netG", "optimizerG")[1:],
         ],
-        "--dataset fake --workers 0 --niter 1 --ngf 2 --ndf 2 --nz 4 --manualSeed 1 --batchSize {batch}",
+        DCGAN,
         noise=True,
     ),
     "imagenet": Loop(
         "examples/imagenet/main.py",
-        [
-            IMPORT,
-            (
-                "val_loader = torch.utils.data.DataLoader",
-                "model, optimizer, train_loader = accel.setup(model, optimizer, train_loader)",
-            ),
-        ],
+        setup_after("val_loader = torch.utils.data.DataLoader", "train_loader"),
         "--dummy --epochs 2 --workers 0 --seed 1 --batch-size {batch}",
         noise=True,
     ),
     "super_resolution": Loop(
         "examples/super_resolution/main.py",
-        [
-            IMPORT,
-            (
-                "optimizer = optim.Adam",
-                "model, optimizer, training_data_loader = accel.setup(model, optimizer, training_data_loader)",
-            ),
-        ],
+        setup_after("optimizer = optim.Adam", "training_data_loader"),
         "--upscale_factor 2 --threads 0 --batchSize {batch}",
         [
             ("=from data import", "from torchvision import datasets"),
@@ -198,27 +202,20 @@ LOOPS: dict[str, Loop] = {
     ),
     "fast_neural_style": Loop(
         "examples/fast_neural_style/neural_style/neural_style.py",
-        [
-            IMPORT,
-            (
-                "optimizer = Adam",
-                "transformer, optimizer, train_loader = accel.setup(transformer, optimizer, train_loader)",
-            ),
-        ],
-        "train --dataset . --style-image style.png --save-model-dir saved --checkpoint-model-dir kept --checkpoint-interval 2"
-        " --epochs 1 --batch-size {batch}",
+        setup_after("optimizer = Adam", "train_loader", "transformer"),
+        STYLE,
         files=style,
     ),
     "word_language_model, LSTM": Loop(
         "examples/word_language_model/main.py",
-        [IMPORT, ("optimizer = torch.optim.AdamW", "model, optimizer, _ = accel.setup(model, optimizer)")],
-        f"{LANGUAGE} --use-optimizer",
+        setup_after("optimizer = torch.optim.AdamW"),
+        LANGUAGE,
         files=text_files,
     ),
     "word_language_model, Transformer": Loop(
         "examples/word_language_model/main.py",
-        [IMPORT, ("optimizer = torch.optim.AdamW", "model, optimizer, _ = accel.setup(model, optimizer)")],
-        f"{LANGUAGE} --use-optimizer --model Transformer",
+        setup_after("optimizer = torch.optim.AdamW"),
+        f"{LANGUAGE} --model Transformer",
         files=text_files,
         eps=1e-3,
     ),
@@ -226,21 +223,12 @@ LOOPS: dict[str, Loop] = {
         "examples/regression/main.py",
         [IMPORT, ("fc = torch.nn.Linear", "fc, _, _ = accel.setup(fc)")],
         small=[("=for batch_idx in count(1)", "for batch_idx in range(1, 6):")],
-        more=[
-            (
-                "fc, _, _ =",
-                "optimizer = torch.optim.SGD(fc.parameters(), 0.1)\nfc, optimizer, _ = accel.setup(fc, optimizer)",
-            ),
-            ("=fc, _, _ =", "# with an optimizer:"),
-            ("=for param in fc.parameters()", "optimizer.step()"),
-            ("=param.data.add_", ""),
-            ("=print('Loss:", "fc = accel.teardown(fc)"),
-        ],
+        more=WITH_OPTIMIZER,
         note="b",
     ),
     "time_sequence_prediction": Loop(
         "examples/time_sequence_prediction/train.py",
-        [IMPORT, ("optimizer = optim.LBFGS", "seq, optimizer, _ = accel.setup(seq, optimizer)")],
+        setup_after("optimizer = optim.LBFGS", model="seq"),
         "--steps 2",
         [
             ("=data = torch.load(", "data = torch.load('traindata.pt', weights_only=False)"),
@@ -253,69 +241,42 @@ LOOPS: dict[str, Loop] = {
     ),
     "reinforce": Loop(
         "examples/reinforcement_learning/reinforce.py",
-        [IMPORT, ("optimizer = optim.Adam", "policy, optimizer, _ = accel.setup(policy, optimizer)")],
-        small=[("=for i_episode in count(1)", "for i_episode in range(1, 4):")],
+        setup_after("optimizer = optim.Adam", model="policy"),
+        small=EPISODES,
     ),
     "actor_critic": Loop(
         "examples/reinforcement_learning/actor_critic.py",
-        [IMPORT, ("optimizer = optim.Adam", "model, optimizer, _ = accel.setup(model, optimizer)")],
-        small=[("=for i_episode in count(1)", "for i_episode in range(1, 4):")],
+        setup_after("optimizer = optim.Adam"),
+        small=EPISODES,
     ),
-    "gcn": Loop(
-        "examples/gcn/main.py",
-        [IMPORT, ("optimizer = Adam(", "gcn, optimizer, _ = accel.setup(gcn, optimizer)")],
-        "--epochs 3",
-        CORA,
-        files=cora,
-    ),
+    "gcn": Loop("examples/gcn/main.py", setup_after("optimizer = Adam(", model="gcn"), "--epochs 3", CORA, files=cora),
     "gat": Loop(
-        "examples/gat/main.py",
-        [IMPORT, ("optimizer = Adam(", "gat_net, optimizer, _ = accel.setup(gat_net, optimizer)")],
-        "--epochs 3",
-        CORA[1:],
-        files=cora,
+        "examples/gat/main.py", setup_after("optimizer = Adam(", model="gat_net"), "--epochs 3", CORA[1:], files=cora
     ),
     "ddp-tutorial-series, single_gpu": Loop(
         "examples/distributed/ddp-tutorial-series/single_gpu.py",
-        [
-            IMPORT,
-            (
-                "train_data = prepare_dataloader",
-                "model, optimizer, train_data = accel.setup(model, optimizer, train_data)",
-            ),
-        ],
+        setup_after("train_data = prepare_dataloader", "train_data"),
         "2 1 --batch_size {batch}",
         [("=device = 0", 'device = "cpu"'), ("=train_set = MyTrainDataset", "train_set = MyTrainDataset(64)")],
     ),
     "nanoGPT": Loop(
         "nanoGPT/train.py",
-        [
-            IMPORT,
-            ("=ddp = int(os.environ", "ddp = False"),
-            ("checkpoint = None", "model, optimizer, _ = accel.setup(model, optimizer)"),
-        ],
-        "--dataset=tiny --device=cpu --dtype=float32 --compile=False --eval_iters=1 --eval_interval=2 --block_size=8"
-        " --batch_size=4 --n_layer=2 --n_head=2 --n_embd=16 --max_iters=4 --warmup_iters=1 --gradient_accumulation_steps=2"
-        " --learning_rate=0.01",
+        [*setup_after("checkpoint = None"), ("=ddp = int(os.environ", "ddp = False")],
+        NANOGPT,
         files=tokens,
         eps=1e-3,
     ),
     "minGPT, chargpt": Loop(
         "minGPT/projects/chargpt/chargpt.py",
         MINGPT,
-        f"{NANO} --data.block_size=8",
+        f"{SMALL_GPT} --data.block_size=8",
         [IN_ORDER],
         files=text_files,
         eps=1e-3,
-        edited="minGPT/mingpt/trainer.py",
+        edited=TRAINER,
     ),
     "minGPT, adder": Loop(
-        "minGPT/projects/adder/adder.py",
-        MINGPT,
-        f"{NANO} --data.ndigit=1",
-        [IN_ORDER],
-        eps=1e-3,
-        edited="minGPT/mingpt/trainer.py",
+        "minGPT/projects/adder/adder.py", MINGPT, f"{SMALL_GPT} --data.ndigit=1", [IN_ORDER], eps=1e-3, edited=TRAINER
     ),
 }
 
@@ -414,32 +375,21 @@ class Cart:
         return state, 1.0 + action, self.steps == 5, False, {}
 
 
+TRANSFORMS = ["Compose", "ToTensor", "Normalize", "Resize", "CenterCrop", "Lambda"]
+TRANSFORMS += ["RandomResizedCrop", "RandomHorizontalFlip"]
+
+
 def stand_ins() -> None:
-    """Small modules in the places of torchvision, gymnasium and requests."""
-    made = {name: types.ModuleType(name) for name in ("torchvision", "gymnasium", "requests")}
-    kinds = {
-        n: type(n, (Transform,), {})
-        for n in [
-            "Compose",
-            "ToTensor",
-            "Normalize",
-            "Resize",
-            "CenterCrop",
-            "Lambda",
-            "RandomResizedCrop",
-            "RandomHorizontalFlip",
-        ]
-    }
-    fake = functools.partial(Images, image_size=(3, 64, 64))
-    folder = functools.partial(Images, image_size=(3, 16, 16))
-    parts: dict[str, dict[str, Any]] = {
+    """Put small modules in the places of torchvision, gymnasium and requests."""
+    modules = {name: types.ModuleType(name) for name in ("torchvision", "gymnasium", "requests")}
+    contents: dict[str, dict[str, Any]] = {
         "datasets": {
             "MNIST": Digits,
-            "FakeData": lambda *a, **k: fake(),
-            "ImageFolder": lambda *a, **k: folder(),
+            "FakeData": lambda *a, **k: Images(image_size=(3, 64, 64)),
+            "ImageFolder": lambda *a, **k: Images(image_size=(3, 16, 16)),
             "Pairs": Pairs,
         },
-        "transforms": kinds,
+        "transforms": {name: type(name, (Transform,), {}) for name in TRANSFORMS},
         "models": {
             "resnet18": ResNet,
             "vgg16": vgg16,
@@ -447,13 +397,13 @@ def stand_ins() -> None:
         },
         "utils": {"save_image": lambda *a, **k: None},
     }
-    for name, content in parts.items():
+    for name, content in contents.items():
         module = types.ModuleType(f"torchvision.{name}")
         vars(module).update(content)
-        setattr(made["torchvision"], name, module)
-        made[module.__name__] = module
-    vars(made["gymnasium"])["make"] = lambda *a, **k: Cart()
-    sys.modules.update(made)
+        setattr(modules["torchvision"], name, module)
+        modules[module.__name__] = module
+    vars(modules["gymnasium"])["make"] = lambda *a, **k: Cart()
+    sys.modules.update(modules)
 
 
 # -- a run, in a process of its own ----------------------------------------------------------------------------------------
@@ -547,16 +497,11 @@ def run(name: str, sources: Path, backend: str, world: int, more: bool = False) 
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         outs = [Path(folder, f"{rank}.pt") for rank in range(world)]
+        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared |= {"ACCEL_BACKEND": backend, "ACCEL_DEVICES": "cpu"}
         children = []
         for rank, out in enumerate(outs):
-            settings = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": world,
-                "LOCAL_WORLD_SIZE": world,
-                "MASTER_PORT": port,
-            }
-            settings |= {"MASTER_ADDR": "127.0.0.1", "ACCEL_BACKEND": backend, "ACCEL_DEVICES": "cpu"}
+            settings = {**shared, "RANK": rank, "LOCAL_RANK": rank}
             if not (child := os.fork()):  # what is imported stays so
                 os.environ.update({key: str(value) for key, value in settings.items()})
                 perform(name, sources, more, Path(folder, f"rank{rank}"), out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -24,29 +24,13 @@ TOO_MUCH = 1 << 50  # bytes, which no host has
 # -- split ------------------------------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-DIFFERENT: list[tuple[Any, Any]] = [
-    (["a", "b"], ["b", "a"]),
-    ([1, 2], [1, 2, 3]),
-    (torch.arange(6), torch.arange(6).flip(0)),
-]
-
-
 def split_all() -> None:
     rank, world = accel.rank(), accel.world_size()
     for length in (0, 1, 2, 7):
         items = [f"text {i}" for i in range(length)]
-        part = accel.split(items)
+        part, padded = accel.split(items), accel.split(items, pad=True)
         assert accel.all_gather(part, objects=True) == accel.gather_for_metrics(part, items, objects=True) == items
-        sizes = [len(theirs) for theirs in accel.all_gather([part], objects=True)]
-        assert sum(sizes) == length
-        assert max(sizes) - min(sizes) <= 1
-        padded = accel.split(items, pad=True)
-        assert len(padded) == math.ceil(length / world)
+        assert length // world <= len(part) <= math.ceil(length / world) == len(padded)
         assert accel.all_gather(padded, objects=True)[:length] == items
         assert accel.gather_for_metrics(padded, items, objects=True) == items
         rows = torch.arange(2 * length).reshape(length, 2)
@@ -56,22 +40,31 @@ def split_all() -> None:
             both = accel.gather_for_metrics({"rows": share, "first": share[:, 0]}, rows)
             assert torch.equal(both["rows"], rows)
             assert torch.equal(both["first"], rows[:, 0])
-    pair = accel.split(Pair(torch.arange(4), list("abcd")))  # fields are not items
-    assert [("a", "b", "c", "d")[i] for i in pair.x.tolist()] == pair.y
     dicts = accel.split({"x": torch.arange(5), "y": {"words": tuple("abcde")}})
     assert dicts["y"]["words"] == tuple("abcde"[i] for i in dicts["x"].tolist())  # type: ignore[index]
-    assert accel.all_gather(accel.split(range(5), pad=True), objects=True) == [0, 1, 2, 3, 4, *[4] * (-5 % world)]
-    for wrong, what in (
-        ("a prompt", "items is a str. Pass a list"),
-        ({"x": [1], "y": [1, 2]}, "items have different lengths"),
-        ("a prompt" if rank == world - 1 else ["a", "b"], "items is a str"),
-        *((two[rank == 0], "got different items" if world > 1 else "") for two in DIFFERENT),
-    ):
-        with pytest.raises(accel.AccelError, match=what) if what else contextlib.nullcontext():
+    last = "a prompt" if rank == world - 1 else ["a", "b"]
+    for wrong, text in (({"x": [1], "y": [1, 2]}, "items have different lengths"), (last, "items is a str")):
+        with pytest.raises(accel.AccelError, match=text):
             accel.split(wrong)
-    accel.split(range(8 * world))
-    with pytest.raises(accel.AccelError, match="expected dim 0 to be this rank's batch of 8, found shape \\(9,\\)"):
-        accel.gather_for_metrics(torch.ones(9), range(8 * world))
+    for different in (["a", "b"], torch.arange(6)):
+        with pytest.raises(accel.AccelError, match="got different items") if world > 1 else contextlib.nullcontext():
+            accel.split(different if rank else different[:1])
+
+
+def gather_after_a_split() -> None:
+    loader: Any = accel.setup(None, dataloaders=DataLoader(range(7), batch_size=2)).dataloaders  # type: ignore[arg-type]
+    for _ in loader:
+        pass
+    rows = torch.tensor(accel.split([0, 1, 2, 3]))
+    with pytest.raises(accel.LoaderError, match="since the last accel.split"):
+        accel.gather_for_metrics(rows)  # of the loader or of the split
+    assert accel.gather_for_metrics(rows, [0, 1, 2, 3]).tolist() == [0, 1, 2, 3]
+
+
+def test_split_and_gather() -> None:
+    run(2, gather_after_a_split)
+    run(2, split_all)
+    split_all()
 
 
 def split_by_place(backend: Any) -> Any:
@@ -83,23 +76,6 @@ def split_by_place(backend: Any) -> Any:
         assert accel.gather_for_metrics(part, [1, 2, 3], objects=True) == [1, 2, 3]
     del handle, model
     return parts
-
-
-def gather_after_a_split() -> None:
-    loader: Any = accel.setup(None, dataloaders=DataLoader(range(7), batch_size=2)).dataloaders  # type: ignore[arg-type]
-    for _ in loader:
-        pass
-    rows = torch.tensor(accel.split([0, 1, 2, 3]))
-    with pytest.raises(accel.LoaderError, match="since the last accel.split"):
-        accel.gather_for_metrics(rows)  # whose they are is not said
-    assert accel.gather_for_metrics(rows, [0, 1, 2, 3]).tolist() == [0, 1, 2, 3]
-
-
-def test_split_and_gather() -> None:
-    run(2, gather_after_a_split)
-    run(2, split_all)
-    split_all()
-    accel.teardown()
 
 
 def test_ranks_of_one_place_share_items() -> None:
@@ -182,9 +158,8 @@ def test_one_rank_out_of_memory() -> None:
     in_own_groups(fit, BACKENDS, ["forward", "backward", "step"])
 
 
-def refuse(port: int) -> list[str]:
+def fail(port: int) -> None:
     start_own_groups(port)
-    messages = []
 
     def no_memory(batch_size: int) -> None:
         raise MemoryError
@@ -194,28 +169,19 @@ def refuse(port: int) -> list[str]:
             raise KeyError("mine")
         accel.barrier()
 
-    for fn in (no_memory, other_error):
-        try:
-            accel.largest_batch(fn, 3)
-        except Exception as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    assert accel.all_reduce(1) == 2  # the groups were started again
+    with pytest.raises(accel.AccelError, match="not even a batch of 1 fits: rank 0: MemoryError: ; rank 1"):
+        accel.largest_batch(no_memory, 3)
+    with pytest.raises(Exception, match="'mine'"):
+        accel.largest_batch(other_error, 3)
+    assert accel.all_reduce(1) == 2  # in new groups
     model = accel.setup(nn.Linear(1, 1)).model
     with pytest.raises(accel.AccelError, match=r"Linear #\d+ is already set up\. Build the model inside"):
         accel.largest_batch(no_memory, 3)
     assert accel.unwrap(model).weight.isfinite().all()
-    return messages
 
 
-def test_other_errors_raise_everywhere() -> None:
-    first, second = in_own_groups(refuse)
-    assert (
-        first[0]
-        == second[0]
-        == ("AccelError: largest_batch: not even a batch of 1 fits: rank 0: MemoryError: ; rank 1: MemoryError: ")
-    )
-    assert first[1].endswith("the function of accel.largest_batch failed on rank 1, so on every rank: KeyError: 'mine'")
-    assert second[1] == "KeyError: 'mine'"
+def test_errors_raise_on_every_rank() -> None:
+    in_own_groups(fail)
 
 
 def test_a_foreign_process_group_raises() -> None:

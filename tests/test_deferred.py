@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -191,50 +190,9 @@ def test_weights_that_do_not_fit(tmp_path: Path, backend: str) -> None:
         assert "does not exist" in message
 
 
-def test_attributes_of_parameters_stay() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            gain = nn.Parameter(torch.ones(3))
-            gain.no_decay = True  # type: ignore[attr-defined]
-            self.gain = gain
-
-    with accel.deferred_init():
-        net = Scale()
-    assert net.gain.is_meta
-    assert net.gain.no_decay
-
-
-class Gained(nn.Linear):
-    """Calls its own method once more than torch does, and copies random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 2)
-        self.gain = nn.Parameter(torch.empty(2))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.weight.data.copy_(torch.randn(2, 2, device="cpu"))
-        if hasattr(self, "gain"):
-            nn.init.ones_(self.gain)
-
-
-def zeroed() -> nn.Module:
-    layer = nn.Linear(2, 2)
-    nn.init.zeros_(layer.weight)
-    return nn.Sequential(nn.Linear(2, 2), layer)
-
-
 def scaled() -> nn.Module:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     layers[1].weight.data.mul_(0.1)
-    return layers
-
-
-def replaced() -> nn.Module:
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    layers[1].weight = nn.Parameter(torch.zeros(2, 2))
     return layers
 
 
@@ -244,137 +202,77 @@ def applied() -> nn.Module:
     return layers.apply(lambda m: nn.init.normal_(m.weight, 0, 0.02) if hasattr(m, "weight") else None)
 
 
-@pytest.mark.parametrize("build", [zeroed, scaled, replaced, applied])
-def test_values_that_would_be_lost(build: Any) -> None:
-    with accel.deferred_init():
-        net = build()
-    with pytest.raises(accel.BackendError, match=r"Values of [01]\.weight that were set inside accel\.deferred_init"):
-        accel.setup(net)
-
-
-def test_layers_that_reset_twice() -> None:
-    with accel.deferred_init():
-        net = nn.Sequential(Gained(), nn.Linear(2, 2), nn.MultiheadAttention(4, 2)).requires_grad_(False)
-    accel.setup(net)
-    assert net[0].gain.tolist() == [1.0, 1.0]
-    assert net[2].in_proj_bias.tolist() == [0.0] * 12
-
-
 class Bare(nn.Linear):
-    """Sets its weight only."""
+    """Initializes only its weight."""
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
 
+LOST = "Values of 1.weight that were set inside accel.deferred_init"
+
+
 @pytest.mark.parametrize(
     ("build", "text"),
-    [(lambda: Bare(2, 2), "gives values to bias"), (lambda: nn.ParameterList([torch.ones(2)]), "gives values to 0")],
+    [
+        (scaled, LOST),
+        (applied, LOST.replace("1", "0")),
+        (lambda: Bare(2, 2), "gives values to bias"),
+        (lambda: nn.ParameterList([torch.ones(2)]), "gives values to 0"),
+    ],
 )
-def test_parameters_without_values(build: Any, text: str) -> None:
+def test_models_without_values_raise(build: Any, text: str) -> None:
     with accel.deferred_init():
         net = build()
     with pytest.raises(accel.BackendError, match=text):
         accel.setup(net)
 
 
-def recurrent() -> list[dict[str, torch.Tensor]]:
-    """Train a step after a setup that failed, and compare with a plain model."""
-    found = []
-    for deferred in (True, False):
-        torch.manual_seed(0)
-        with accel.deferred_init() if deferred else contextlib.nullcontext():
-            net = nn.GRU(4, 8)
-        raw = torch.optim.SGD(net.parameters(), lr=0.1)
-        model: Any = net
-        if deferred:
-            with pytest.raises(accel.AccelError):
-                accel.setup(net, torch.optim.SGD(nn.Linear(1, 1).parameters()), backend="fsdp")
-            torch.manual_seed(0)
-            model, raw, _ = accel.setup(net, raw, backend="fsdp")
-        model(torch.ones(2, 3, 4))[0].square().sum().backward()
-        raw.step()
-        found.append(accel.full_state_dict(model) if deferred else net.state_dict())
-    return found
+def train_initialized() -> None:
+    """Initialize on the ranks after a setup that raised, and compare with a plain model."""
+    torch.manual_seed(0)
+    plain = nn.GRU(4, 8)
+    with accel.deferred_init():
+        net = nn.GRU(4, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(accel.AccelError):
+        accel.setup(net, torch.optim.SGD(nn.Linear(1, 1).parameters()), backend="fsdp")
+    torch.manual_seed(0)
+    model = accel.setup(net, optimizer, backend="fsdp").model
+    for each, stepped in ((model, optimizer), (plain, torch.optim.SGD(plain.parameters(), lr=0.1))):
+        each(torch.ones(2, 3, 4))[0].square().sum().backward()
+        stepped.step()
+    assert distance(accel.full_state_dict(model), plain.state_dict()) < 1e-6
 
 
-def test_a_recurrent_layer() -> None:
-    for ours, plain in run(2, recurrent):
-        assert distance(ours, plain) < 1e-6
+def test_values_of_reset_parameters() -> None:
+    run(2, train_initialized)
 
 
-@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
-def test_a_file_or_an_index_by_its_name(tmp_path: Path, stem: str) -> None:
-    """In a directory, a variant does not count."""
-    net, half = nn.Linear(3, 2), nn.Linear(3, 2).half()
-    sharded_files(half, tmp_path, stem, ".fp16")
-    with pytest.raises(CheckpointError, match=f"It holds .*{stem}.safetensors.index.fp16.json"):
-        accel.load(tmp_path, {"model": nn.Linear(3, 2)})
-    save_file(dict(net.state_dict()), tmp_path / f"{stem}.safetensors")
-    save_file(dict(half.state_dict()), tmp_path / f"{stem}.fp16.safetensors")
-    files = {"": net, f"{stem}.safetensors": net}
-    files |= {f"{stem}.fp16.safetensors": half, f"{stem}.safetensors.index.fp16.json": half}
-    for file, expected in files.items():
-        with accel.deferred_init(weights=tmp_path / file):
-            deferred = nn.Linear(3, 2)
-        model = accel.setup(deferred).model
-        assert torch.equal(deferred.weight, expected.weight.float())
-        loaded = accel.load(tmp_path / file, {"model": nn.Linear(3, 2)}, convert=expected is half)["model"]
-        assert torch.equal(loaded.bias, expected.bias.float())
-        accel.teardown(model)
-    with pytest.raises(CheckpointError, match=r"float16 in the checkpoint, torch.float32 here \(convert=True"):
-        accel.load(tmp_path / f"{stem}.fp16.safetensors", {"model": nn.Linear(3, 2)})
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="config.json is not an index of weights"):
-        accel.load(tmp_path / "config.json", {"model": nn.Linear(3, 2)})
+def filled(path: Path, **arguments: Any) -> nn.Linear:
+    """Return a layer with the weights of a path."""
+    with accel.deferred_init(weights=path, **arguments):
+        layer = nn.Linear(2, 2)
+    accel.teardown(accel.setup(layer).model)
+    return layer
 
 
-def test_every_layout_is_filled(tmp_path: Path) -> None:
-    """Numbers, empty ones, channels last, transposed; and a file whose values would not fit their dtype."""
-    values = {
-        "number": torch.tensor(3.0),
-        "empty": torch.zeros(0, 3),
-        "image": torch.randn(2, 3, 4, 5),
-        "turned": torch.randn(4, 6),
-        "counts": torch.arange(5),
-    }
-    save_file(values, tmp_path / "model.safetensors")
-    model = nn.Module()
-    for name, value in values.items():
-        model.register_buffer(name, torch.zeros_like(value))
-    model.image = model.image.to(memory_format=torch.channels_last)
-    model.turned = torch.zeros(6, 4).t()
-    accel.load(tmp_path, {"model": model})
-    assert all(torch.equal(getattr(model, name), value) for name, value in values.items())
-    model.image = model.image.to(torch.int64)
-    with pytest.raises(CheckpointError, match=r"torch.float32 in the checkpoint, torch.int64 here, which cannot hold"):
-        accel.load(tmp_path, {"model": model}, convert=True)
+def test_variants_need_their_name(tmp_path: Path) -> None:
+    net, half = nn.Linear(2, 2), nn.Linear(2, 2).half()
+    sharded_files(half, tmp_path, "model", ".fp16")
+    with pytest.raises(CheckpointError, match=r"it holds .*model.safetensors.index.fp16.json"):
+        filled(tmp_path)
+    save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
+    for file, expected in {"": net, "model.safetensors.index.fp16.json": half}.items():
+        assert torch.equal(filled(tmp_path / file).weight, expected.weight.float())
 
 
 def test_one_model_of_several(tmp_path: Path) -> None:
-    """By its name, as a training checkpoint has a model and its average."""
+    """A training checkpoint may also have the average of a model."""
     models = {"net": nn.Linear(2, 2), "average": nn.Linear(2, 2)}
-    accel.save({**models, 3: nn.Linear(2, 2)}, tmp_path)
+    accel.save(models, tmp_path)
     for name, model in models.items():
-        with accel.deferred_init(weights=tmp_path, name=name):
-            raw = nn.Linear(2, 2)
-        accel.setup(raw)
-        assert torch.equal(raw.weight, model.weight)
-    refused = {
-        None: r"has 3 models .*Choose with name='net'",
-        "other": "has no model 'other'",
-        "[3]": "or under a key that is no string",
-    }
-    for wrong, text in refused.items():
-        with accel.deferred_init(weights=tmp_path, name=wrong):
-            raw = nn.Linear(2, 2)
-        with pytest.raises(accel.CheckpointError, match=text):
-            accel.setup(raw)
-
-
-def test_integers_are_no_weights(tmp_path: Path) -> None:
-    save_file({"weight": torch.ones(2, 2, dtype=torch.int8), "bias": torch.ones(2)}, tmp_path / "model.safetensors")
-    with accel.deferred_init(weights=tmp_path):
-        net = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"weight: torch.int8 in the checkpoint, torch.float32 here"):
-        accel.setup(net)
+        assert torch.equal(filled(tmp_path, name=name).weight, model.weight)
+    for wrong, text in {None: r"has 2 models .*Choose with name='net'", "other": "has no model 'other'"}.items():
+        with pytest.raises(CheckpointError, match=text):
+            filled(tmp_path, name=wrong)

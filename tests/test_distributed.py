@@ -17,7 +17,7 @@ def compare_with_zero() -> None:
     assert number == 0
 
 
-def test_a_failed_assert_on_a_rank_shows_its_values() -> None:
+def test_failed_asserts_show_their_values() -> None:
     with pytest.raises(AssertionError, match="rank 1:(?s:.*)assert 1 == 0"):
         run(2, compare_with_zero)
 
@@ -29,7 +29,7 @@ def end_the_groups() -> None:
     raise ValueError("no groups")
 
 
-def test_workers_are_kept_after_an_error_if_their_groups_are_whole() -> None:
+def test_workers_survive_errors() -> None:
     before = run(2, os.getpid)
     assert {outcome.error[0] for outcome in outcomes(2, compare_with_zero) if outcome.error} == {"AssertionError"}
     assert run(2, os.getpid) == before

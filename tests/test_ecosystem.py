@@ -18,16 +18,9 @@ def tiny_llama() -> Any:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_labels=2,
-        pad_token_id=0,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=32, num_labels=2, pad_token_id=0, **sizes, **heads)
     return LlamaForSequenceClassification(config)
 
 
@@ -52,7 +45,7 @@ def save_adapter(backend: str, out: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", "deepspeed:3"])
-def test_peft_writes_the_full_adapter_and_head(backend: str, tmp_path: Path) -> None:
+def test_peft_saves_adapter_and_head(backend: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     state, _ = run(2, save_adapter, backend, tmp_path)
@@ -62,23 +55,6 @@ def test_peft_writes_the_full_adapter_and_head(backend: str, tmp_path: Path) -> 
     for name, value in trained.items():
         name = name.replace(".default", "").replace("modules_to_save.", "")
         torch.testing.assert_close(written[name], value, rtol=0, atol=0)
-
-
-def use_a_value(backend: str, what: str) -> None:
-    model, *_ = accel.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), backend=backend)
-    state = accel.unwrap(model)[0].state_dict()
-    assert list(state) == ["weight", "bias"]
-    assert state["weight"].shape == (4, 4)
-    if what == "save":
-        torch.save(state, "/dev/null")
-    else:
-        state["weight"] + 1
-
-
-@pytest.mark.parametrize("what", ["save", "add"])
-def test_values_of_a_sharded_submodule_raise(what: str) -> None:
-    for text in refusals(2, use_a_value, "deepspeed:3", what, error="BackendError"):
-        assert "accel.full_state_dict(model)" in text
 
 
 class Adapted(nn.Module):
@@ -148,24 +124,13 @@ def schedule_early(world_batches: int, scheduled: bool) -> list[str]:
     return [record for record in records if "scheduler" in record]
 
 
-def test_a_scheduler_built_before_setup_is_warned_of() -> None:
+def test_a_scheduler_before_setup_warns() -> None:
     warned, quiet = run(2, schedule_early, 6, True)
     assert len(warned) == 1
     assert "from 6 to 3 batches, but a learning rate scheduler already exists" in warned[0]
     assert quiet == []
     assert run(2, schedule_early, 6, False) == [[], []]
     assert run(1, schedule_early, 6, True) == [[]]
-
-
-def optimize_two_models() -> None:
-    first, second = nn.Linear(2, 1), nn.Linear(2, 1)
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    accel.setup(first, optimizer)
-
-
-def test_an_optimizer_over_two_models_is_told_of_a_module_dict() -> None:
-    for text in refusals(2, optimize_two_models, error="OptimizerError"):
-        assert "nn.ModuleDict({'a': a, 'b': b})" in text
 
 
 def defer_from_pretrained(directory: Path) -> None:
@@ -176,46 +141,7 @@ def defer_from_pretrained(directory: Path) -> None:
     accel.setup(net)
 
 
-def test_deferred_init_around_from_pretrained_names_weights(tmp_path: Path) -> None:
+def test_deferred_from_pretrained_raises(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     for text in refusals(2, defer_from_pretrained, tmp_path, error="BackendError"):
         assert "accel.deferred_init(weights=directory)" in text
-
-
-def metric_of_five() -> tuple[float, int]:
-    from torchmetrics.classification import MulticlassAccuracy
-
-    data = torch.utils.data.TensorDataset(torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 1, 1, 1, 1]))
-    _, _, loader = accel.setup(None, None, torch.utils.data.DataLoader(data, batch_size=1))
-    metric = MulticlassAccuracy(2, average="micro", sync_on_compute=False)
-    for predicted, y in loader:
-        metric.update(*accel.gather_for_metrics((predicted, y)))
-    return metric.compute().item(), int(metric.tp.sum())
-
-
-def test_a_torchmetrics_metric_counts_each_sample_once() -> None:
-    for accuracy, right in run(2, metric_of_five):
-        assert accuracy == pytest.approx(0.8)
-        assert right == 4
-
-
-def train_on_tokens(divided: bool) -> torch.Tensor:
-    torch.manual_seed(0)
-    net = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model, optimizer, _ = accel.setup(net, optimizer)
-    x = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(1))
-    targets = torch.tensor([[0, 1, 2, 0, 1, 2], [1, -100, -100, -100, -100, -100]])
-    if divided:
-        x, targets = x[accel.rank()], targets[accel.rank()]
-    logits, labels = model(x).flatten(0, -2), targets.flatten()
-    losses = nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-    accel.mean_loss(losses, (labels != -100).sum()).backward()
-    optimizer.step()
-    return net.weight.detach()
-
-
-def test_a_token_weighted_loss_is_that_of_one_process() -> None:
-    (expected,) = run(1, train_on_tokens, False)
-    for weight in run(2, train_on_tokens, True):
-        torch.testing.assert_close(weight, expected)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import pickle
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -66,7 +64,7 @@ def test_a_handle_shows_the_module() -> None:
     assert torch.equal(model.forward(x=x, mask=mask), model(x, mask))
 
 
-def test_a_handle_of_a_container() -> None:
+def test_changed_layers_raise() -> None:
     raw = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = accel.setup(raw).model
     assert (len(model), list(model), model[0] in model) == (2, list(raw), True)
@@ -75,20 +73,9 @@ def test_a_handle_of_a_container() -> None:
     assert [type(part) for part in raw] == [nn.Tanh]
     with pytest.raises(accel.BackendError, match=r"0\.bias, 0\.weight\. Call raw = accel.teardown"):
         model(torch.ones(1, 2))
-    flat = accel.setup(nn.Linear(2, 2)).model
-    for use in (len, iter, lambda handle: handle[0]):
-        with pytest.raises(TypeError, match="Linear"):
-            use(flat)
-
-
-def test_changed_parameters_raise() -> None:
-    model = accel.setup(normalised()).model
-    model[0].weight = model[0].weight
-    model(torch.randn(2, 4))
-    model[0].weight = nn.Parameter(torch.zeros(8, 4))
-    with pytest.raises(accel.BackendError, match=r"0\.weight"):
-        model(torch.randn(2, 4))
     other = accel.setup(normalised()).model
+    other[0].weight = other[0].weight
+    other(torch.randn(2, 4))
     other.extra = nn.Linear(2, 2)
     with pytest.raises(accel.BackendError, match=r"extra\.weight"):
         other(torch.randn(2, 4))
@@ -96,19 +83,11 @@ def test_changed_parameters_raise() -> None:
 
 def test_an_ended_handle_raises() -> None:
     raw = normalised()
-    model, optimizer, _ = accel.setup(raw, adamw(raw))
+    model = accel.setup(raw, adamw(raw)).model
     assert accel.teardown(model) is accel.unwrap(model) is raw
-    for use in (
-        lambda: model(torch.randn(2, 4)),
-        lambda: model.state_dict(),
-        lambda: accel.setup(model),
-        lambda: accel.teardown(model),
-        lambda: accel.clip_grad_norm_(model, 1.0),
-    ):
+    for use in (accel.setup, accel.teardown, lambda ended: ended(torch.randn(2, 4)), lambda ended: ended.state_dict()):
         with pytest.raises(accel.AccelError, match="was torn down"):
-            use()
-    with pytest.raises(accel.AccelError, match="isn't set up"):
-        accel.full_state_dict(optimizer)
+            use(model)
     assert "ended" in repr(model)
 
 
@@ -217,45 +196,5 @@ def scaled(backend: str) -> float:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_a_grad_scaler_knows_the_optimizer(backend: str) -> None:
+def test_a_grad_scaler_skips_a_step(backend: str) -> None:
     assert max(run(2, scaled, backend)) < 1e-6
-
-
-class Scaled(torch.optim.SGD):
-    """An optimizer with a different signature of ``step``."""
-
-    def step(self, factor: float = 1.0, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            group["lr"] = 0.1 * factor
-        return super().step(closure)
-
-
-def test_an_optimizer_with_its_own_step() -> None:
-    raw = normalised().eval()
-    reference = copy.deepcopy(raw)
-    pairs: list[tuple[Any, Any]] = [(reference, Scaled(reference.parameters(), lr=0.1))]
-    pairs.append(accel.setup(raw, Scaled(raw.parameters(), lr=0.1))[:2])
-    for model, optimizer in pairs:
-
-        def closure(model: Any = model, optimizer: Any = optimizer) -> Any:
-            optimizer.zero_grad()
-            loss = model(torch.ones(4, 4)).square().mean()
-            loss.backward()
-            return loss
-
-        closure()
-        optimizer.step(5.0)
-        assert optimizer.step(closure=closure, factor=0.5).item() > 0
-    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), reference.parameters(), strict=True))
-
-
-def test_optimizers_keep_no_model() -> None:
-    raw = normalised()
-    optimizer = adamw(raw)
-    model = accel.setup(raw, optimizer).model
-    one_step(model, optimizer)
-    engine = weakref.ref(registry.engine(raw))
-    del raw, model
-    gc.collect()
-    assert engine() is None
-    optimizer.step()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import inspect
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +19,8 @@ import accel
 from accel.handles import ModelHandle
 from accel.registry import registry
 from tests.backends import need
-from tests.distributed import outcomes, run
-from tests.models import adamw, mlp, normalised, one_step
+from tests.distributed import run
+from tests.models import adamw, distance, mlp, normalised, one_step, rows
 from tests.programs import by_hand, free_port, scripts
 
 
@@ -45,35 +43,28 @@ def test_all_ranks_start_from_rank_0(backend: str, world: int) -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def count_reducers() -> int:
-    gc.collect()
-    return sum(type(o) is DistributedDataParallel for o in gc.get_objects())
-
-
-def rounds(n: int) -> tuple[int, int, int]:
-    import psutil
-
-    raw = nn.Sequential(*[nn.Linear(256, 256) for _ in range(16)])
+def set_up_often() -> None:
+    """Count torch's reducers and hooks. A leaked model would keep its own."""
+    raw = mlp(4, 6, 2)
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.01)
-    sizes = []
-    for i in range(n):
+    hooks = len(_global_optimizer_pre_hooks)
+    for _ in range(3):
         model: Any = accel.setup(raw, optimizer).model
-        optimizer.zero_grad()
-        model(torch.randn(4, 256)).mean().backward()
-        optimizer.step()
-        assert i % 10 or count_reducers() == (1 if accel.world_size() > 1 else 0)
-        accel.teardown(model)
+        one_step(model, optimizer)
+        assert type(model) is ModelHandle
+        assert accel.teardown(model) is raw
         model = None
-        assert i % 10 or count_reducers() == 0
-        sizes.append(psutil.Process().memory_info().rss)
-    return sizes[4], sizes[-1], sum(p.numel() * 4 for p in raw.parameters())
+        gc.collect()
+        assert not any(type(o) is DistributedDataParallel for o in gc.get_objects())
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not any(p._post_accumulate_grad_hooks for p in raw.parameters())
+        assert len(_global_optimizer_pre_hooks) == hooks
+    assert inspect.getclosurevars(nn.utils.clip_grad_norm_).nonlocals["func"].__module__.startswith("torch")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_fifty_rounds_leave_memory_flat(world: int) -> None:
-    for early, late, model_bytes in run(world, rounds, 50):
-        # One leaked copy per round would be 45 times the model. The allocator alone takes a few.
-        assert late - early < 10 * model_bytes
+def test_teardown_leaves_nothing() -> None:
+    set_up_often()
+    run(2, set_up_often)
 
 
 def unreferenced(backend: Any = "auto") -> list[bool]:
@@ -101,45 +92,8 @@ def test_a_dropped_model_is_collected() -> None:
         gc.collect()
 
 
-def switch_backends() -> None:
-    raw = normalised()
-    optimizer = adamw(raw)
-    reference = copy.deepcopy(raw).eval()
-    plain = adamw(reference)
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    for backend in ("ddp", accel.DDP(gradient_as_bucket_view=True), "ddp"):
-        model = accel.setup(raw, optimizer, backend=backend).model.eval()
-        for m, o in ((model, optimizer), (reference, plain)):
-            o.zero_grad()
-            m(x).square().mean().backward()
-            o.step()
-        assert accel.teardown(model) is raw
-        assert not optimizer._optimizer_step_pre_hooks
-        assert not any(p._post_accumulate_grad_hooks for p in raw.parameters())
-    for p, q in zip(raw.parameters(), reference.parameters(), strict=True):
-        assert torch.allclose(p, q, atol=1e-6)
-    assert float(optimizer.state[raw[0].weight]["step"]) == 3.0
-
-
-def test_setup_after_teardown() -> None:
-    switch_backends()
-    run(2, switch_backends)
-
-
-def test_torch_is_as_before() -> None:
-    def function() -> object:
-        return inspect.getclosurevars(nn.utils.clip_grad_norm_).nonlocals["func"]
-
-    original, hooks, raw = function(), len(_global_optimizer_pre_hooks), normalised()
-    model = accel.setup(raw, adamw(raw), precision="16-mixed").model
-    assert type(model) is ModelHandle
-    assert function() is not original
-    accel.teardown()
-    assert function() is original
-    assert len(_global_optimizer_pre_hooks) == hooks
-
-
-def several_models() -> None:
+def train_gan() -> None:
+    """Train a generator and a critic beside a frozen model, and compare with one process."""
     torch.manual_seed(accel.rank())
     raws = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 4).requires_grad_(False)
     models: list[Any] = [accel.setup(raw).model for raw in raws]
@@ -161,19 +115,17 @@ def several_models() -> None:
             F.softplus(-c(f(fake))).mean().backward()
             g_opt.step()
 
-    generator = torch.Generator().manual_seed(5)
-    z, real = torch.randn(8, 3, generator=generator), torch.randn(8, 4, generator=generator)
+    z, real = rows(5, 8, 3), rows(6, 8, 4)
     world, rank = accel.world_size(), accel.rank()
     play(references, z, real)
     play(models, z.chunk(world)[rank], real.chunk(world)[rank])
-    for model, reference in zip(raws, references, strict=True):
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.allclose(p, q, atol=1e-5)
+    for raw, reference in zip(raws, references, strict=True):
+        assert distance(raw, reference) < 1e-5
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_gan_beside_a_frozen_model(world: int) -> None:
-    run(world, several_models)
+    run(world, train_gan)
 
 
 # -- engines that live on some ranks only ------------------------------------------------------------------------------
@@ -191,44 +143,32 @@ def train(backend: Any, lr: float, seed: int) -> Any:
     return model
 
 
-@contextlib.contextmanager
-def collecting_on_rank_1_only() -> Iterator[None]:
+def search(backend: Any) -> list[Any]:
+    """Return the weights of the best of several models. Only rank 1 collects garbage between them."""
     gc.collect()
     if accel.rank() == 0:
         gc.disable()
     try:
-        yield
-    finally:
-        gc.enable()
-
-
-def collect() -> None:
-    if accel.rank() == 1:
-        gc.collect()
-
-
-def search(backend: Any) -> tuple[bool, list[Any]]:
-    """A search of learning rates: if the best model is right after ``teardown()``, and its weights."""
-    with collecting_on_rank_1_only():
-        for trial in range(6):
-            model = train(backend, 10 ** -(trial % 5 + 1), trial)
-            if trial == 4:
+        for trial in range(4):
+            model = train(backend, 10 ** -(trial + 1), trial)
+            if trial == 2:
                 best = model
-            collect()
+            if accel.rank() == 1:
+                gc.collect()
         del model
-        collect()
-        full = [v.tolist() for v in accel.full_state_dict(best).values()]
+        full = {name: value.clone() for name, value in accel.full_state_dict(best).items()}
         raw = accel.unwrap(best)
         accel.teardown()
-        return [v.tolist() for v in raw.state_dict().values()] == full, full
+        assert not distance(dict(raw.state_dict()), full)
+        return [value.tolist() for value in full.values()]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", accel.DeepSpeed(stage=3)], ids=str)
 def test_the_best_of_many_models(backend: Any) -> None:
     need(backend, 2)
-    (right, first), (also, second) = run(2, search, backend)
-    assert right
-    assert also
+    first, second = run(2, search, backend)
     assert first == second
 
 
@@ -264,43 +204,19 @@ def drop_on_one_rank() -> list[str]:
     return [str(caught.value)]
 
 
-def test_a_sharded_model_that_one_rank_dropped() -> None:
+def test_a_model_dropped_on_one_rank() -> None:
     for messages in run(2, drop_on_one_rank):
         assert "dropped on rank 0" in messages[0]
 
 
-def alone_in_an_error() -> str:
-    """Rank 1 comes to ``teardown()`` with an error, and rank 0 is in another call."""
-    model = train("fsdp", 0.1, 0)
-    if accel.rank() == 0:
-        accel.full_state_dict(model)
-        return ""
-    try:
-        raise ValueError("rank 1 has had enough")
-    finally:
-        accel.teardown()
-
-
-def test_teardown_after_an_error_frees_the_others() -> None:
-    first, second = outcomes(2, alone_in_an_error, breaks=True)
-    assert "RankMismatchError" in first.error
-    assert "rank 1 is in 'accel.teardown'" in first.message
-    assert "rank 1 has had enough" in second.trace
-
-
-def added_groups(backend: Any) -> None:
-    """New groups count at once, with the objects that were the parameters before setup."""
+def add_group(backend: Any) -> None:
+    """Add a group with the parameters that the model had before setup."""
     raw = mlp(4, 8, 3)
     parameters = list(raw.parameters())
     optimizer = torch.optim.Adam(parameters[:2], lr=0.1)
     model = accel.setup(raw, optimizer, backend=backend).model
     optimizer.add_param_group({"params": parameters[2:]})
     assert [len(group["params"]) for group in accel.full_state_dict(optimizer)["param_groups"]] == [2, 2]
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [nn.Parameter(torch.ones(3))]})
-    for refused in (lambda: accel.full_state_dict(optimizer), lambda: accel.teardown(model)):
-        with pytest.raises(accel.OptimizerError, match=r"param_groups\[2\]\['params'\]\[0\] of shape \(3,\)"):
-            refused()
-    del optimizer.param_groups[2]
     accel.teardown(model)
     assert [p for group in optimizer.param_groups for p in map(id, group["params"])] == list(map(id, parameters))
 
@@ -308,7 +224,7 @@ def added_groups(backend: Any) -> None:
 @pytest.mark.parametrize("backend", ["sharded", "fsdp", "pipeline", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3)])
 def test_groups_added_since_the_last_step(backend: Any) -> None:
     need(backend, 2)
-    run(2, added_groups, backend)
+    run(2, add_group, backend)
 
 
 # -- the end of the process --------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""The unchanged raw loop: each way of training gives, on two ranks, the weights of one process on the whole batch."""
+"""Ways to write a loop that the generator doesn't draw. Two ranks get the weights of one process on the whole batch."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from tests.distributed import run
+from tests.models import distance
 
 STEPS = 5
 
@@ -26,7 +26,7 @@ class Output:
 
 
 class Net(nn.Module):
-    """A backbone, a head, a method that computes, several kinds of output, activation checkpointing, a hidden state."""
+    """A model with a method that computes, activation checkpointing and a hidden state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,63 +43,37 @@ class Net(nn.Module):
         if hidden is not None:
             features = torch.tanh(features + hidden)
         y = self.head(features)
-        return {
-            "tensor": lambda: y,
-            "tuple": lambda: (y, features),
-            "dict": lambda: {"y": y, "more": [features]},
-            "dataclass": lambda: Output(y, {"features": features}),
-        }[self.output]()
+        if self.output == "dict":
+            return {"y": y, "features": [features]}
+        if self.output == "dataclass":
+            return Output(y, {"features": features})
+        return y if self.output == "tensor" else (y, features)
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
         return self.backbone(x)
 
-    def init_hidden(self, n: int) -> torch.Tensor:
-        return self.head.weight.new_zeros(n, 10)
-
 
 @dataclass
 class Setting:
-    """What a loop has: the model it calls, the raw module, the optimizer, and its part of each global batch."""
+    """The model of a loop, its raw module and optimizer, and this rank's share of each batch."""
 
     model: Any
     raw: Net
     optimizer: Any
-    part: Callable[[torch.Tensor], torch.Tensor]
+    share: Callable[[torch.Tensor], torch.Tensor]
     distributed: bool
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
-        return self.part(x), self.part(y)
+        return self.share(x), self.share(y)
 
 
-Pattern = Callable[[Setting], None]
-
-
-def each_step(body: Callable[[Setting, torch.Tensor, torch.Tensor], None], set_to_none: bool = True) -> Pattern:
-    def pattern(s: Setting) -> None:
-        for step in range(STEPS):
-            s.optimizer.zero_grad(set_to_none=set_to_none)
-            body(s, *s.batch(step))
-            s.optimizer.step()
-
-    return pattern
+# -- the losses of a step ------------------------------------------------------------------------------------------------
 
 
 def plain(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     F.mse_loss(s.model(x), y).backward()
-
-
-def forward_forward_backward_backward(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    a, b = F.mse_loss(s.model(x), y), F.mse_loss(s.model(2 * x), y)
-    a.backward()
-    b.backward()
-
-
-def retain_graph(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    loss = F.mse_loss(s.model(x), y)
-    loss.backward(retain_graph=True)
-    loss.backward()
 
 
 def raw_module(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -134,9 +108,30 @@ def gradients_assigned(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
         p.grad = g
 
 
-def raw_clip_by_value(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    raw_module(s, x, y)
-    nn.utils.clip_grad_value_(s.model.parameters(), 0.02)
+# torch's reducer takes the shared end of a reentrant segment for a second gradient, and says so.
+
+
+def dict_output(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    s.model.output = "dict"
+    F.mse_loss(s.model(x)["y"], y).backward()
+
+
+def dataclass_output(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    s.model.output = "dataclass"
+    F.mse_loss(s.model(x).prediction, y).backward()
+
+
+def checkpointing(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    s.model.checkpointing = False
+    F.mse_loss(s.model(x.requires_grad_(True)), y).backward()
+
+
+def checkpointing_reentrant(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
+    s.model.checkpointing = True
+    F.mse_loss(s.model(x.requires_grad_(True)), y).backward()
+
+
+# -- whole loops --------------------------------------------------------------------------------------------------------
 
 
 def never_zeroed(s: Setting) -> None:
@@ -145,27 +140,11 @@ def never_zeroed(s: Setting) -> None:
         s.optimizer.step()
 
 
-def outputs(kind: str, pick: Callable[[Any], torch.Tensor]) -> Pattern:
-    def body(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-        s.model.output = kind
-        F.mse_loss(pick(s.model(x)), y).backward()
-
-    return each_step(body)
-
-
-def checkpointing(reentrant: bool) -> Pattern:
-    def body(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-        s.model.checkpointing = reentrant
-        F.mse_loss(s.model(x.requires_grad_(True)), y).backward()
-
-    return each_step(body)
-
-
 def hidden_state(s: Setting) -> None:
-    hidden = s.model.init_hidden(len(s.batch(0)[0]))
+    hidden = s.raw.head.weight.new_zeros(len(s.batch(0)[0]), 10)
+    s.model.output = "tuple"
     for step in range(STEPS):
         x, y = s.batch(step)
-        s.model.output = "tuple"
         s.optimizer.zero_grad()
         out, hidden = s.model(x, hidden.detach())
         F.mse_loss(out, y).backward()
@@ -197,37 +176,22 @@ def lbfgs(s: Setting) -> None:
     optimizer = torch.optim.LBFGS(s.model.parameters(), lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
     if s.distributed:
         optimizer = accel.setup(s.model, optimizer).optimizers
-    closure(Setting(s.model, s.raw, optimizer, s.part, s.distributed))
+    closure(Setting(s.model, s.raw, optimizer, s.share, s.distributed))
 
 
-PATTERNS: dict[str, Pattern] = {
-    **{
-        body.__name__: each_step(body)
-        for body in (
-            plain,
-            forward_forward_backward_backward,
-            retain_graph,
-            raw_module,
-            submodule_before,
-            method_with_forward,
-            gradient_penalty,
-            functional_call,
-            gradients_assigned,
-            raw_clip_by_value,
-        )
-    },
-    "zeroed_gradients": each_step(plain, set_to_none=False),
-    "dict": outputs("dict", lambda out: out["y"]),
-    "dataclass": outputs("dataclass", lambda out: out.prediction),
-    "checkpointing": checkpointing(False),
-    "checkpointing_reentrant": checkpointing(True),
-    "hidden_state": hidden_state,
-    "optimizer_not_given_to_setup": optimizer_not_given_to_setup,
-    "never_zeroed": never_zeroed,
-    "closure": closure,
-    "lbfgs": lbfgs,
-}
-
+LOSSES = (
+    raw_module,
+    submodule_before,
+    method_with_forward,
+    gradient_penalty,
+    functional_call,
+    gradients_assigned,
+    dict_output,
+    dataclass_output,
+    checkpointing,
+    checkpointing_reentrant,
+)
+LOOPS = (never_zeroed, hidden_state, optimizer_not_given_to_setup, closure, lbfgs)
 BACKENDS = {
     "default": accel.DDP(),
     "unused": accel.DDP(find_unused_parameters=True),
@@ -235,8 +199,15 @@ BACKENDS = {
     "sharded": accel.Sharded(),
 }
 
-# torch's reducer takes the shared end of a reentrant segment for a second gradient, and says so.
-NOT_WITH_UNUSED = {"checkpointing_reentrant"}
+
+def play(pattern: Any, setting: Setting) -> None:
+    if pattern in LOOPS:
+        pattern(setting)
+        return
+    for step in range(STEPS):
+        setting.optimizer.zero_grad()
+        pattern(setting, *setting.batch(step))
+        setting.optimizer.step()
 
 
 def start() -> tuple[Net, torch.optim.Optimizer]:
@@ -245,31 +216,30 @@ def start() -> tuple[Net, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=0.02)
 
 
-def compare(name: str, backend: Any) -> float:
+def compare(pattern: Any, backend: Any) -> float:
     reference, optimizer = start()
-    PATTERNS[name](Setting(reference, reference, optimizer, lambda t: t.clone(), False))
-    initial = copy.deepcopy(start()[0])
-    assert any(not torch.equal(p, q) for p, q in zip(reference.parameters(), initial.parameters(), strict=True))
+    play(pattern, Setting(reference, reference, optimizer, torch.clone, False))
+    assert distance(reference, start()[0]) > 0
     net, optimizer = start()
     model, handle, _ = accel.setup(net, optimizer, backend=backend)
     place = accel.data_parallel_place(model)
-    PATTERNS[name](Setting(model, net, handle, lambda t: t.chunk(place.world_size)[place.rank].clone(), True))
+    play(pattern, Setting(model, net, handle, lambda t: t.chunk(place.world_size)[place.rank].clone(), True))
     accel.teardown(model)
-    pairs = zip(net.parameters(), reference.parameters(), strict=True)
-    return max(float((p - q).detach().abs().max()) for p, q in pairs)
+    return distance(net, reference)
 
 
 def compare_all(option: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in PATTERNS:
-        if option != "unused" or name not in NOT_WITH_UNUSED:
-            found[name] = compare(name, BACKENDS[option])
-    return found
+    distances: dict[str, Any] = {}
+    for pattern in (*LOSSES, *LOOPS):
+        # torch's reducer raises because the end of a reentrant segment gives its parameters a second gradient.
+        if option != "unused" or pattern is not checkpointing_reentrant:
+            distances[pattern.__name__] = compare(pattern, BACKENDS[option])
+    return distances
 
 
 @pytest.mark.parametrize(("option", "world"), [*((option, 2) for option in BACKENDS), ("default", 4), ("sharded", 4)])
 def test_patterns(option: str, world: int) -> None:
-    for found in run(world, compare_all, option, timeout=180):
+    for distances in run(world, compare_all, option, timeout=180):
         # LBFGS's line search amplifies rounding.
-        wrong = {k: v for k, v in found.items() if not v <= (1e-4 if k == "lbfgs" else 1e-5)}
+        wrong = {k: v for k, v in distances.items() if not v <= (1e-4 if k == "lbfgs" else 1e-5)}
         assert not wrong

@@ -38,15 +38,14 @@ SAME = {
     "Accelerate": """
 
 from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import set_seed
 
 peer = Accelerator(cpu=True, gradient_accumulation_steps=2)
 x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
 
 
 def gather_for_metrics(prepare, gather):
-    loader = prepare(DataLoader(torch.arange(11.0), batch_size=2))
-    return torch.cat([gather(batch) for batch in loader])
+    return torch.cat([gather(batch) for batch in prepare(loader_of(11))])
 
 
 def split_by_peer():
@@ -78,44 +77,19 @@ def accumulated_by_accel():
     return norm, [p.detach() for p in net.parameters()]
 
 
-def configured(**options):
-    peer.dataloader_config = DataLoaderConfiguration(**options)
-    return lambda loader: list(peer.prepare(loader))
+def loader_of(count):
+    return DataLoader(torch.arange(float(count)), batch_size=2)
 
 
-def dealt(**options):
-    options = accel.LoaderOptions(**options)
-    return lambda loader: list(accel.setup(None, dataloaders=loader, loader_options=options).dataloaders)
-
-
-def rest_by_accel():
-    loader = accel.setup(None, dataloaders=DataLoader(torch.arange(20.0), batch_size=2)).dataloaders
-    loader.skip(2)
+def by_accel(count, skipped=0):
+    loader = accel.setup(None, dataloaders=loader_of(count)).dataloaders
+    loader.skip(skipped)
     return list(loader)
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(torch.arange(24.0))
-
-
-def whole():
-    return DataLoader(torch.arange(11.0), batch_size=2)
-
-
-def stream():
-    return DataLoader(Stream(), batch_size=4)
-
-
 pairs = {
-    "even_batches": (configured(even_batches=False)(whole()), dealt(even_batches=False)(whole())),
-    "split_batches": (configured(split_batches=True)(stream()), dealt(split_batches=True)(stream())),
-    "dispatch_batches": (configured(dispatch_batches=True)(stream()), dealt(dispatch=True)(stream())),
-    "nothing said of loaders": (configured()(whole()), dealt()(whole())),
-    "skip_first_batches": (
-        list(skip_first_batches(peer.prepare(DataLoader(torch.arange(20.0), batch_size=2)), 2)),
-        rest_by_accel(),
-    ),
+    "prepare of a loader": (list(peer.prepare(loader_of(11))), by_accel(11)),
+    "skip_first_batches": (list(skip_first_batches(peer.prepare(loader_of(20)), 2)), by_accel(20, 2)),
     "no_sync": (two_backwards(peer.prepare, peer.no_sync), two_backwards(accel.setup, accel.no_sync)),
     "gather": (peer.gather(x), accel.all_gather(x)),
     "gather_for_metrics": (
@@ -202,16 +176,8 @@ def script_of(section: str) -> str:
     (_, common), (before_kind, before), (after_kind, after) = blocks(head)[0], *blocks(text)
     assert (before_kind, after_kind) == ("py", "python")
     rows = [SHARED, SAME[section], COMPARE] if section in SAME else []
-    parts = [
-        common,
-        *rows,
-        "_nets = {'start': build()[0]}",
-        before,
-        "_nets['before'] = net",
-        after,
-        "_nets['after'] = net",
-    ]
-    return "\n".join([*parts, REPORT])
+    start, middle, end = "_nets = {'start': build()[0]}", "_nets['before'] = net", "_nets['after'] = net"
+    return "\n".join([common, *rows, start, before, middle, after, end, REPORT])
 
 
 def section_of(name: str) -> str:

@@ -50,8 +50,8 @@ def numbers(pattern: str, text: str) -> list[float]:
     return [float(number) for number in ([found] if isinstance(found, str) else found)]
 
 
-#: What falls, and at least by how much.
-FALLS = {
+#: A pattern for two losses, and by how much the loss falls.
+LOSSES = {
     "accumulation.py": (r"loss ([\d.]+) to ([\d.]+)", 5.0),
     "contrastive.py": (r"loss ([\d.]+) to ([\d.]+)", 1.5),
     "ema.py": (r"error ([\d.]+) to ([\d.]+)", 1.02),
@@ -60,16 +60,42 @@ FALLS = {
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", FALLS)
-def test_what_falls(name: str, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_fall(name: str, world: int, tmp_path: Path) -> None:
     arguments = ("--out", str(tmp_path / "out")) if name == "ema.py" else ()
-    pattern, factor = FALLS[name]
+    pattern, factor = LOSSES[name]
     first, last = numbers(pattern, printed(world, name, *arguments))
     assert last < first / factor
 
 
+def test_rlhf_search_and_folds() -> None:
+    first, last = numbers(r"reward ([\d.]+) to ([\d.]+)", printed(2, "rlhf.py"))
+    assert first < 2
+    assert last > 6
+    out = printed(2, "search.py", "--trials", "3")
+    errors = [float(error) for error in re.findall(r": error ([\d.]+)", out)]
+    assert len(set(errors)) == 3
+    assert numbers(r"with error ([\d.]+)", out) == [min(errors)]
+    out = printed(2, "cross_validation.py")
+    assert out.count(" on 50 samples\n") == 4
+    assert numbers(r"mean accuracy ([\d.]+)", out)[0] > 0.8
+
+
+def test_profiling_and_tracking(tmp_path: Path) -> None:
+    out = printed(2, "profiling.py", "--out", str(tmp_path / "new/trace.json"))
+    assert "gloo:all_reduce" in (tmp_path / "new/trace.json").read_text()
+    assert "Self CPU time total" in out
+    out = printed(2, "tracking.py", "--out", str(tmp_path))
+    if importlib.util.find_spec("tensorboard") is None:
+        assert "TensorBoard is not installed: pip install tensorboard\n" in out
+    else:
+        assert list((tmp_path / "tensorboard").iterdir())
+        first, last = numbers(r"loss ([\d.]+) to ([\d.]+)", out)
+        assert last < first
+
+
 @pytest.mark.parametrize("library", ["torch", "diffusers"])
-def test_averages_are_those_of_ddp_on_every_backend(library: str, tmp_path: Path) -> None:
+def test_averages_equal_those_of_ddp(library: str, tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
 
     def on(backend: str) -> str:
@@ -97,7 +123,7 @@ def test_the_adapters_alone_are_saved(backend: str, tmp_path: Path) -> None:
     assert weights["base_model.model.0.lora_B.weight"].abs().max() > 0
 
 
-def test_the_batch_size_that_fits_on_all() -> None:
+def test_batch_size() -> None:
     # A program of its own, because accel restarts the process group that it created.
     command = [executable(), "-m", "accel", "run", "--processes", "2", str(FOLDER / "batch_size.py")]
     environ = clean_environ() | {"PYTHON_EXEC": executable()}
@@ -109,14 +135,8 @@ def test_the_batch_size_that_fits_on_all() -> None:
     assert last < first / 2
 
 
-def test_the_policy_learns_from_its_reward() -> None:
-    first, last = numbers(r"reward ([\d.]+) to ([\d.]+)", printed(2, "rlhf.py"))
-    assert first < 2
-    assert last > 6
-
-
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_copies_are_equal_after_each_average(world: int) -> None:
+def test_local_sgd(world: int) -> None:
     out = printed(world, "local_sgd.py")
     first, last = numbers(r"error ([\d.]+) to ([\d.]+)", out)
     assert last < first / 5
@@ -124,12 +144,6 @@ def test_the_copies_are_equal_after_each_average(world: int) -> None:
     assert averages == 64 // world
     assert after == 0
     assert (before > 1e-3) == (world > 1)
-
-
-def test_each_fold_is_measured_whole() -> None:
-    out = printed(2, "cross_validation.py")
-    assert out.count(" on 50 samples\n") == 4
-    assert numbers(r"mean accuracy ([\d.]+)", out)[0] > 0.8
 
 
 def test_the_best_weights_come_back(tmp_path: Path) -> None:
@@ -144,25 +158,27 @@ def test_each_sample_is_evaluated_once(tmp_path: Path) -> None:
     assert out == [f"right 101 of 101 on {world} processes\n" for world in (1, 2)]
 
 
-def test_the_trace_of_rank_0(tmp_path: Path) -> None:
-    out = printed(2, "profiling.py", "--out", str(tmp_path / "new/trace.json"))
-    assert "gloo:all_reduce" in (tmp_path / "new/trace.json").read_text()
-    assert "Self CPU time total" in out
-
-
-def test_trials_follow_each_other() -> None:
-    out = printed(2, "search.py", "--trials", "3")
-    errors = [float(error) for error in re.findall(r": error ([\d.]+)", out)]
-    assert len(set(errors)) == 3
-    assert numbers(r"with error ([\d.]+)", out) == [min(errors)]
-
-
-def test_the_rest_of_an_epoch_on_another_number_of_processes(tmp_path: Path) -> None:
+def test_resume_on_fewer_processes(tmp_path: Path) -> None:
     whole = printed(2, "resume.py", "--out", str(tmp_path / "whole"))
     assert printed(2, "resume.py", "--out", str(tmp_path / "cut"), "--stop-at", "13") == ""
     out = printed(1, "resume.py", "--out", str(tmp_path / "cut"))
     assert out.startswith("resumed at step 10\n")  # of 8 in an epoch
     assert numbers(r"loss ([\d.]+)", out) == pytest.approx(numbers(r"loss ([\d.]+)", whole), abs=2e-6)
+
+
+def recipe_with(endpoint: str, name: str, *arguments: str) -> str:
+    stores.use(endpoint)
+    return recipe(name, *arguments)
+
+
+def test_a_bucket_takes_checkpoints() -> None:
+    with stores.server() as endpoint:
+        root = f"s3://{stores.BUCKET}/run"
+        first, *_ = run(2, recipe_with, endpoint, "object_store.py", "--root", root)
+        second, *_ = run(2, recipe_with, endpoint, "object_store.py", "--root", root)
+    ((saved, loss),) = re.findall(r"saved (s3://\S+/epoch-2): loss ([\d.]+)", first)
+    assert f"resumed from {saved}: loss {loss}\n" in second
+    assert "/epoch-5: loss" in second
 
 
 @pytest.fixture
@@ -171,7 +187,7 @@ def memory() -> Iterator[str]:
         yield f"{root}/run"
 
 
-def test_the_newer_checkpoint_is_in_memory_or_on_disk(memory: str, tmp_path: Path) -> None:
+def test_checkpoints_in_memory(memory: str, tmp_path: Path) -> None:
     def train(out: str, *arguments: str) -> str:
         return printed(2, "memory_checkpoint.py", "--memory", memory, "--out", str(tmp_path / out), *arguments)
 
@@ -184,50 +200,6 @@ def test_the_newer_checkpoint_is_in_memory_or_on_disk(memory: str, tmp_path: Pat
     out = train("cut")
     assert out.startswith(f"resumed from {tmp_path}/cut/step-10\n")
     assert numbers(r"loss ([\d.]+)", out) == pytest.approx([whole], abs=2e-6)
-
-
-@pytest.fixture
-def bucket() -> Iterator[str]:
-    with stores.server() as endpoint:
-        yield endpoint
-
-
-def recipe_with(endpoint: str, name: str, *arguments: str) -> str:
-    stores.use(endpoint)
-    return recipe(name, *arguments)
-
-
-def test_a_bucket_takes_checkpoints(bucket: str) -> None:
-    root = f"s3://{stores.BUCKET}/run"
-    first, *_ = run(2, recipe_with, bucket, "object_store.py", "--root", root)
-    second, *_ = run(2, recipe_with, bucket, "object_store.py", "--root", root)
-    ((saved, loss),) = re.findall(r"saved (s3://\S+/epoch-2): loss ([\d.]+)", first)
-    assert f"resumed from {saved}: loss {loss}\n" in second
-    assert "/epoch-5: loss" in second
-
-
-def test_trackers_write_what_is_printed(tmp_path: Path) -> None:
-    out = printed(2, "tracking.py", "--out", str(tmp_path))
-    if importlib.util.find_spec("tensorboard") is None:
-        assert "TensorBoard is not installed: pip install tensorboard\n" in out
-        return
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("loss")
-    assert [event.step for event in events] == list(range(1, 25))
-    printed_losses = numbers(r"loss ([\d.]+) to ([\d.]+)", out)
-    assert [events[0].value, events[-1].value] == pytest.approx(printed_losses, abs=1e-3)
-
-
-def test_as_a_program(tmp_path: Path) -> None:
-    """Started by python, and by ``accel run``."""
-    environ = clean_environ() | {"PYTHON_EXEC": executable()}
-    for launcher in ([], ["-m", "accel", "run", "--processes", "2"]):
-        command = [executable(), *launcher, str(FOLDER / "evaluate.py")]
-        out = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=180)
-        assert out.returncode == 0, out.stderr
-        assert f"right 101 of 101 on {2 if launcher else 1} processes\n" in out.stdout
-        assert os.listdir(tmp_path) == ["runs"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

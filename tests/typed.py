@@ -1,6 +1,6 @@
-"""Right uses of accel, and wrong ones that an editor and a type checker tell: ``make types`` reads this file, nothing runs it.
+"""Right uses of accel, and mistakes that type checkers find. ``make types`` checks this file. Nothing runs it.
 
-Where a line is wrong its comments say so to mypy and to pyright, which both refuse a comment that is not needed.
+A comment on each wrong line silences mypy and pyright. Both report comments that aren't needed.
 """
 
 from __future__ import annotations
@@ -39,22 +39,15 @@ def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dic
     assert_type(optimizer, AdamW)
     assert_type(batches, DataLoader[Tensor])
     assert_type(model.generate(3), Tensor)
-    assert_type(accel.setup(net).optimizers, None)
-    assert_type(accel.setup(net, one).optimizers, AdamW)
-    assert_type(accel.setup(net, dataloaders=loader).dataloaders, DataLoader[Tensor])
     assert_type(accel.setup(net, [one]).optimizers, list[AdamW])
     assert_type(accel.setup(net, (one, two), {"train": loader}).optimizers, tuple[AdamW, SGD])
     assert_type(accel.setup(net, one, {"train": loader}).dataloaders, dict[str, DataLoader[Tensor]])
     assert_type(accel.setup(None, dataloaders=loader), accel.Handles[None, None, DataLoader[Tensor]])
-    assert_type(accel.setup(None, dataloaders=[loader]).dataloaders, list[DataLoader[Tensor]])
-    assert_type(accel.setup(None, dataloaders={"train": loader}).dataloaders, dict[str, DataLoader[Tensor]])
     for group in accel.accumulate(batches, 4):
         assert_type(len(group), int)
         for part in group:
             assert_type(part, Tensor)
-    accel.LoaderOptions(dispatch=True, split_batches=True)
     accel.setup(torch.compile(net), one, backend=accel.FSDP(replicas=2), precision="bf16-mixed")
-    accel.setup(net, backend="deepspeed:3")
     with accel.no_sync(model):
         accel.backward(model.generate(1).sum())
     accel.clip_grad_norm_(model, 1.0)
@@ -64,7 +57,6 @@ def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dic
     assert_type(accel.all_reduce(1.5), float)
     assert_type(accel.all_gather("name", objects=True), Any)
     assert_type(accel.broadcast(["name"], objects=True), list[str])
-    assert_type(accel.split(["a", "b"], pad=True), list[str])
     assert_type(accel.largest_batch(lambda size: [size], 64), tuple[int, list[int]])
     assert_type(accel.effective_batch_size(batches), int)
     assert_type(accel.shard_sequence(model, batch), dict[str, Tensor])
@@ -89,21 +81,15 @@ def handle(loader: DataLoader[Tensor]) -> None:
 
 def wrong(net: Net, one: AdamW, loader: DataLoader[Tensor]) -> None:
     accel.DDP(find_unused=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-    accel.DDP(True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     accel.DPP()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     accel.setup(net, backend=accel.FSDP)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.setup(net, precison="bf16-mixed")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     accel.setup(one, net)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
-    accel.setup(net, net.parameters())  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     accel.setup(None, loader)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     accel.accumulate(net, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    accel.accumulate(loader, "4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    accel.setup(net, one, [one])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     accel.save("run/step-1", {"model": net})  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
-    accel.load({"model": net}, "run/step-1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.load("run/step-1", strict="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.launch(train, net, epochs=5)  # type: ignore[arg-type, call-arg]  # pyright: ignore[reportCallIssue]
     accel.launch(train, net, "three")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.setup(net)[0].generat(3)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]
     model, optimizer = accel.setup(net, one)  # type: ignore[misc]  # pyright: ignore[reportAssignmentType]
-    accel.LoaderOptions(padd=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -51,7 +51,7 @@ def train(backend: str, lengths: tuple[int, int]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", "deepspeed:2"])
-@pytest.mark.parametrize("lengths", [(9, 9), (9, 5), (5, 9), (2, 9), (9, 1)])
+@pytest.mark.parametrize("lengths", [(9, 9), (5, 9), (9, 1)])
 def test_caches_may_grow_differently(backend: str, lengths: tuple[int, int]) -> None:
     for apart, seen in run(2, train, backend, lengths):
         assert apart < 1e-6

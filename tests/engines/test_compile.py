@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
@@ -67,62 +66,36 @@ def _exchanged_block(module: Any) -> Any:
     return module
 
 
-def trained(backend: str, before: Callable[[Any], Any], after: Callable[[Any], Any]) -> list[torch.Tensor]:
-    """The weights after some steps, in which exactly one graph was compiled if any, and none broke."""
+def train(model: Any, optimizer: Any, graphs: int | None = None) -> None:
+    """Train a few steps. Each step has this number of graphs and no graph break."""
+    counters = importlib.import_module("torch._dynamo").utils.counters
+    replica = accel.data_parallel_place(model).rank
+    for step in range(4):
+        optimizer.zero_grad()
+        model(rows(10 * step + replica, 8, 4)).square().mean().backward()
+        optimizer.step()
+        assert graphs is None or counters["stats"]["unique_graphs"] == graphs
+        assert graphs is None or not counters["graph_break"]
+
+
+def trained(backend: str, before: Callable[[Any], Any], after: Callable[[Any], Any]) -> nn.Module:
     dynamo: Any = importlib.import_module("torch._dynamo")
-    counters = dynamo.utils.counters
     dynamo.reset()
-    counters.clear()
+    dynamo.utils.counters.clear()
     raw = Net()
     given = before(raw)
     model, optimizer, _ = accel.setup(given, torch.optim.AdamW(raw.parameters(), lr=0.01), backend=backend)
-    model = after(model)
-    for step in range(4):
-        optimizer.zero_grad()
-        model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
-        optimizer.step()
-        compiled = before is not _nothing or after is not _nothing
-        assert counters["stats"]["unique_graphs"] == compiled
-        assert not counters["graph_break"]
+    train(after(model), optimizer, graphs=int(before is not _nothing or after is not _nothing))
     accel.teardown(model)
     assert (raw._compiled_call_impl is None) == (before is not _in_place)
-    return [p.detach() for p in raw.parameters()]
+    return raw
 
 
-def alike(backend: str) -> None:
+def compare(backend: str) -> None:
     plain = trained(backend, _nothing, _nothing)
     befores = [(way, _nothing) for way in (_whole, _in_place, _block, _exchanged_block)]
     for before, after in [*befores, (_nothing, _in_place), (_nothing, _returned), (_nothing, _block)]:
-        for p, q in zip(trained(backend, before, after), plain, strict=True):
-            torch.testing.assert_close(p, q, msg=f"{before.__name__}, {after.__name__}")
-
-
-def wrapped_one_by_one() -> None:
-    """Each block in a wrapper of its own: fsdp gathers them one by one as without, and activations are computed again."""
-    found = []
-    for compiles in (False, True):
-        raw = nn.Sequential(nn.Linear(4, 8), *(Block() for _ in range(3)))
-        for p, number in zip(raw.parameters(), range(100), strict=False):
-            nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(number))
-        for number in (1, 2, 3) if compiles else ():
-            raw[number] = torch.compile(raw[number], backend="eager")
-        optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
-        model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.FSDP(activation_checkpointing=True))
-        for step in range(2):
-            optimizer.zero_grad()
-            model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
-            optimizer.step()
-        groups = [name.replace("._orig_mod", "") for name, m in raw.named_modules() if isinstance(m, FSDPModule)]
-        accel.teardown(model)
-        found.append((groups, [p.detach() for p in raw.parameters()]))
-    (plain, expected), (groups, weights) = found
-    assert groups == plain == ["", "1", "2", "3"]
-    for p, q in zip(weights, expected, strict=True):
-        torch.testing.assert_close(p, q)
-
-
-def test_blocks_that_are_wrapped_one_by_one_stay_blocks() -> None:
-    run(2, wrapped_one_by_one)
+        assert distance(trained(backend, before, after), plain) < 1e-5, (before, after)
 
 
 def wrapped_in_stage_3() -> None:
@@ -133,7 +106,7 @@ def wrapped_in_stage_3() -> None:
             accel.setup(way(Net()), backend=accel.DeepSpeed(stage=3))
 
 
-def test_wrappers_are_refused_where_weights_come_and_go() -> None:
+def test_stage_3_raises_for_wrappers() -> None:
     pytest.importorskip("deepspeed")
     run(2, wrapped_in_stage_3)
 
@@ -144,101 +117,44 @@ def test_wrappers_are_refused_where_weights_come_and_go() -> None:
 def test_compiled_before_or_after_setup(backend: str, world: int) -> None:
     if backend in ("sharded", "horovod", "deepspeed"):
         pytest.importorskip({"sharded": "fairscale"}.get(backend, backend))
-    run(world, alike, backend)
+    run(world, compare, backend)
 
 
-def in_pieces() -> None:
-    """At stage 3, where weights are divided: in pieces, none of them again."""
+def train_in_pieces(backend: Any, compiler: str = "eager", steps: bool = False) -> None:
+    """Compare a model that is compiled in several graphs with plain training. Nothing compiles again after step 2."""
     dynamo: Any = importlib.import_module("torch._dynamo")
-    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    weights = []
-    for way in (_nothing, _in_place):
-        dynamo.utils.counters.clear()
-        raw = way(Net())
-        optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01)
-        model, optimizer, _ = accel.setup(raw, optimizer, backend=accel.DeepSpeed(config=config))
-        graphs = []
-        for step in range(4):
-            optimizer.zero_grad()
-            model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
-            optimizer.step()
-            graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
-        assert graphs[1] == graphs[3]
-        assert bool(graphs[3]) == (way is _in_place)
-        weights.append(list(accel.full_state_dict(model).values()))
-        accel.teardown(model)
-    for p, q in zip(*weights, strict=True):
-        torch.testing.assert_close(p, q)
-
-
-def test_a_divided_model_is_compiled_in_pieces() -> None:
-    pytest.importorskip("deepspeed")
-    run(2, in_pieces)
-
-
-def compiled_steps(backend: str) -> float:
-    """How far the weights are from those of steps that are not compiled."""
     weights = []
     for compiles in (False, True):
-        importlib.import_module("torch._dynamo").reset()
+        dynamo.reset()
         raw = Net()
         optimizer = torch.optim.AdamW(raw.parameters(), lr=0.01)
-        if compiles:
-            optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
-        model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(rows(10 * step + accel.rank(), 8, 4)).square().mean().backward()
-            optimizer.step()
+        if compiles and steps:
+            optimizer.step = torch.compile(optimizer.step, backend=compiler)  # type: ignore[method-assign]
+        elif compiles:
+            raw.compile(backend=compiler)
+        model = accel.setup(raw, optimizer, backend=backend).model
+        train(model, optimizer)
+        graphs = dynamo.utils.counters["stats"]["unique_graphs"]
+        train(model, optimizer)
+        assert dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+        weights.append({name: value.clone() for name, value in accel.full_state_dict(model).items()})
         accel.teardown(model)
-        weights.append(raw)
-    return distance(*weights)
+    assert distance(*weights) < 1e-6
+
+
+def test_stage_3_is_compiled_in_pieces() -> None:
+    pytest.importorskip("deepspeed")
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    run(2, train_in_pieces, accel.DeepSpeed(config=config))
+
+
+def test_sharded_layers_are_compiled() -> None:
+    plan = {"first": ColwiseParallel(), "block.inner": RowwiseParallel()}
+    run(2, train_in_pieces, accel.FSDP(tensor_parallel=2, plan=plan), "aot_eager")
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "sharded"])
 def test_compiled_steps(backend: str) -> None:
     if backend == "sharded":
         pytest.importorskip("fairscale")
-    assert max(run(2, compiled_steps, backend)) < 1e-6
-
-
-def exported() -> float:
-    model = accel.setup(Net(), backend="ddp").model
-    program = torch.export.export(model, (rows(0, 8, 4),))
-    return float((program.module()(rows(1, 8, 4)) - model(rows(1, 8, 4))).detach().abs().max())
-
-
-def test_a_handle_of_ddp_is_exported() -> None:
-    assert run(2, exported) == [0, 0]
-
-
-def in_parts() -> None:
-    """Autograd's part of the compiler too, which asks for the classes of the parts."""
-    weights = []
-    for compiled in (False, True):
-        raw = Net()
-        given = torch.compile(raw, backend="aot_eager") if compiled else raw
-        plan = {"first": ColwiseParallel(), "block.inner": RowwiseParallel()}
-        optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
-        model, optimizer, _ = accel.setup(given, optimizer, backend=accel.FSDP(tensor_parallel=2, plan=plan))
-        for step in range(2):
-            optimizer.zero_grad()
-            model(rows(step, 8, 4)).square().mean().backward()
-            optimizer.step()
-        accel.teardown(model)
-        weights.append(raw)
-    assert distance(*weights) < 1e-6
-
-
-def test_layers_that_are_cut_are_compiled() -> None:
-    run(2, in_parts)
-
-
-def test_a_compiled_pipeline_calls_its_children() -> None:
-    for compiled in (_in_place, lambda module: torch.compile(module, backend="eager")):
-        raw = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        expected = raw(rows(0, 8, 4))
-        before = accel.setup(compiled(raw), backend="pipeline").model
-        assert compiled(before) is before
-        assert torch.equal(before(rows(0, 8, 4)), expected)
-        accel.teardown(before)
+    run(2, train_in_pieces, backend, "eager", True)

@@ -121,6 +121,8 @@ def check_state(backend: Any, tolerance: float = 1e-5) -> None:
     full = states(model, optimizers)
     assert not [text for a, b in zip(full, expected, strict=True) for text in differences(a, b, "", tolerance)]
     assert full[0]._metadata == expected[0]._metadata
+    for one, state in zip((model, raw, *optimizers), (full[0], *full), strict=True):
+        assert not differences(one.state_dict(), state, "", 0.0)
     assert full[0]["1.first.weight"].data_ptr() == full[0]["1.second.weight"].data_ptr()
 
     train_odd(model, optimizers, range(3, 5))
@@ -153,6 +155,7 @@ def check_state(backend: Any, tolerance: float = 1e-5) -> None:
     train_odd(model, optimizers, range(3, 6))
     train_odd(plain, references, range(3, 6))
     accel.teardown(model)
+    assert not any("state_dict" in vars(one) for one in (raw, *raws))
     for one, other in zip((raw, *raws), (plain, *references), strict=True):
         assert not differences(one.state_dict(), other.state_dict(), "", tolerance)
     assert torch.equal(raw[1].passing, plain[1].passing)
@@ -202,6 +205,8 @@ def check_agreement(backend: Any) -> None:
         assert_equal_on_ranks(wrapped.state_dict, f"{name}.state_dict()")
         assert_equal_on_ranks(original.state_dict, f"raw {name}'s state_dict()")
         assert_equal_on_ranks(lambda: accel.full_state_dict(wrapped), f"full_state_dict({name})")  # noqa: B023
+    parent = nn.ModuleDict({"child": raw})
+    assert list(parent.state_dict()) == [f"child.{name}" for name in raw.state_dict()]
     train_apart(model, optimizer, range(3, 5))
 
     def step_unknown() -> list[torch.Tensor]:

@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.precision import convert_batchnorms, restore_batchnorms
 from accel.registry import registry
 from tests.backends import BACKENDS, need
 from tests.distributed import refusals, run
@@ -160,16 +159,6 @@ def check_words(made: Any, expected: dict[str, torch.Tensor]) -> None:
     assert torch.equal(made(x), twin(x))
 
 
-def check_synchronized(raw: Any, model: Any) -> None:
-    """A SyncBatchNorm, which is built on any device, and computes on a GPU."""
-    engine: Any = registry.find_engine(model)
-    engine.replaced_modules = convert_batchnorms(raw, engine.process.group)
-    for made in (pickled(model), copy.deepcopy(model)):
-        assert {type(block[1]) for block in made.blocks} == {nn.BatchNorm1d}
-        assert vars(made.blocks[0][1]).keys() == vars(nn.BatchNorm1d(4)).keys()
-    restore_batchnorms(engine.replaced_modules)
-
-
 def other_modules(*backends: Any) -> None:
     x = torch.arange(6).view(2, 3) % 5
     for backend in backends:
@@ -185,8 +174,6 @@ def other_modules(*backends: Any) -> None:
             model(x)
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         check_words(copy.deepcopy(model), expected)
-        if isinstance(backend, accel.DDP):
-            check_synchronized(raw, model)
         accel.teardown(model)
 
 

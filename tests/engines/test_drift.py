@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
 import re
 import shutil
 import tempfile
@@ -19,7 +17,6 @@ import accel
 from accel.engines import ENGINES
 from accel.engines.base import drift as guard
 from accel.engines.base.digest import digest, sums
-from accel.process.control import agree
 from tests.backends import need
 from tests.distributed import outcomes, run
 
@@ -101,14 +98,14 @@ def found(backend: Any, drifts: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", WATCHED, ids=str)
-def test_values_of_groups_that_differ_are_found_and_named(backend: Any) -> None:
+def test_different_groups_are_named(backend: Any) -> None:
     scheduler, group = found(backend, [by_scheduler, by_group])
     assert "lr of group 0 of AdamW is 0.0005 on rank 0; 0.001 on rank 1" in scheduler
     assert "weight_decay of group 0 of AdamW is 0.01 on rank 0; 0.25 on rank 1" in group
     assert "differs between ranks at step 7" in group
 
 
-def test_a_weight_that_one_rank_changes_is_found_and_named() -> None:
+def test_a_changed_weight_is_named() -> None:
     (weight,) = found(("ddp", {}), [by_weight])
     assert re.search(r": 2\.weight is \w+ on rank 0; \w+ on rank 1\.", weight)
     assert "not only if accel.is_main()" in weight
@@ -155,26 +152,11 @@ LOADS += [("raw model", ("ddp", {})), ("raw model", ("sharded", {}))]  # the oth
 
 
 @pytest.mark.parametrize(("what", "backend"), LOADS, ids=str)
-def test_a_load_on_one_rank_ends_with_an_error_on_every_rank(what: str, backend: Any) -> None:
+def test_a_load_on_one_rank(what: str, backend: Any) -> None:
     need(backend[0], 2)
     results = outcomes(2, load_alone, backend, what, breaks=True)
     assert all(result.error for result in results)
     assert any("load_state_dict" in result.message for result in results)
-
-
-def copies_are_loaded() -> None:
-    raw = build()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=1))
-    twin, thawed = copy.deepcopy(raw), pickle.loads(pickle.dumps(raw))
-    step(model, optimizer, 0)
-    accel.teardown(model)
-    if accel.is_main():  # they are the program's own
-        for module in (twin, thawed, raw):
-            module.load_state_dict(build(1).state_dict())
-
-
-def test_copies_are_loaded_on_one_rank() -> None:
-    run(2, copies_are_loaded)
 
 
 # -- models without an optimizer --------------------------------------------------------------------------------------
@@ -207,23 +189,9 @@ def by_hand() -> str:
     return str(error.value)
 
 
-def test_a_model_without_optimizer_is_compared_after_backward() -> None:
+def test_updates_by_hand_are_compared() -> None:
     for text in run(2, by_hand):
         assert ": 2.weight is" in text
-
-
-def switched_off() -> list[float]:
-    raw = build()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=0))
-    by_weight(model, optimizer)
-    for number in range(40):
-        step(model, optimizer, number)
-    return raw[2].weight.flatten().tolist()
-
-
-def test_it_can_be_switched_off() -> None:
-    ours, theirs = run(2, switched_off)
-    assert ours != theirs
 
 
 # -- programs that go through -----------------------------------------------------------------------------------------
@@ -246,20 +214,12 @@ def clamp(model: Any, optimizer: Any) -> Iterator[None]:
 
 
 def reload(model: Any, optimizer: Any) -> Iterator[None]:
-    yield
-    model.load_state_dict(build(3).state_dict())
+    directory = accel.broadcast(tempfile.mkdtemp(), objects=True)
+    state = {"model": model, "optimizer": optimizer}
     yield
     model.load_state_dict(accel.broadcast(build(accel.rank()).state_dict()))
     yield
     optimizer.load_state_dict(accel.full_state_dict(optimizer))
-    while True:
-        yield
-
-
-def go_back(model: Any, optimizer: Any) -> Iterator[None]:
-    yield
-    directory = agree("a directory", tempfile.mkdtemp() if accel.is_main() else "")[0]
-    state = {"model": model, "optimizer": optimizer}
     accel.save(state, directory)
     yield
     accel.load(directory, state)
@@ -270,15 +230,11 @@ def go_back(model: Any, optimizer: Any) -> Iterator[None]:
         yield
 
 
-PROGRAMS = [go_back, schedule, clamp, reload]
-
-
 def pass_through(backend: Any, programs: list[Any]) -> None:
     for program in programs:
         raw = build()
-        model, optimizer, _ = accel.setup(
-            raw, torch.optim.AdamW(raw.parameters(), lr=1e-3), backend=options(backend, 1)
-        )
+        plain = torch.optim.AdamW(raw.parameters(), lr=1e-3)
+        model, optimizer, _ = accel.setup(raw, plain, backend=options(backend, 1))
         between = program(model, optimizer)
         for number in range(6):
             next(between)
@@ -290,7 +246,7 @@ def pass_through(backend: Any, programs: list[Any]) -> None:
 def test_usual_programs_raise_nothing(backend: Any) -> None:
     need(backend[0], 2)
     # ZeRO-3 and pipeline raise for weights that this rank doesn't hold.
-    programs = [program for program in PROGRAMS if program is not clamp or backend not in (ZERO3, PIPELINE)]
+    programs = [schedule, reload] if backend in (ZERO3, PIPELINE) else [schedule, reload, clamp]
     run(2, pass_through, backend, programs)
 
 
@@ -314,41 +270,21 @@ def adapters() -> None:
         step(model, optimizer, number)
 
 
-def test_adapters_and_a_second_model_raise_nothing() -> None:
+def test_adapters_and_two_models_pass() -> None:
     need("sharded", 2)
     run(2, adapters)
-
-
-def uneven() -> int:
-    raw = build()
-    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend=accel.DDP(drift_check=1))
-    for _ in range(2):
-        with accel.join(model):
-            for number in range(3 + 2 * accel.rank()):
-                step(model, optimizer, number)
-        for number in range(3):
-            step(model, optimizer, number)
-    by_weight(model, optimizer)
-    for number in range(4):
-        try:
-            step(model, optimizer, number)
-        except accel.RankMismatchError:
-            return number
-    return -1
-
-
-def test_ranks_with_uneven_inputs_are_compared_after_them() -> None:
-    first, second = run(2, uneven)
-    assert first == second
-    assert 0 <= first < 2
 
 
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 
+def digest_of_reals(tensor: torch.Tensor) -> int:
+    return int(sums(torch.view_as_real(tensor) if tensor.is_complex() else tensor))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
-@pytest.mark.parametrize("take", [digest, lambda t: int(sums(t if not t.is_complex() else torch.view_as_real(t)))])
-def test_a_digest_sees_every_element_and_the_order(dtype: torch.dtype, take: Callable[[torch.Tensor], int]) -> None:
+@pytest.mark.parametrize("take", [digest, digest_of_reals])
+def test_a_digest_sees_values_and_order(dtype: torch.dtype, take: Callable[[torch.Tensor], int]) -> None:
     values = torch.arange(3500).remainder(100).to(dtype)
     before = take(values)
     assert take(values.clone()) == before
@@ -362,15 +298,13 @@ def test_a_digest_sees_every_element_and_the_order(dtype: torch.dtype, take: Cal
         assert take(swapped) != before
 
 
-@pytest.mark.parametrize("take", [digest, sums])
-def test_a_digest_sees_signs_of_eight_bytes(take: Callable[[torch.Tensor], Any]) -> None:
+def test_a_digest_sees_signs_not_strides() -> None:
     values = torch.rand(5000, dtype=torch.float64)
     for count in (1, 2, 7):
-        assert take(torch.where(torch.arange(5000) < count, -values, values)) != take(values)
-
-
-def test_a_digest_does_not_depend_on_the_memory_format() -> None:
-    values = torch.randn(8, 3, 5, 5)
-    assert digest(values.to(memory_format=torch.channels_last)) == digest(values)
-    assert digest(values[::2]) == digest(values[::2].clone())
+        negative = torch.where(torch.arange(5000) < count, -values, values)
+        assert digest(negative) != digest(values)
+        assert int(sums(negative)) != int(sums(values))
+    image = torch.randn(8, 3, 5, 5)
+    assert digest(image.to(memory_format=torch.channels_last)) == digest(image)
+    assert digest(image[::2]) == digest(image[::2].clone())
     assert digest(torch.tensor(0.0)) != digest(torch.tensor(-0.0))

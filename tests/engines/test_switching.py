@@ -18,7 +18,7 @@ from torch import nn
 
 import accel
 from tests.backends import BACKENDS, engine_of, need
-from tests.distributed import refusals, run
+from tests.distributed import run
 from tests.engines.matrix import OPTIMIZERS, apart, batches, build, parts
 
 STEPS = 3
@@ -105,7 +105,8 @@ def test_switching_at_one_rank(first: Any, second: Any) -> None:
     check(1, [first, second])
 
 
-def setup_with_state_in_another_order() -> int:
+def set_up_with_state() -> int:
+    """The order of the state depends on the order in which a rank stepped its parameters."""
     raw, optimizer = build("adamw")
     parameters = list(raw.parameters())
     for p in parameters if accel.rank() == 0 else reversed(parameters):
@@ -114,15 +115,5 @@ def setup_with_state_in_another_order() -> int:
     return len(optimizer.state)
 
 
-def setup_with_another_state() -> None:
-    raw, optimizer = build("adamw")
-    for p in raw.parameters():
-        optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": p.detach() * (1 + accel.rank())}
-    accel.setup(raw, optimizer, backend="ddp")
-
-
-def test_ranks_compare_state_by_parameter() -> None:
-    """Where ranks stepped different parameters, their state came in another order and is the same all the same."""
-    assert run(2, setup_with_state_in_another_order) == [8, 8]
-    for message in refusals(2, setup_with_another_state, error="RankMismatchError"):
-        assert "exp_avg of the state of 0.weight in optimizer 0 is tensor (12, 6)" in message
+def test_state_may_have_any_order() -> None:
+    assert run(2, set_up_with_state) == [8, 8]

@@ -72,7 +72,7 @@ def test_one_process(backend: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
-def test_two_ranks_share_the_gpu_over_gloo(precision: str) -> None:
+def test_two_ranks_share_a_gpu(precision: str) -> None:
     assert max(run(2, check, "ddp", precision, timeout=120)) < TOLERANCE[precision]
 
 
@@ -82,16 +82,6 @@ def test_nccl_at_world_size_1() -> None:
         "dist.init_process_group('nccl', rank=0, world_size=1, init_method='tcp://127.0.0.1:29533');"
         "assert check('ddp', '32-true') < 1e-5; assert dist.is_initialized(); accel.teardown();"
         "assert dist.is_initialized(); dist.destroy_process_group(); print('done')"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert out.stdout.strip().endswith("done"), out.stderr
-
-
-def test_sync_batchnorm_sees_all_ranks() -> None:
-    code = (
-        "import accel, torch; from tests.gpu.test_one_gpu import net;"
-        "raw = net(); bn = raw[1]; model, _, _ = accel.setup(raw, backend=accel.DDP(sync_batchnorm=True));"
-        "accel.teardown(model); assert raw[1] is bn; print('done')"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert out.stdout.strip().endswith("done"), out.stderr
@@ -107,7 +97,7 @@ def test_overflow_skips_the_step() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_a_step_does_not_wait_for_the_device(precision: str) -> None:
+def test_a_step_never_waits(precision: str) -> None:
     """tests/engines/test_device_reads.py counts the same on the CPU, where blocking copies do not show."""
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), precision=precision)
@@ -139,7 +129,7 @@ def tokens(rows: list[torch.Tensor]) -> Tokens:
     return Tokens({"ids": torch.stack(rows), "mask": torch.ones(len(rows), 2)})
 
 
-def test_pinned_batches_do_not_wait_and_come_whole() -> None:
+def test_pinned_batches_never_wait() -> None:
     """Each is used after a long computation, while the next one travels: only a device has the two at once."""
     rows = torch.arange(1 << 16).view(64, 1024)
     for collate, first in ((None, lambda batch: batch), (tokens, lambda batch: batch["ids"])):
@@ -166,18 +156,6 @@ def test_batches_come_on_the_device(pin: bool) -> None:
         assert torch.equal(x[:, 0].long(), 2 * y)
         seen += y.tolist()
     assert seen == list(range(32))
-
-
-def test_the_raw_optimizer_state_moves_with_the_model() -> None:
-    raw = net()
-    optimizer = torch.optim.AdamW(raw.parameters())
-    raw(torch.randn(4, 8)).mean().backward()
-    optimizer.step()
-    model, handle, _ = accel.setup(raw, optimizer)
-    assert {s["exp_avg"].device.type for s in optimizer.state.values()} == {"cuda"}
-    handle.zero_grad()
-    model(batch(0)).mean().backward()
-    handle.step()
 
 
 def test_memory_is_given_back() -> None:
