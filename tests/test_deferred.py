@@ -260,7 +260,7 @@ def filled(path: Path, **arguments: Any) -> nn.Linear:
 def test_variants_need_their_name(tmp_path: Path) -> None:
     net, half = nn.Linear(2, 2), nn.Linear(2, 2).half()
     sharded_files(half, tmp_path, "model", ".fp16")
-    with pytest.raises(CheckpointError, match=r"it holds .*model.safetensors.index.fp16.json"):
+    with pytest.raises(CheckpointError, match=r"It holds .*model.safetensors.index.fp16.json"):
         filled(tmp_path)
     save_file(dict(net.state_dict()), tmp_path / "model.safetensors")
     for file, expected in {"": net, "model.safetensors.index.fp16.json": half}.items():

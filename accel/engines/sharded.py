@@ -312,13 +312,14 @@ class ShardedEngine(Engine):
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         super().start(optimizers)
-        self.rebuild()
-
-    def rebuild(self) -> None:
         for optimizer in self.optimizers:
             self.gradients.give_owners(optimizer)
+
+    def rebuild(self) -> None:
         for weights in self.gradients.weights:
             weights.refresh()
+        for optimizer in self.optimizers:
+            self.gradients.give_owners(optimizer)
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         for weights in self.gradients.weights:
