@@ -421,7 +421,7 @@ def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
     """Create the handles of new loaders. Local."""
     options = plan.loader_options
     for number, loader in enumerate(plan.new_loaders):
-        handle = data.distribute(
+        handle = LoaderHandle(
             loader,
             options,
             plan.place,
