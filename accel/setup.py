@@ -151,7 +151,6 @@ def make_plan(
         AccelError: the call can't work.
     """
     if loader_options is not None:
-        data.check_options(loader_options)
         plan.loader_options = loader_options
     if devices != "auto":
         use_devices(devices)

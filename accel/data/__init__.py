@@ -7,7 +7,6 @@ epoch, and the stand-ins for a loader's sampler or dataset) > checks > sampling 
 from .checks import LoaderOptions as LoaderOptions
 from .checks import LoaderPlace as LoaderPlace
 from .checks import check as check
-from .checks import check_options as check_options
 from .checks import describe as describe
 from .handle import Accumulation as Accumulation
 from .handle import LoaderHandle as LoaderHandle

@@ -9,7 +9,7 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from ..errors import LoaderError, described
+from ..errors import LoaderError
 from ..process import Process
 from .sampling import length_of, mix, parts_of
 
@@ -74,17 +74,8 @@ def has_own_iter(loader: DataLoader[Any]) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
-def check_options(options: Any) -> None:
-    """Raise LoaderError unless ``options`` are LoaderOptions."""
-    if not isinstance(options, LoaderOptions):
-        raise LoaderError(
-            f"accel.setup: expected accel.LoaderOptions(...), found {described(options)}."
-        )
-
-
 def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     """Raise LoaderError if a loader can't be sharded in this way over ``world`` ranks."""
-    check_options(options)
     shape = shape_of(loader)
     is_stream = isinstance(loader.dataset, IterableDataset)
     is_uneven = options.shard and not options.even_batches and not shape.drop_last

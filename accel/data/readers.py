@@ -161,6 +161,8 @@ class Reader:
     def __init__(self, loader: DataLoader[Any], division: Division, streams: int = 1) -> None:
         self._loader: Any = loader
         self._division = division
+        #: The samples of a global step that are read from one stream.
+        self._width = division.width
         self._streams = streams
         self._units = shape_of(loader).units
         self.start = Position(epoch=0)
@@ -215,7 +217,7 @@ class Reader:
         at = list(start.at or (0,) * self._streams)
         for batch in range(count):
             # The loader takes a batch from each worker in turn.
-            at[batch % self._streams] += self._division.width
+            at[batch % self._streams] += self._width
         return replace(start, at=tuple(at), own=None) if count else start
 
     def check(self, position: Position) -> None:

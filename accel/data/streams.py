@@ -114,8 +114,7 @@ class StreamReader(Reader):
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
             division = replace(division, rank=0, world=1)
-        # A loader seeds its workers from this generator, and they draw the stream.
-        self._seeding = Generators({"seeds": loader.generator or torch.default_generator})
+            self._width = division.width
         self._source = Source(dataset, division, own={})
 
     def install(self, loader: DataLoader[Any]) -> None:
@@ -131,7 +130,9 @@ class StreamReader(Reader):
     def begin(self, start: Position) -> None:
         super().begin(start)
         self._source.start = start
-        self._seeds = self._seeding.states()
+        # A loader seeds its workers from this generator, and they draw the stream.
+        seeding = self._loader.generator or torch.default_generator
+        self._seeds = Generators({"seeds": seeding}).states()
 
     def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
         if self._mode == DISPATCHED:

@@ -145,12 +145,6 @@ def test_persistent_workers(dataset: Any) -> None:
     assert handle._accel.raw._iterator is None
 
 
-def test_workers_keep_the_samplers_order() -> None:
-    handle = make(numbers(12, 2, num_workers=2, in_order=False), 1, 2)
-    assert list(handle) == [[2, 3], [6, 7], [10, 11]]
-    assert handle._accel.prepare()[0].in_order
-
-
 class Drawn(Dataset[Any]):
     def __len__(self) -> int:
         return 4
