@@ -338,8 +338,8 @@ class Latest:
     rows: RealRows | None = None
     #: The replica of the model for which it was, and the number of replicas.
     replica: tuple[int, int] | None = None
-    #: The divisions of ``split``, by number of items.
-    divisions: dict[int, Division] = field(default_factory=dict)
+    #: The divisions of ``split``, by number of items and padding.
+    divisions: dict[tuple[int, bool], Division] = field(default_factory=dict)
 
 
 latest = Latest()

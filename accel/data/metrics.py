@@ -15,7 +15,7 @@ from ..process.transfer import Prints, other_values
 from ..trees import walk
 from .handle import LoaderHandle, latest
 from .readers import WHOLE, RealRows
-from .sampling import has_parts, length_of
+from .sampling import Division, has_parts, length_of
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def gather_for_metrics(
     """
     rows, replica, error = data, latest.replica, None
     try:
-        real, replica = _real_rows(loader)
+        real, replica = _real_rows(loader, data, objects)
         if real.pads:
             rows = walked(lambda _, leaf: _trim(leaf, real, objects), data, objects)
     except LoaderError as caught:
@@ -61,7 +61,7 @@ def gather_for_metrics(
     return gathered
 
 
-def _real_rows(loader: Any) -> tuple[RealRows, tuple[int, int] | None]:
+def _real_rows(loader: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[int, int] | None]:
     """Return the real rows of a batch or of a ``split``, and the replica that it was for."""
     rows, replica = latest.rows, latest.replica
     if isinstance(loader, LoaderHandle):
@@ -70,7 +70,7 @@ def _real_rows(loader: Any) -> tuple[RealRows, tuple[int, int] | None]:
     elif loader is not None:
         sizes: list[Any] = []
         walk(lambda path, leaf: sizes.append(length_of(leaf)), loader, "items", has_parts)
-        division = latest.divisions.get(sizes[0]) if sizes else None
+        division = _division_of_split(sizes[0], data, objects) if sizes else None
         rows = None
         if division is not None:
             share = division.share(sizes[0])
@@ -83,6 +83,16 @@ def _real_rows(loader: Any) -> tuple[RealRows, tuple[int, int] | None]:
             "the loader of accel.setup or the items of accel.split, or use accel.all_gather."
         )
     return rows, replica
+
+
+def _division_of_split(size: Any, data: Any, objects: bool) -> Division | None:
+    """Return how ``split`` has cut ``size`` items into the rows of ``data``."""
+    rows: list[int | None] = []
+    walked(lambda path, leaf: rows.append(length_of(leaf)), data, objects)
+    padded, plain = (latest.divisions.get((size, pad)) for pad in (True, False))
+    if plain is None or (padded is not None and [padded.share(size).size] == rows[:1]):
+        return padded
+    return plain
 
 
 def _trim(leaf: Any, real: RealRows, objects: bool) -> Any:
