@@ -151,7 +151,6 @@ def make_plan(
         AccelError: the call can't work.
     """
     if loader_options is not None:
-        data.check_options(loader_options)
         plan.loader_options = loader_options
     if devices != "auto":
         use_devices(devices)
@@ -421,7 +420,7 @@ def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
     """Create the handles of new loaders. Local."""
     options = plan.loader_options
     for number, loader in enumerate(plan.new_loaders):
-        handle = data.distribute(
+        handle = LoaderHandle(
             loader,
             options,
             plan.place,

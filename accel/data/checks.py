@@ -9,9 +9,9 @@ import torch
 import torch.utils.data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from ..errors import LoaderError, described
+from ..errors import LoaderError
 from ..process import Process
-from .sampling import digest, length_of, parts_of
+from .sampling import length_of, mix, parts_of
 
 
 @final
@@ -74,60 +74,41 @@ def has_own_iter(loader: DataLoader[Any]) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
-def check_options(options: Any) -> None:
-    """Raise LoaderError unless ``options`` are LoaderOptions with valid values."""
-    if not isinstance(options, LoaderOptions):
-        raise LoaderError(
-            f"accel.setup: expected accel.LoaderOptions(...), found {described(options)}."
-        )
-
-
 def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     """Raise LoaderError if a loader can't be sharded in this way over ``world`` ranks."""
-    check_options(options)
-    problem = _problem_of_options(loader, options, world)
-    if not problem and options.shard:
-        problem = _problem_of_loader(loader)
-    if problem:
-        raise LoaderError(problem)
-
-
-def _problem_of_options(loader: DataLoader[Any], options: LoaderOptions, world: int) -> str:
     shape = shape_of(loader)
     is_stream = isinstance(loader.dataset, IterableDataset)
-    if options.dispatch and not (is_stream and options.shard and options.even_batches):
-        return "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
-    if options.split_batches and (shape.units or not options.shard):
-        return "split_batches=True needs shard=True and a loader with a batch_size."
-    if options.split_batches and shape.batch % world:
-        return f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple of it."
     is_uneven = options.shard and not options.even_batches and not shape.drop_last
-    if is_uneven and is_stream and loader.num_workers and world > 1:
+    off = "or LoaderOptions(shard=False)"
+    problem = ""
+    if options.dispatch and not (is_stream and options.shard and options.even_batches):
+        problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
+    elif options.split_batches and shape.batch % world:
+        problem = (
+            f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple of it."
+        )
+    elif is_uneven and is_stream and loader.num_workers and world > 1:
         # Each worker has its own last step, so the ranks' loops would be at different samples.
-        return (
+        problem = (
             "even_batches=False needs num_workers=0 for an iterable dataset. Use "
             "even_batches=True or drop_last=True."
         )
-    return ""
-
-
-def _problem_of_loader(loader: DataLoader[Any]) -> str:
-    off = "or LoaderOptions(shard=False)"
-    for part in (*parts_of(loader.batch_sampler), *parts_of(loader.sampler)):
-        if isinstance(part, Sampler):
-            # Accelerate and others name it num_processes.
-            ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
-            if isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}:
-                return (
-                    f"The loader is distributed already, by a {type(part).__qualname__}. Use the "
-                    f"loader of one process, {off}."
-                )
-    if isinstance(loader.dataset, IterableDataset) and has_own_iter(loader):
-        return (
+    elif options.shard and is_stream and has_own_iter(loader):
+        problem = (
             f"{type(loader).__qualname__} has its own __iter__, which accel can't shard over an "
             f"iterable dataset. Use a plain DataLoader, {off}."
         )
-    return ""
+    for part in (*parts_of(loader.batch_sampler), *parts_of(loader.sampler)):
+        # Accelerate and others name it num_processes.
+        ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
+        is_distributed = isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}
+        if options.shard and isinstance(part, Sampler) and is_distributed:
+            problem = (
+                f"The loader is distributed already, by a {type(part).__qualname__}. Use the "
+                f"loader of one process, {off}."
+            )
+    if problem:
+        raise LoaderError(problem)
 
 
 def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
@@ -146,7 +127,10 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
     }
     if isinstance(dataset, torch_data.Subset):
         # random_split with a different seed on each rank mixes training and validation data.
-        facts["checksum of the Subset's indices"] = digest(dataset.indices)
+        indices: Any = dataset.indices
+        if hasattr(indices, "tolist"):
+            indices = indices.tolist()
+        facts["checksum of the Subset's indices"] = mix(indices)
     if isinstance(dataset, IterableDataset):
         facts["num_workers"] = loader.num_workers
     return facts

@@ -13,8 +13,7 @@ from ..process.collectives import gather, walked
 from ..process.control import agree, locked
 from ..process.transfer import Prints, other_values
 from ..trees import walk
-from .handle import LoaderHandle
-from .iteration import latest
+from .handle import LoaderHandle, latest
 from .readers import WHOLE, RealRows
 from .sampling import Division, has_parts, length_of
 
@@ -69,11 +68,11 @@ def _real_rows(loader: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[i
         loader._accel.check_process()
         rows, replica = loader._accel.rows, loader._accel.place[:2]
     elif loader is not None:
-        sizes: list[int | None] = []
+        sizes: list[Any] = []
         walk(lambda path, leaf: sizes.append(length_of(leaf)), loader, "items", has_parts)
-        division = _division_of_split(sizes[0] if sizes else None, data, objects)
+        division = _division_of_split(sizes[0], data, objects) if sizes else None
         rows = None
-        if division is not None and sizes[0] is not None:
+        if division is not None:
             share = division.share(sizes[0])
             rows, replica = RealRows(True, share.size, share.real), (division.rank, division.world)
     if rows is None and world_size() == 1 and not isinstance(loader, DataLoader):
@@ -86,21 +85,14 @@ def _real_rows(loader: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[i
     return rows, replica
 
 
-def _division_of_split(size: int | None, data: Any, objects: bool) -> Division | None:
+def _division_of_split(size: Any, data: Any, objects: bool) -> Division | None:
     """Return how ``split`` has cut ``size`` items into the rows of ``data``."""
-    leaves = _leaves(data, objects)
-    rows = length_of(leaves[0]) if leaves else None
-    found = None
-    for (total, _), division in latest.divisions.items():
-        if total == size and (found is None or division.share(total).size == rows):
-            found = division
-    return found
-
-
-def _leaves(data: Any, objects: bool) -> list[Any]:
-    leaves: list[Any] = []
-    walked(lambda path, leaf: leaves.append(leaf), data, objects)
-    return leaves
+    rows: list[int | None] = []
+    walked(lambda path, leaf: rows.append(length_of(leaf)), data, objects)
+    padded, plain = (latest.divisions.get((size, pad)) for pad in (True, False))
+    if plain is None or (padded is not None and [padded.share(size).size] == rows[:1]):
+        return padded
+    return plain
 
 
 def _trim(leaf: Any, real: RealRows, objects: bool) -> Any:
@@ -120,7 +112,13 @@ def _trim(leaf: Any, real: RealRows, objects: bool) -> Any:
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:
     """Return no rows on all but the first rank of each replica, and a problem. Collective."""
-    tensors = [leaf for leaf in _leaves(data, objects) if isinstance(leaf, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+
+    def collect(path: str, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+
+    walked(collect, data, objects)
     answers = agree("gather_for_metrics", (replica, problem or Prints(tensors).read()))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}
     has_problem = any(isinstance(text, str) for text in sums.values())

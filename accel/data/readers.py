@@ -1,23 +1,67 @@
-"""Readers: how a rank reads one epoch of a loader, and its position."""
+"""Readers: the items of one epoch from a position on, and a rank's batches of them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, Final, NamedTuple, final
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from ..errors import LoaderError
+from ..process.rng import Generators, Private, global_generators
 from .checks import shape_of
-from .sampling import Division, digest, length_of, own_generators
-from .source import Position, Source, Tag
+from .sampling import Division, divide, length_of, mix, on_cpu, own_generators, parts_of
 
-#: A seeded order is drawn in blocks, because it takes 0.2 ms to change the global generators.
+#: A sampler is read in blocks, because it takes 0.2 ms to change the global generators.
 _BLOCK: Final = 1 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """A snapshot of the generators at the start of an epoch, and the number of samples given.
+
+    The snapshot is the ``seed`` that all epochs share, or ``states``. If both are None, the epoch
+    draws in place, from the program's generators as in raw PyTorch.
+    """
+
+    epoch: int
+    seed: int | None = None
+    states: Mapping[str, Any] | None = None
+    #: The samples that all ranks were given, for each worker of an iterable dataset. Empty at the
+    #: start of an epoch.
+    at: tuple[int, ...] = ()
+    #: The state of a loader that keeps its own position.
+    own: Any = None
+
+    @property
+    def in_place(self) -> bool:
+        return self.seed is None and self.states is None
+
+    @property
+    def epoch_seed(self) -> int | None:
+        return None if self.seed is None else mix(self.seed, self.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """The origin of a batch. It travels with the batch, because loaders read ahead."""
+
+    #: The number of the worker, and of the samples that were read from its stream.
+    stream: int = 0
+    position: int = 0
+    #: The number of samples in the global step, 0 for padding.
+    samples: int = 0
+    #: The checksum of the first items of a stream, which the ranks compare.
+    first: int = 0
+    #: The state of a loader that keeps its own position.
+    own: Any = None
+    #: True if another batch follows, None if unknown.
+    more: bool | None = None
 
 
 class RealRows(NamedTuple):
@@ -34,10 +78,82 @@ class RealRows(NamedTuple):
 WHOLE = RealRows(False, None, 1)
 
 
+class Source:
+    """The items of a sampler or dataset in one epoch, and this rank's shares of them."""
+
+    def __init__(self, items: Any, division: Division, own: Mapping[str, Any]) -> None:
+        self.items = items
+        self.division = division
+        self.start = Position(epoch=0)
+        self.tag = Tag()
+        #: The snapshot of the generators.
+        self.states: Mapping[str, Any] | None = None
+        #: The first items of the epoch, for padding.
+        self.head: list[Any] = []
+        #: Generators that the items may draw from besides the global ones.
+        self._own = dict(own)
+        self._order: Iterator[Any] = iter(())
+
+    def open(self, seed: int | None, stream: int = 0, block: int = 0) -> None:
+        """Begin the epoch at its start, and read at least ``block`` items at once."""
+        start = self.start
+        generators = Generators({**global_generators(), **self._own})
+        width = self.division.width
+        states = start.states
+        if seed is not None:
+            for part in parts_of(self.items):
+                is_told = part is self.items or isinstance(part, Sampler)
+                if is_told and callable(getattr(part, "set_epoch", None)):
+                    part.set_epoch(start.epoch)
+            states = generators.seeded(seed)
+        elif states is not None:
+            # The own generators go on to the next epoch. RandomSampler draws from its own at the
+            # end of an epoch too.
+            Generators(self._own).put(states)
+            generators = Generators(global_generators())
+        in_place = states is None
+        context: Any = nullcontext() if states is None else Private(generators, states)
+        self.states = generators.states() if in_place else start.states
+        with context, on_cpu():
+            items = iter(self.items)
+        self._order = _drawn(items, context, width if in_place else max(width, block))
+        used = start.at[stream] if start.at else 0
+        self.head = list(islice(self._order, min(used, self.division.world - 1)))
+        skipped = len(self.head)
+        for _ in islice(self._order, used - skipped):
+            skipped += 1
+        # loader.skip() counts full steps, but the last step may have fewer items.
+        if used - skipped >= width:
+            raise LoaderError(
+                f"The {type(self.items).__name__} gives a shorter epoch than the batches to skip. "
+                "Use the same dataset and sampler, or skip fewer batches."
+            )
+        self.tag = Tag(stream, skipped)
+
+    def shares(self) -> Iterator[tuple[list[Any], list[Any]]]:
+        """Yield this rank's share and all items of each global step, and keep their ``tag``."""
+        order = self._order
+        steps = divide(lambda count: list(islice(order, count)), self.division, self.head)
+        for share, items in steps:
+            position = self.tag.position + len(items)
+            self.tag = replace(self.tag, position=position, samples=len(items))
+            yield share, items
+
+
+def _drawn(items: Iterator[Any], context: AbstractContextManager[Any], block: int) -> Iterator[Any]:
+    """Yield items that are drawn in blocks inside a context."""
+    while True:
+        with context, on_cpu():
+            drawn = list(islice(items, block))
+        if not drawn:
+            return
+        yield from drawn
+
+
 class Reader:
     """One rank's reading of one epoch, of a loader with a stand-in for its sampler or dataset."""
 
-    #: True if the dataset or loader keeps its own position.
+    #: True if the loader keeps its own position.
     stateful = False
     #: The real rows of the last batch.
     rows: RealRows = WHOLE
@@ -45,6 +161,8 @@ class Reader:
     def __init__(self, loader: DataLoader[Any], division: Division, streams: int = 1) -> None:
         self._loader: Any = loader
         self._division = division
+        #: The samples of a global step that are read from one stream.
+        self._width = division.width
         self._streams = streams
         self._units = shape_of(loader).units
         self.start = Position(epoch=0)
@@ -52,14 +170,13 @@ class Reader:
     def install(self, loader: DataLoader[Any]) -> None:
         """Replace the sampler or dataset of a copy of the loader."""
 
-    def begin(self, start: Position, in_place: bool) -> None:
+    def begin(self, start: Position) -> None:
         self.start = start
         #: The number of batches that the loop got.
         self.given = 0
-        #: A snapshot of the generators.
-        self.states = start.states
         #: The tag of the last batch of each worker.
-        self.tags = [start.tag(stream) for stream in range(self._streams)]
+        at = start.at or (0,) * self._streams
+        self.tags = [Tag(stream, used, own=start.own) for stream, used in enumerate(at)]
         self.more: bool | None = None
 
     def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
@@ -79,26 +196,37 @@ class Reader:
         rows = None if self._units else share.size
         return RealRows(True, rows, share.real) if self._division.pads else WHOLE
 
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the epoch is known to have no more batches for any rank."""
         return False
 
     def position(self) -> Position:
         """Return the position after the last batch, which counts the samples of all ranks."""
+        if not self.given:
+            return self.start
+        states = self.states() if self.start.in_place else self.start.states
         at = tuple(tag.position for tag in self.tags)
-        own = [tag.state for tag in self.tags] if self.stateful and self.given else self.start.own
-        return replace(self.start, at=at, states=self.states, own=own)
+        return replace(self.start, at=at, states=states, own=self.tags[0].own)
+
+    def states(self) -> Mapping[str, Any] | None:
+        """Return the generators at the start of an epoch that draws in place."""
+        return None
 
     def skip(self, start: Position, count: int) -> Position:
         """Return the position ``count`` batches of each rank after ``start``."""
-        at = list(start.at if start.count else (0,) * self._streams)
+        at = list(start.at or (0,) * self._streams)
         for batch in range(count):
             # The loader takes a batch from each worker in turn.
-            at[batch % self._streams] += self._division.width
-        return replace(start, at=tuple(at), checksum=None, own=None) if count else start
+            at[batch % self._streams] += self._width
+        return replace(start, at=tuple(at), own=None) if count else start
 
     def check(self, position: Position) -> None:
         """Raise LoaderError if an epoch can't continue at a position."""
+        if position.at and len(position.at) != self._streams:
+            raise LoaderError(
+                f"The state was saved in mid-epoch with num_workers={len(position.at)}. Use the "
+                "same num_workers, or save between epochs."
+            )
 
     def __len__(self) -> int:
         """Return the number of this rank's batches, those of a full epoch before ``begin``."""
@@ -118,25 +246,20 @@ class RawReader(Reader):
 
     def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
         tag = self.tags[0]
-        if tag.state is not None:
-            self._loader.load_state_dict(tag.state)
+        if tag.own is not None:
+            self._loader.load_state_dict(tag.own)
         batches = iter(self._loader)
-        if tag.state is None:
+        if tag.own is None:
             batches = islice(batches, tag.position, None)
         return (
             (self._tag(number), batch) for number, batch in enumerate(batches, tag.position + 1)
         )
 
     def _tag(self, number: int) -> Tag:
-        return Tag(0, number, state=self._loader.state_dict() if self.stateful else None)
-
-    def position(self) -> Position:
-        position = super().position()
-        self.check(position)
-        return position
+        return Tag(0, number, own=self._loader.state_dict() if self.stateful else None)
 
     def check(self, position: Position) -> None:
-        if position.count and position.own is None:
+        if position.at and position.own is None:
             raise LoaderError(
                 f"A {type(self._loader).__qualname__} with shard=False has no position in "
                 "mid-epoch because it reads in its own way. Save between epochs."
@@ -149,8 +272,9 @@ class SamplerReader(Reader):
 
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
         super().__init__(loader, division)
-        sampler = shape_of(loader).sampler
-        self._source = Source(sampler, division, own_generators(loader), digest)
+        self._source = Source(shape_of(loader).sampler, division, own_generators(loader))
+        #: The tags of batches that the loader hasn't given yet.
+        self._pending: deque[Tag] = deque()
 
     def install(self, loader: DataLoader[Any]) -> None:
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
@@ -160,25 +284,14 @@ class SamplerReader(Reader):
         """The sampler of the replaced batch sampler. StatefulDataLoader asks for its length."""
         return self._source.items.sampler if self._units else self._source.items
 
-    def begin(self, start: Position, in_place: bool) -> None:
-        super().begin(start, in_place)
-        #: The tags of batches that the loader hasn't given yet.
-        self._pending: deque[Tag] = deque()
-        self._is_open = not start.in_place
-        if self._is_open:
-            self._open(start, 0 if in_place else _BLOCK)
-
-    def _open(self, start: Position, block: int) -> None:
-        self._source.open(start, start.epoch_seed, start.tag(0), block=block)
-        self._is_open = True
-        self.states, self.tags = self._source.states, [self._source.tag]
-
     def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
+        self._pending.clear()
         batches = iter(loader)
         return ((self._tag(), batch) for batch in batches)
 
     def _tag(self) -> Tag:
         if not self._pending:
+            # YOLO's InfiniteDataLoader keeps an iterator over its first sampler.
             raise LoaderError(
                 "The loader does not give one batch for each batch of its sampler, so padding and "
                 "position are unknown. Use a plain DataLoader, or LoaderOptions(shard=False)."
@@ -186,36 +299,34 @@ class SamplerReader(Reader):
         return self._pending.popleft()
 
     def __iter__(self) -> Iterator[Any]:
-        # torch calls iter() of a custom batch sampler before it draws the seed of the workers.
-        is_lazy = isgeneratorfunction(type(self._source.items).__iter__)
-        if self._units and not is_lazy and not self._is_open:
-            self._open(self.start, 0)
-        return self._batches()
+        # torch calls iter() of a custom batch sampler before it draws the seed of the workers,
+        # and all other samplers draw when the loader asks for the first batch.
+        is_eager = self._units and not isgeneratorfunction(type(self._source.items).__iter__)
+        if is_eager:
+            self._open()
+        return self._batches(is_eager)
 
-    def _batches(self) -> Iterator[Any]:
-        # Raw PyTorch draws the order when the loader asks for the first batch.
-        if not self._is_open:
-            self._open(self.start, 0)
+    def _open(self) -> None:
+        self._source.start = self.start
+        self._source.open(self.start.epoch_seed, block=_BLOCK)
+
+    def _batches(self, is_open: bool) -> Iterator[Any]:
+        if not is_open:
+            self._open()
         for share, _ in self._source.shares():
             if share:
                 self._pending.append(self._source.tag)
                 yield share[0] if self._units else share
 
-    def complete(self) -> bool:
+    def states(self) -> Mapping[str, Any] | None:
+        return self._source.states
+
+    def is_complete(self) -> bool:
         # The same on every rank at the same step, also on a rank without a share of the last step.
         size = length_of(self._source.items)
         least = self._division.width if self._division.drop_last else 1
         return size is not None and self.tags[0].position + least > size
 
-    def position(self) -> Position:
-        tag = self.tags[0]
-        return replace(super().position(), checksum=tag.checksum if tag.position else None)
-
-    def check(self, position: Position) -> None:
-        if position.count and len(position.at) > 1:
-            raise LoaderError("The state was saved in mid-epoch of a different dataset.")
-        if position.count:
-            self._open(position, _BLOCK)
-
     def __len__(self) -> int:
-        return self._division.local_steps(max(0, len(self._source.items) - self.start.count))
+        used = sum(self.start.at)
+        return self._division.local_steps(max(0, len(self._source.items) - used))

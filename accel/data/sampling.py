@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -124,12 +123,6 @@ def parts_of(sampler: Any) -> list[Any]:
     return list(parts.values())
 
 
-def set_epoch(thing: Any, epoch: int) -> None:
-    """Pass the epoch to a sampler or dataset that has ``set_epoch``."""
-    if callable(getattr(thing, "set_epoch", None)):
-        thing.set_epoch(epoch)
-
-
 def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the generators of a loader and of its samplers, by name."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -157,21 +150,6 @@ def on_cpu() -> AbstractContextManager[Any]:
 # -- Checksums -------------------------------------------------------------------------------------
 
 
-def digest(items: Sequence[Any], crc: int = 0) -> int:
-    """Return the checksum of a sampler's items, after items with the checksum ``crc``."""
-    with suppress(TypeError, OverflowError):
-        return zlib.crc32(array("q", items), crc)
-    for item in items:
-        # A batch sampler gives lists of indices.
-        numbers = item if isinstance(item, list | tuple) else [item]
-        try:
-            content = array("q", numbers).tobytes()
-        except (TypeError, OverflowError):
-            content = repr(item).encode()
-        crc = zlib.crc32(content, crc)
-    return crc
-
-
 def identity(items: Any) -> int:
     """Return a checksum of nested items, which is equal in every process for equal items.
 
@@ -181,33 +159,24 @@ def identity(items: Any) -> int:
     checksums = [0, 0]
 
     def visit(path: str, leaf: Any) -> Any:
-        is_name = _is_name(leaf)
-        checksums[is_name] = zlib.crc32(_content(leaf), checksums[is_name])
+        is_text = isinstance(leaf, int | str | bytes)
+        # Labels and tokens have wide integers, and pixels have bytes.
+        dtype = str(getattr(leaf, "dtype", ""))
+        is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
+        content: Any = b""
+        if isinstance(leaf, torch.Tensor):
+            if is_dense(leaf) and leaf.numel() > 0:
+                content = to_bytes(bytes_of(leaf, torch.device("cpu")))
+        elif is_text or isinstance(leaf, float):
+            content = repr(leaf).encode()
+        elif hasattr(leaf, "tobytes") and dtype != "object":
+            # An array of objects holds their addresses.
+            content = leaf.tobytes()
+        checksums[is_name] = zlib.crc32(content, checksums[is_name])
         return leaf
 
     walk(visit, items, "")
     return checksums[True] or checksums[False]
-
-
-def _is_name(leaf: Any) -> bool:
-    """True for integers, which are labels or tokens, and texts. Bytes of a tensor are pixels."""
-    dtype = getattr(leaf, "dtype", None)
-    if isinstance(dtype, torch.dtype):
-        return not (dtype.is_floating_point or dtype.is_complex or dtype.itemsize == 1)
-    if dtype is not None:
-        return dtype.kind in "iuSU" and dtype.itemsize > 1
-    return isinstance(leaf, int | str | bytes)
-
-
-def _content(leaf: Any) -> bytes | bytearray:
-    if isinstance(leaf, torch.Tensor):
-        has_values = is_dense(leaf) and leaf.numel() > 0
-        return to_bytes(bytes_of(leaf, torch.device("cpu"))) if has_values else b""
-    if isinstance(leaf, int | str | bytes | float | complex):
-        return repr(leaf).encode()
-    # An array of objects holds their addresses.
-    holds_objects = str(getattr(leaf, "dtype", "")) == "object"
-    return leaf.tobytes() if hasattr(leaf, "tobytes") and not holds_objects else b""
 
 
 def first_sample(dataset: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final, final
@@ -17,11 +17,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from ..errors import LoaderError, text_of_error
 from ..process import Process
 from ..process.control import Waiting, agree, raise_together
-from ..process.rng import Generators, Private, global_generators
+from ..process.rng import Generators
 from .checks import LoaderOptions, LoaderPlace
-from .readers import Reader, RealRows
+from .readers import Position, Reader, RealRows, Source, Tag
 from .sampling import Division, identity, mix, on_cpu, portion
-from .source import Position, Source, Tag
 
 #: Every rank reads the full stream and keeps its share, each rank reads its shards of a Hugging
 #: Face dataset, or rank 0 reads for all ranks.
@@ -44,64 +43,50 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
 
 
 @final
-@dataclass(eq=False)
-class _Stream:
-    """One rank's share of a stream in one epoch."""
-
-    source: Source
-    mode: str
-    start: Position = field(default_factory=lambda: Position(epoch=0))
-    in_place: bool = False
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        stream = info.id if info else 0
-        start, seed = self.start, self.start.epoch_seed
-        # The states seed the workers, which draw from their own generators.
-        start = replace(start, states=None) if info else start
-        seed = None if seed is None else mix(seed, stream)
-        self.source.open(start, seed, start.tag(stream), block=int(not self.in_place))
-        # Workers that live longer than an epoch start the next one at its beginning.
-        self.start = Position(epoch=start.epoch + 1)
-        return self._shares()
-
-    def _shares(self) -> Iterator[Any]:
-        division = self.source.division
-        for share, items in self.source.shares():
-            if self.mode != DISPATCHED:
-                yield from share
-            elif share:
-                places = [replace(division, rank=rank) for rank in range(division.world)]
-                yield [portion(items, place, self.source.head) for place in places]
-
-
-@final
 class _StreamView(IterableDataset[Any]):
-    """A rank's share as a dataset, with the attributes of the user's dataset.
+    """A rank's share of a stream as a dataset, with the attributes of the user's dataset.
 
     A ``worker_init_fn`` sets attributes of ``get_worker_info().dataset``.
     """
 
-    def __init__(self, stream: _Stream) -> None:
-        vars(self)["_stream"] = stream
+    def __init__(self, source: Source, mode: str) -> None:
+        vars(self).update(_source=source, _mode=mode)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(vars(self)["_stream"])
+        source: Source = vars(self)["_source"]
+        start, info = source.start, get_worker_info()
+        stream = info.id if info else 0
+        if info:
+            # The states seed the workers, which draw from their own generators.
+            source.start = replace(start, states=None)
+        source.open(None if start.seed is None else mix(start.epoch_seed, stream), stream)
+        # Workers that live longer than an epoch start the next epoch at its beginning.
+        source.start = Position(epoch=start.epoch + 1)
+        return _shares(source, vars(self)["_mode"])
 
     def __len__(self) -> int:
-        return len(vars(self)["_stream"].source.items)
+        return len(vars(self)["_source"].items)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(vars(self)["_stream"].source.items, name)
+        return getattr(vars(self)["_source"].items, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_stream"].source.items, name, value)
+        setattr(vars(self)["_source"].items, name, value)
 
 
-def _first_items(items: list[Any], checksum: int) -> int:
-    return checksum or identity(items)
+def _shares(source: Source, mode: str) -> Iterator[Any]:
+    division, first = source.division, 0
+    for share, items in source.shares():
+        if division.world > 1:
+            first = first or identity(items)
+            source.tag = replace(source.tag, first=first)
+        if mode != DISPATCHED:
+            yield from share
+        elif share:
+            places = [replace(division, rank=rank) for rank in range(division.world)]
+            yield [portion(items, place, source.head) for place in places]
 
 
 def _tagged(collate: Callable[[Any], Any], source: Source, items: Any) -> tuple[Tag, Any]:
@@ -129,28 +114,25 @@ class StreamReader(Reader):
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
             division = replace(division, rank=0, world=1)
-        self.stateful = mode == SHARDS and hasattr(dataset, "state_dict")
-        # A loader seeds its workers from this generator, and they draw the stream.
-        self._seeding = Generators({"seeds": loader.generator or torch.default_generator})
-        checksum = _first_items if division.world > 1 else None
-        self._stream = _Stream(
-            Source(dataset, division, checksum=checksum, stateful=self.stateful), mode
-        )
+            self._width = division.width
+        self._source = Source(dataset, division, own={})
 
     def install(self, loader: DataLoader[Any]) -> None:
-        vars(loader)["dataset"] = _StreamView(self._stream)
+        vars(loader)["dataset"] = _StreamView(self._source, self._mode)
         if self._mode == DISPATCHED:
             vars(loader).update(batch_sampler=None, batch_size=None)
             loader.collate_fn = partial(_collated, loader.collate_fn, self._units)
         elif not self._units:
             batch = self._division.batch
             vars(loader)["batch_sampler"] = BatchSampler(loader.sampler, batch, loader.drop_last)
-        loader.collate_fn = partial(_tagged, loader.collate_fn, self._stream.source)
+        loader.collate_fn = partial(_tagged, loader.collate_fn, self._source)
 
-    def begin(self, start: Position, in_place: bool) -> None:
-        super().begin(start, in_place)
-        self._stream.start, self._stream.in_place = start, in_place
-        self._seeds = self._seeding.states()
+    def begin(self, start: Position) -> None:
+        super().begin(start)
+        self._source.start = start
+        # A loader seeds its workers from this generator, and they draw the stream.
+        seeding = self._loader.generator or torch.default_generator
+        self._seeds = Generators({"seeds": seeding}).states()
 
     def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
         if self._mode == DISPATCHED:
@@ -168,30 +150,17 @@ class StreamReader(Reader):
             return RealRows(self._division.even, None, min(1, samples))
         return super().real_rows(samples)
 
-    def position(self) -> Position:
-        if self.given and self.start.in_place:
-            self.states = self._seeds if self._loader.num_workers else self._stream.source.states
-        return super().position()
-
-    def check(self, position: Position) -> None:
-        states = position.states
-        is_seeded = states is None or ("seeds" in states) == (self._loader.num_workers > 0)
-        is_stream = len(position.at) == self._streams and position.checksum is None
-        if position.count and not (is_stream and is_seeded):
-            raise LoaderError(
-                f"The state was saved in mid-epoch with num_workers={len(position.at)} or a "
-                "different dataset. Use the same num_workers, or save between epochs."
-            )
+    def states(self) -> Mapping[str, Any] | None:
+        return self._seeds if self._loader.num_workers else self._source.states
 
     def __len__(self) -> int:
-        source = self._stream.source
-        return source.division.local_steps(len(source.items))
+        return self._source.division.local_steps(len(self._source.items))
 
     # -- Streams that the ranks read together. Every step of these iterators is collective. --
 
     def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches after the ranks have compared the first items of the stream."""
-        item, firsts = _read_together(batches, lambda item: item[0].checksum)
+        item, firsts = _read_together(batches, lambda item: item[0].first)
         if len(set(firsts) - {None}) > 1:
             kind = type(self._loader.dataset).__name__
             raise LoaderError(
@@ -202,17 +171,12 @@ class StreamReader(Reader):
             yield item
             yield from batches
 
-    def _first_item(self) -> Iterator[Any]:
-        generators = Generators(global_generators())
-        with Private(generators, generators.seeded(0)):
-            items = list(islice(self._loader.dataset, 1))
-        yield Tag(checksum=identity(items)), items
-
     def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's batches, then its first one until all ranks have read their shards."""
         if not self.start.epoch:
             # If the dataset was sharded before, sharding it once more would lose most of it.
-            list(self._compared(self._first_item()))
+            items = islice(self._loader.dataset, 1)
+            list(self._compared((Tag(first=identity(item)), item) for item in items))
         tag, padding = self.tags[0], None
         for item, present, more in _steps(batches):
             tag, batch = (replace(tag, samples=0), padding) if item is None else item

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import accel
-from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, distribute
+from accel.data import LoaderHandle, LoaderOptions, LoaderPlace
 
 
 class Numbers(Dataset[int]):
@@ -49,7 +49,7 @@ class Counting(IterableDataset[int]):
 
 
 def make(loader: DataLoader[Any], rank: int = 0, world: int = 1, seed: int = 7, **options: Any) -> LoaderHandle:
-    return distribute(loader, LoaderOptions(**options), LoaderPlace(rank, world, torch.device("cpu")), seed=seed)
+    return LoaderHandle(loader, LoaderOptions(**options), LoaderPlace(rank, world, torch.device("cpu")), seed=seed)
 
 
 def numbers(n: int, batch_size: int | None = 4, **kwargs: Any) -> DataLoader[Any]:
@@ -80,9 +80,7 @@ class Mine(Sampler[int]):
     def __init__(self, source: str) -> None:
         self.source = source
         self.torch = torch.Generator()
-        self.python = random.Random(1)
         self.numpy = np.random.default_rng(1)
-        self.legacy = np.random.RandomState(1)
 
     def __len__(self) -> int:
         return 50
@@ -93,9 +91,7 @@ class Mine(Sampler[int]):
             "random": lambda: random.shuffle(order),
             "numpy": lambda: np.random.shuffle(order),
             "own torch": lambda: order.sort(key=torch.rand(50, generator=self.torch).tolist().__getitem__),
-            "own random": lambda: self.python.shuffle(order),
             "own numpy": lambda: self.numpy.shuffle(order),
-            "own legacy": lambda: self.legacy.shuffle(order),
         }[self.source]()
         return iter(order)
 
@@ -104,13 +100,12 @@ SAMPLERS: dict[str, Any] = {
     "shuffle": lambda: RandomSampler(range(50)),
     "generator": lambda: RandomSampler(range(50), generator=torch.Generator().manual_seed(random.randrange(99))),
     "replacement": lambda: RandomSampler(range(50), replacement=True, num_samples=70),
-    "more than once": lambda: RandomSampler(range(50), num_samples=120),
     "subset": lambda: SubsetRandomSampler(range(30, 80)),
     "weighted": lambda: WeightedRandomSampler([1.0] * 50, 60),
 } | {f"mine {s}": lambda s=s: Mine(s) for s in ("random", "numpy")}
 
 
-OWN = {f"mine {s}": lambda s=s: Mine(s) for s in ("own torch", "own random", "own numpy", "own legacy")}
+OWN = {f"mine {s}": lambda s=s: Mine(s) for s in ("own torch", "own numpy")}
 
 
 def rng_states() -> str:
@@ -127,7 +122,7 @@ def loader_of(sampler: Any, **kwargs: Any) -> DataLoader[Any]:
 
 def raw_like(loader: DataLoader[Any]) -> LoaderHandle:
     """The handle that setup gives a program of one process."""
-    return distribute(loader, LoaderOptions(), LoaderPlace(0, 1, torch.device("cpu")), seed=0, in_place=True)
+    return LoaderHandle(loader, LoaderOptions(), LoaderPlace(0, 1, torch.device("cpu")), seed=0, in_place=True)
 
 
 def reset(seed: int = 3) -> None:

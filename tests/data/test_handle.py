@@ -1,23 +1,29 @@
-"""The handle of a loader: its refusals, and what it leaves of the raw loader as it was."""
+"""The handle of a loader: refused loaders, and which samples each rank gets."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Sampler,
+    SequentialSampler,
     Subset,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from accel import LoaderError
 from accel.data import LoaderOptions, check, describe
-from tests.data.loaders import Numbers, flat, make, numbers, sampled
+from accel.data.sampling import Division, divide
+from tests.data.loaders import Counting, Numbers, by_step, everyone, flat, make, numbers, ragged, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -41,7 +47,6 @@ def test_raw_loader_is_unchanged() -> None:
         _ = handle.nothing
     public = {name for name in set(dir(handle)) - set(dir(raw)) if not name.startswith("_")}
     assert public == {"is_last", "load_state_dict", "set_epoch", "skip", "state_dict"}
-    assert "rank 1 of 2" in repr(handle)
 
 
 def test_pickle_and_copy_are_refused() -> None:
@@ -99,13 +104,19 @@ class Foreign(Sampler[int]):
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (lambda: sampled(DistributedSampler(Numbers(4), 1, 0)), {}, "distributed already, by a DistributedSampler"),
     (lambda: sampled(Foreign()), {}, "distributed already, by a Foreign"),
+    (lambda: numbers(9, 4), {"split_batches": True}, "batch_size=4 does not divide over 3 ranks"),
+    (ragged, {"split_batches": True}, "batch_size=1 does not divide over 3 ranks"),
+    (lambda: numbers(9, 3), {"dispatch": True}, "dispatch=True needs an iterable dataset"),
+    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "shard": False}, "needs an iterable dataset, shard=True"),
+    (lambda: DataLoader(Counting(9), 3), {"dispatch": True, "even_batches": False}, "even_batches=True"),
+    (lambda: DataLoader(Counting(9), 3, num_workers=1), {"even_batches": False}, "needs num_workers=0"),
 ]
 
 
-def test_check_refuses() -> None:
+def test_bad_options_are_refused() -> None:
     for build, options, message in REFUSED:
         with pytest.raises(LoaderError, match=message):
-            check(build(), LoaderOptions(**options), 2)
+            check(build(), LoaderOptions(**options), 3)
 
 
 def test_describe() -> None:
@@ -117,3 +128,117 @@ def test_describe() -> None:
     assert describe(numbers(4, 2), options) != describe(numbers(4, 4), options)
     off = LoaderOptions(shard=False)
     assert describe(numbers(4), off) == describe(numbers(5), off)
+
+
+sizes = st.integers(0, 40)
+
+
+plans = st.fixed_dictionaries(
+    {"world": st.integers(1, 6), "batch": st.integers(1, 5), "even": st.booleans(), "drop_last": st.booleans()}
+)
+
+
+def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Division], list[list[list[int]]]]:
+    ranks = [Division(rank=rank, **plan) for rank in range(plan["world"])]
+    return ranks, [_dealt(total, start, rank) for rank in ranks]
+
+
+def _dealt(total: int, start: int, plan: Division) -> list[list[int]]:
+    rest = iter(range(start, total))
+    head = list(range(min(start, plan.world - 1)))
+    return [mine for mine, _ in divide(lambda count: list(islice(rest, count)), plan, head) if mine]
+
+
+@settings(max_examples=300, deadline=None)
+@given(total=sizes, skipped=sizes, plan=plans)
+def test_ranks_take_consecutive_slices(total: int, skipped: int, plan: dict[str, Any]) -> None:
+    start = min(total, skipped)
+    ranks, given_ = divided(total, start, plan)
+    width = plan["world"] * plan["batch"]
+    steps = [list(range(at, min(at + width, total))) for at in range(start, total, width)]
+    if plan["drop_last"]:
+        steps = [step for step in steps if len(step) == width]
+    for rank, mine in zip(ranks, given_, strict=True):
+        assert rank.local_steps(total - start) == len(mine)
+    for k, step in enumerate(steps):
+        shares = [rank.share(len(step)) for rank in ranks]
+        parts = [mine[k] if k < len(mine) else [] for mine in given_]
+        assert [len(part) for part in parts] == [share.size for share in shares]
+        assert flat(part[: share.real] for part, share in zip(parts, shares, strict=True)) == step
+        padding = flat(part[share.real :] for part, share in zip(parts, shares, strict=True))
+        assert padding == [i % total for i in range(len(padding))]
+        lengths = {len(part) for part in parts}
+        assert max(lengths) <= plan["batch"]
+        assert max(lengths) - min(lengths) <= (0 if plan["even"] else 1)
+        assert plan["even"] or not padding
+
+
+@settings(max_examples=300, deadline=None)
+@given(total=sizes, parts=st.lists(st.tuples(plans, st.integers(1, 4)), max_size=6))
+def test_chains_of_resumes(total: int, parts: list[tuple[dict[str, Any], int]]) -> None:
+    seen: list[int] = []
+    for plan, stop in [*parts, ({"world": 2, "batch": 2, "even": False, "drop_last": False}, 100)]:
+        plan = {**plan, "even": False, "drop_last": False}
+        _, ranks = divided(total, len(seen), plan)
+        seen += by_step([mine[:stop] for mine in ranks])
+    assert seen == list(range(total))
+
+
+@pytest.mark.parametrize(
+    ("n", "world", "options", "expected"),
+    [
+        (10, 2, {}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]]]),
+        (9, 2, {}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 0]]]),
+        (9, 2, {"even_batches": False}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8]]]),
+        (7, 2, {"even_batches": False}, [[[0, 1, 2], [6]], [[3, 4, 5]]]),
+        (5, 4, {}, [[[0, 1]], [[2, 3]], [[4, 0]], [[1, 2]]]),
+        (2, 5, {}, [[[0]], [[1]], [[0]], [[1]], [[0]]]),
+        (0, 2, {}, [[], []]),
+        (7, 1, {}, [[[0, 1, 2], [3, 4, 5], [6]]]),
+    ],
+)
+@pytest.mark.parametrize("dataset", [Numbers, Counting])
+def test_the_table_of_the_docs(n: int, world: int, options: Any, expected: Any, dataset: Any) -> None:
+    found = everyone(lambda: DataLoader(dataset(n), batch_size=3, collate_fn=list), world, **options)
+    assert found == expected
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [3, None])
+def test_streams_are_sharded_as_maps(batch_size: int | None, drop_last: bool) -> None:
+    def build(dataset: Any) -> DataLoader[Any]:
+        kwargs = {"drop_last": drop_last, "collate_fn": list} if batch_size else {}
+        return DataLoader(dataset, batch_size=batch_size, **kwargs)
+
+    for n in (0, 1, 5, 12, 13, 17):
+        for world in (1, 2, 3, 4):
+            for even in (True, False):
+                streams = everyone(lambda n=n: build(Counting(n)), world, even_batches=even)
+                assert streams == everyone(lambda n=n: build(Numbers(n)), world, even_batches=even)
+
+
+@pytest.mark.parametrize("kind", [Numbers, Counting])
+@pytest.mark.parametrize("options", [{}, {"even_batches": False}])
+@pytest.mark.parametrize("kwargs", [{"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}])
+def test_len_is_right_on_each_rank(kind: Any, options: Any, kwargs: Any) -> None:
+    for n in (0, 2, 6, 7, 11):
+        for rank in range(3):
+            handle = make(DataLoader(kind(n), **kwargs), rank, 3, **options)
+            assert len(handle) == len(list(handle))
+        raw = DataLoader(kind(n), **kwargs)
+        assert len(make(raw)) == len(raw)
+
+
+def test_custom_batches_stay_whole() -> None:
+    assert everyone(ragged, 2) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]
+    assert everyone(ragged, 2, even_batches=False) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6]]]
+    assert everyone(ragged, 1) == [[[0], [1, 2], [3, 4, 5], [6], [7, 8]]]
+    assert [len(make(ragged(), rank, 2, even_batches=False)) for rank in (0, 1)] == [3, 2]
+
+
+def test_without_batching() -> None:
+    assert everyone(lambda: numbers(5, None), 2) == [[0, 2, 4], [1, 3, 0]]
+    lists = lambda: DataLoader(  # noqa: E731
+        torch.arange(6), sampler=BatchSampler(SequentialSampler(range(6)), 2, False), batch_size=None
+    )
+    assert [[batch.tolist() for batch in rank] for rank in everyone(lists, 2)] == [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]

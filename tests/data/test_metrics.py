@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,20 +16,16 @@ from torch.utils.data import (
 
 import accel
 from accel import LoaderError
-from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, distribute, gather_for_metrics
-from accel.process.transfer import Transfer
+from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, gather_for_metrics
 from tests.data.loaders import Counting, make, numbers
 from tests.distributed import refusals, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
 class Movable:
+    """A batch with a ``to`` method, such as transformers' BatchEncoding."""
+
     def __init__(self, pinned: bool) -> None:
         self.pinned = pinned
         self.calls: list[Any] = []
@@ -43,29 +38,17 @@ class Movable:
         return self
 
 
-def test_moves_keep_containers() -> None:
-    x, meta = torch.ones(2), torch.device("meta")
-    batch = {"pair": Pair(x, "text"), "nested": OrderedDict(a=[x, (x, 1)]), "none": None}
-    moved = Transfer(meta)(batch)
-    assert moved["pair"] == Pair(moved["pair"].x, "text")
-    assert (type(moved["nested"]), moved["none"]) == (OrderedDict, None)
-    places = [moved["pair"].x, moved["nested"]["a"][0], moved["nested"]["a"][1][0]]
-    assert {t.device for t in places} == {meta}
-    assert batch["nested"]["a"][0].device.type == "cpu"  # type: ignore[index]
-    pinned, paged = Transfer(meta)([Movable(True), Movable(False)])
-    assert pinned.calls == [(meta, {"non_blocking": True})]
-    assert paged.calls == [(meta, {})]
-
-
 def test_batches_arrive_on_the_device() -> None:
-    data = [(torch.ones(2), i) for i in range(4)]
-    for options, device in ((LoaderOptions(), "meta"), (LoaderOptions(move=False), "cpu")):
-        loader = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
-        handle = distribute(loader, options, LoaderPlace(0, 1, torch.device("meta")), seed=0)
-        assert {tensor.device.type for batch in handle for tensor in batch} == {device}
-    movable = Movable(False)
-    assert next(iter(make(DataLoader([movable], batch_size=None)))) is movable  # type: ignore[arg-type]
-    assert movable.calls == []
+    meta = torch.device("meta")
+    movable = [Movable(True), Movable(False)]
+    data: Any = [{"x": [torch.ones(2), (torch.ones(2), "text")], "y": item} for item in movable]
+    for move, device in ((True, "meta"), (False, "cpu")):
+        raw: Any = DataLoader(data, batch_size=None)
+        for batch in LoaderHandle(raw, LoaderOptions(move=move), LoaderPlace(0, 1, meta), seed=0):
+            first, (second, text) = batch["x"]
+            assert (first.device.type, second.device.type, text) == (device, device, "text")
+    assert [item.calls for item in movable] == [[(meta, {"non_blocking": True})], [(meta, {})]]
+    assert {item["x"][0].device.type for item in data} == {"cpu"}
 
 
 def _tensors(n: int, **kwargs: Any) -> DataLoader[Any]:
@@ -73,29 +56,23 @@ def _tensors(n: int, **kwargs: Any) -> DataLoader[Any]:
 
 
 def _here(loader: DataLoader[Any], **options: Any) -> LoaderHandle:
-    import accel
-
     return make(loader, accel.rank(), accel.world_size(), **options)
 
 
 def _gather_all(n: int, batch_size: int) -> list[Any]:
     found = []
-    for iterable in (False, True):
-        for shuffle in (False, True):
-            if iterable and shuffle:
-                continue
-            loader = (
-                DataLoader(Counting(n), batch_size=batch_size)
-                if iterable
-                else _tensors(n, batch_size=batch_size, shuffle=shuffle)
-            )
-            handle = _here(loader)
-            gathered = [gather_for_metrics({"x": batch, "y": [batch * 2]}) for batch in handle]
-            for part in gathered:
-                assert torch.equal(part["x"] * 2, part["y"][0])
-            order = torch.cat([part["x"] for part in gathered]).tolist()
-            assert order == list(range(n)) or (shuffle and order != list(range(n)) and sorted(order) == list(range(n)))
-            found.append(order)
+    loaders = (
+        DataLoader(Counting(n), batch_size=batch_size),
+        _tensors(n, batch_size=batch_size),
+        _tensors(n, batch_size=batch_size, shuffle=True),
+    )
+    for loader in loaders:
+        gathered = [gather_for_metrics({"x": batch, "y": [batch * 2]}) for batch in _here(loader)]
+        for part in gathered:
+            assert torch.equal(part["x"] * 2, part["y"][0])
+        found.append(torch.cat([part["x"] for part in gathered]).tolist())
+    assert found[0] == found[1] == sorted(found[2]) == list(range(n))
+    assert n == 1 or found[2] != found[1]
     return found
 
 

@@ -1,10 +1,11 @@
-"""Iterable datasets: divided, read by workers, and refused where the ranks do not read them alike."""
+"""Iterable datasets: shared streams, shards, and streams that rank 0 reads for all ranks."""
 
 from __future__ import annotations
 
 import multiprocessing
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from torch.utils.data import (
 import accel
 from accel import LoaderError
 from accel.data import LoaderOptions
-from tests.data.loaders import Counting, Divided, Noisy, by_step, everyone, make, samples
-from tests.distributed import refusals, run
+from tests.data.loaders import Counting, Divided, Noisy, by_step, make, numbers, samples
+from tests.distributed import outcomes, refusals, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -52,12 +53,6 @@ def test_random_stream_is_equal_on_ranks(workers: int) -> None:
     assert [sample[1] for sample in found[0][0] + found[0][1]] == [0] * 20 + [1] * 20
     assert found[0][0][0][2:] != found[0][1][0][2:]
     assert len({sample[2:] for sample in found[0][0]}) == 20
-
-
-def test_workers_read_each_sample_once() -> None:
-    ranks = everyone(lambda: DataLoader(Counting(48), batch_size=3, collate_fn=list, num_workers=2), 2)
-    assert sorted(by_step(ranks)) == list(range(48))
-    assert ranks[0][:2] == [[0, 2, 4], [1, 3, 5]]
 
 
 def take_half(worker: int) -> None:
@@ -102,13 +97,6 @@ class Augmented(IterableDataset[Any]):
         return iter([(torch.rand(2, generator=noise), i) for i in range(16)])
 
 
-class Constant(IterableDataset[float]):
-    """Nothing tells one item from another."""
-
-    def __iter__(self) -> Iterator[float]:
-        return iter([1.0] * 16)
-
-
 def _train(dataset: Any, train: bool, options: LoaderOptions | None = None) -> list[int]:
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -131,10 +119,9 @@ def test_self_sharding_stream_is_refused(train: bool) -> None:
 def _legitimate() -> None:
     _, _, loader = accel.setup(nn.Linear(1, 1), None, DataLoader(Counting(16), 4))
     assert samples(loader) == ([0, 1, 2, 3, 8, 9, 10, 11] if accel.is_main() else [4, 5, 6, 7, 12, 13, 14, 15])
-    for dataset in (Augmented(), Constant(), Noisy()):
+    for dataset in (Augmented(), Noisy()):
         _, _, other = accel.setup(nn.Linear(1, 1), None, DataLoader(dataset, 4))
-        for _ in range(2):
-            assert len(list(other)) == (3 if isinstance(dataset, Noisy) else 2)
+        assert len(list(other)) == (3 if isinstance(dataset, Noisy) else 2)
     assert len(_train(Divided(), True, LoaderOptions(shard=False))) == 32
 
 
@@ -148,7 +135,6 @@ class Sharded(IterableDataset[int]):
     def __init__(self, lists: list[list[int]]) -> None:
         self.lists = lists
         self.num_shards = len(lists)
-        self.state = self.loaded = 0
         self.read: list[int] = []
 
     def shard(self, num_shards: int, index: int) -> Sharded:
@@ -160,16 +146,9 @@ class Sharded(IterableDataset[int]):
         info = get_worker_info()
         lists = self.lists[info.id :: info.num_workers] if info else self.lists
         items = [item for part in lists for item in part]
-        first, self.loaded = self.loaded, 0
-        for self.state, item in enumerate(items[first:], first + 1):
+        for item in items:
             self.read.append(item)
             yield item
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.state}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.loaded = state["at"]
 
 
 LISTS = [list(range(10 * number, 10 * number + 3 + number)) for number in range(4)]
@@ -211,6 +190,9 @@ def other_shards() -> list[str]:
     full: Any = accel.setup(None, dataloaders=DataLoader(Sharded(LISTS[:3]), 2)).dataloaders
     assert sorted(samples(accel.gather_for_metrics(items) for items in full)) == sorted(sum(LISTS[:3], []))
     sharded: Any = accel.setup(None, dataloaders=DataLoader(Sharded(LISTS), 2)).dataloaders
+    sharded.skip(1)
+    skipped = samples(accel.gather_for_metrics(items) for items in sharded)
+    assert sorted(skipped) == sorted(set(EVERY) - {0, 1, 10, 11})
     empty: Any = accel.setup(None, dataloaders=DataLoader(Sharded([[1, 2], []]), 2)).dataloaders
     assert [accel.gather_for_metrics(items).tolist() for items in empty] == [[1, 2]]
     twice: Any = accel.setup(None, dataloaders=DataLoader(Sharded(LISTS).shard(2, rank), 2)).dataloaders
@@ -229,3 +211,140 @@ def test_bad_shards_are_refused() -> None:
     for position, twice in run(2, other_shards):
         assert "Use as many ranks" in position
         assert "shards itself" in twice
+
+
+def _alone(directory: str) -> None:
+    world = accel.world_size()
+    raw: Any = DataLoader(torch.arange(10), batch_size=3)  # type: ignore[arg-type]
+    handles = accel.setup(None, dataloaders=raw)
+    loader: Any = handles.dataloaders
+    assert handles == (None, None, loader)
+    assert accel.setup(None, dataloaders=raw).dataloaders is accel.setup(None, None, loader).dataloaders is loader
+    gathered = torch.cat([accel.gather_for_metrics(batch) for batch in loader])
+    assert gathered.tolist() == list(range(10))
+    assert next(iter(loader)).device.type == accel.device().type
+    iterator = iter(loader)
+    next(iterator)
+    accel.save({"loader": loader}, directory)
+    rest = [batch.tolist() for batch in iterator]
+    accel.load(directory, {"loader": loader})
+    assert [batch.tolist() for batch in loader] == rest
+    if world > 1:
+        whole: Any = accel.setup(nn.Linear(4, 4), None, raw, backend=accel.DDP(sequence_parallel=2)).dataloaders
+        assert [len(batch) for batch in whole] == [3, 3, 3, 1]
+        assert whole is not loader
+    accel.teardown()
+    with pytest.raises(LoaderError, match=r"has ended" if world > 1 else "ended"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loader_needs_no_model(world: int, tmp_path: Path) -> None:
+    run(world, _alone, str(tmp_path / f"{world}"))
+
+
+def test_split_batches() -> None:
+    for build in (
+        lambda b: numbers(22, b, shuffle=True),
+        lambda b: DataLoader(Counting(22), b, collate_fn=list),
+        lambda b: DataLoader(Counting(22), b, collate_fn=list, drop_last=True),
+    ):
+        plain = [make(build(3), rank, 2) for rank in range(2)]
+        split = [make(build(6), rank, 2, split_batches=True) for rank in range(2)]
+        assert len(split[0]) == len(plain[0])
+        assert [list(handle) for handle in split] == [list(handle) for handle in plain]
+        assert [accel.effective_batch_size(handle) for handle in (plain[0], split[0])] == [6, 6]
+
+
+class Rank0(IterableDataset[Any]):
+    """Only rank 0 can read it, up to where the disk fails."""
+
+    def __init__(self, n: int, fails: int = -1) -> None:
+        self.n, self.fails = n, fails
+
+    def __iter__(self) -> Iterator[Any]:
+        assert accel.is_main()
+        for i in range(self.n):
+            if i == self.fails:
+                raise KeyError("the disk")
+            yield {"x": (torch.full((2,), i, dtype=torch.bfloat16), [torch.tensor(i > 3)]), "name": f"n{i}", "i": i}
+
+
+def _dispatched(n: int, size: int, **options: Any) -> Any:
+    raw: Any = DataLoader(
+        Rank0(n, options.pop("fails", -1)), batch_size=size, drop_last=options.pop("drop_last", False)
+    )
+    options = {"dispatch": True, **options}
+    return accel.setup(None, dataloaders=raw, loader_options=LoaderOptions(**options)).dataloaders
+
+
+def _numbers(loader: Any) -> list[list[int]]:
+    return [batch["i"].tolist() for batch in loader]
+
+
+def _all_dispatched(cases: list[Any]) -> list[Any]:
+    return [_one_dispatched(n, size, options) for n, size, options in cases]
+
+
+def _one_dispatched(n: int, size: int, options: dict[str, Any]) -> Any:
+    loader, given, lasts, every = _dispatched(n, size, **options), [], [], []
+    for batch in loader:
+        given.append(batch["i"].tolist())
+        lasts.append(loader.is_last if accel.is_main() else given and None)  # rank 0 may ask alone
+        every.append(accel.gather_for_metrics(batch["i"]))
+        x, [late] = batch["x"]
+        assert (x.dtype, x[:, 1].tolist()) == (torch.bfloat16, given[-1])
+        assert late.tolist() == [i > 3 for i in given[-1]]
+        assert batch["name"] == [f"n{i}" for i in given[-1]]
+    assert lasts == ([False] * (len(given) - 1) + [True] if accel.is_main() else [None] * len(given))
+    assert [len(group) for group in accel.accumulate(loader, 2) for _ in [list(group)]] == [2, 1][: len(given) - 1]
+    loader.skip(1)
+    assert _numbers(loader) == given[1:]
+    iterator = iter(loader)
+    next(iterator)
+    state, rest = loader.state_dict(), _numbers(iterator)
+    again = _dispatched(n, size, **options)
+    again.load_state_dict(state)
+    assert _numbers(again) == rest == given[1:]
+    wide = _dispatched(n, 1, dispatch=True)
+    wide.load_state_dict(state)
+    return given, torch.cat(every).tolist(), _numbers(wide)
+
+
+def test_rank_0_reads_for_all_ranks() -> None:
+    cases = [(10, 3, {}), (9, 3, {}), (13, 3, {"drop_last": True}), (11, 4, {"split_batches": True})]
+    mine, other = run(2, _all_dispatched, cases)
+    assert [given for given, *_ in mine] == [
+        [[0, 1, 2], [6, 7]],
+        [[0, 1, 2], [6, 7]],
+        [[0, 1, 2], [6, 7, 8]],
+        [[0, 1], [4, 5], [8, 9]],
+    ]
+    assert [given for given, *_ in other] == [
+        [[3, 4, 5], [8, 9]],
+        [[3, 4, 5], [8, 0]],
+        [[3, 4, 5], [9, 10, 11]],
+        [[2, 3], [6, 7], [10, 0]],
+    ]
+    for (_, every, rest), (_, same, others) in zip(mine, other, strict=True):
+        assert every == same == list(range(len(every)))
+        assert (rest[0], others[0]) == (([6], [7]) if len(every) != 11 else ([4], [5]))
+
+
+def _fails(directory: str) -> str:
+    loader, given = _dispatched(10, 2, fails=5), []
+    try:
+        for batch in loader:
+            given.append(batch["i"].tolist())
+    except Exception as error:
+        assert not given
+        failed = repr(error)
+    return failed
+
+
+def test_dispatch_errors_reach_all_ranks(tmp_path: Path) -> None:
+    mine, other = (one.value for one in outcomes(2, _fails, str(tmp_path), breaks=True))
+    assert mine.startswith("KeyError('the disk')")
+    assert other.startswith(
+        "LoaderError(\"reading an iterable dataset failed on rank 0, so on every rank: KeyError: 'the disk'"
+    )
