@@ -295,11 +295,6 @@ def added_groups(backend: Any) -> None:
     model = accel.setup(raw, optimizer, backend=backend).model
     optimizer.add_param_group({"params": parameters[2:]})
     assert [len(group["params"]) for group in accel.full_state_dict(optimizer)["param_groups"]] == [2, 2]
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [nn.Parameter(torch.ones(3))]})
-    for refused in (lambda: accel.full_state_dict(optimizer), lambda: accel.teardown(model)):
-        with pytest.raises(accel.OptimizerError, match=r"param_groups\[2\]\['params'\]\[0\] of shape \(3,\)"):
-            refused()
-    del optimizer.param_groups[2]
     accel.teardown(model)
     assert [p for group in optimizer.param_groups for p in map(id, group["params"])] == list(map(id, parameters))
 

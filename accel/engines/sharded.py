@@ -26,7 +26,7 @@ from ..process.packing import average_, broadcast_, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry, parameters_of
 from .base.engine import Engine
-from .base.gradients import Gradients, refuse_overlaps, refuse_scripts
+from .base.gradients import Gradients, refuse_overlaps
 from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
@@ -285,7 +285,6 @@ class ShardedEngine(Engine):
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
         if process.place.world_size > 1:
-            refuse_scripts(module, cls.name)
             refuse_overlaps(module, cls.name)
 
     @classmethod

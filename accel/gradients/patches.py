@@ -126,7 +126,7 @@ def backward_patches(
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         if args[_INPUTS]:  # VQGAN asks for the gradient of its last layer
-            inputs = map_tensors(leaf, args[_INPUTS], others=True)
+            inputs = map_tensors(leaf, args[_INPUTS])
             args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])
         if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
             return original(*args, **kwargs)

@@ -290,7 +290,7 @@ def _check_tensor(leaf: Any, hint: str = "") -> Tensor:
 
 def _pack(leaf: Any) -> bytearray:
     try:
-        return to_bytes(packed(map_tensors(_check_tensor, leaf, others=True)))
+        return to_bytes(packed(map_tensors(_check_tensor, leaf)))
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         kind = type(leaf).__qualname__

@@ -110,7 +110,7 @@ def packed(value: Any) -> torch.Tensor:
         return tensor if complete else tensor.clone()
 
     buffer = io.BytesIO()
-    torch.save(map_tensors(without_rest, value, others=True), buffer)
+    torch.save(map_tensors(without_rest, value), buffer)
     return to_tensor(buffer.getvalue())
 
 

@@ -6,7 +6,7 @@ The meta device stands for an accelerator.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -57,12 +57,6 @@ def by_load(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[st
     return places(there)
 
 
-class Unchanged:
-    """As an engine to whose optimizers no group was added."""
-
-    steppers: ClassVar[dict[int, Any]] = {}
-
-
 def by_parts(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[str, str]:
     """As ``load_state_dict`` of a model that is divided."""
     there = one_step(kind, "meta", flags)
@@ -70,7 +64,7 @@ def by_parts(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[s
     (state,) = one_step(kind, "cpu", flags).state.values()
     model = nn.ParameterDict({"p": parameter})
 
-    class Engine(Unchanged):
+    class Engine:
         module, named, parameters = model, {"p": parameter}, [parameter]
 
     Holdings(Engine()).take(there, {"p": state})  # type: ignore[arg-type]
@@ -99,15 +93,13 @@ def test_numbers_come_back_from_an_offload(flags: dict[str, Any]) -> None:
     parameter = nn.Parameter(torch.ones(3, device=META))
     state = {"step": torch.tensor(3.0), "mu_product": torch.tensor(0.5), "history": [torch.tensor(1.0)]}
 
-    class Engine(Unchanged):
+    class Engine:
         module, named, label = nn.Module(), {"p": parameter}, "Net"
 
         class process:
             device = META
 
     class Offloaded(Holdings):
-        offloads = True
-
         def _full_optimizer_state(self, *_: Any, **__: Any) -> dict[str, dict[Any, Any]]:
             return {"p": state}
 

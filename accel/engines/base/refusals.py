@@ -44,16 +44,6 @@ def refuse_quantized(module: nn.Module, backend: str) -> None:
             )
 
 
-def refuse_scripts(module: nn.Module, backend: str) -> None:
-    """Raise BackendError for scripted modules, which take no hooks."""
-    for name, child in module.named_modules():
-        if isinstance(child, torch.jit.ScriptModule):
-            raise BackendError(
-                f"backend={backend!r} needs hooks, which the scripted {name or 'model'} doesn't "
-                'take. Set up the model before torch.jit.script, or use backend="ddp".'
-            )
-
-
 def refuse_overlaps(module: nn.Module, backend: str) -> None:
     """Raise BackendError if two parameters begin at the same place in memory."""
     names: dict[int, str] = {}

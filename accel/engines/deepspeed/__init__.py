@@ -24,7 +24,6 @@ from ..base.gradients import (
     refuse_inside_backward,
     refuse_overlaps,
     refuse_quantized,
-    refuse_scripts,
     refuse_sparse,
 )
 from ..base.memory import MemoryUse, TensorSize
@@ -214,7 +213,7 @@ class DeepSpeedEngine(Engine):
         world_size = process.place.world_size
         Configuration(options).check(world_size)
         if world_size > 1:
-            for refuse in (refuse_sparse, refuse_quantized, refuse_scripts, refuse_overlaps):
+            for refuse in (refuse_sparse, refuse_quantized, refuse_overlaps):
                 refuse(module, cls.name)
 
     @classmethod

@@ -198,7 +198,7 @@ def run_stage(stage: nn.Module, value: Any, keep: bool) -> Any:
 
     def forward_of_copy(value: Any) -> Any:
         # nn.ReLU(inplace=True) as the first child would change the input of the second run.
-        return stage(map_tensors(torch.clone, value, others=True))
+        return stage(map_tensors(torch.clone, value))
 
     return run_again(forward_of_copy, list(stage.modules()), (value,), {})
 
