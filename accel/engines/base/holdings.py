@@ -88,7 +88,6 @@ class Holdings(Raw):
         return False
 
     @property
-    @final
     def parameter_names(self) -> dict[int, str]:  # type: ignore[override]
         """Names by the identity of the optimizers' parameters."""
         return {id(p): name for name, p in self.engine.named.items()}
