@@ -130,8 +130,9 @@ def backward_patches(
             args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])
         if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
             return original(*args, **kwargs)
-        # Strong references, because an engine may be collected meanwhile.
-        listening = list(filter(None, [reference() for reference in listeners]))
+        # Strong references, because an engine may be collected meanwhile. Without a comprehension,
+        # because every backward comes here.
+        listening: list[Any] = list(filter(None, map(weakref.ref.__call__, listeners)))
         outermost, completed = depth == 0, False
         depth += 1
         try:
