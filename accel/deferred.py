@@ -62,10 +62,9 @@ def deferred_init(
             return None
         deferred = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         deferred.__class__ = type(parameter)
-        writes = recorder.record(deferred)
+        origin = Origin(weakref.ref(module), source, recorder.record(deferred))
         if module._parameters.get(name) is not None:
-            writes.add("It replaced a parameter.")
-        origin = Origin(weakref.ref(module), source, writes)
+            origin.writes.add("It replaced a parameter.")
         vars(deferred).update(vars(parameter), **{_ORIGIN: origin})
         return deferred
 
@@ -102,19 +101,13 @@ class _Recorder(TorchDispatchMode):
 
 
 def weights_of(module: nn.Module) -> Source | None:
-    """Return the source of a deferred module's values.
+    """Return the directory of a deferred module's values, or None.
 
-    Raises:
-        BackendError: its parameters have different sources.
+    It must have all values, also if only some of the submodules were built with it.
     """
     origins = [getattr(p, _ORIGIN, None) for p in module.parameters()]
-    sources = {origin.source for origin in origins if origin is not None}
-    if len(sources) > 1:
-        raise BackendError(
-            f"The parameters of {type(module).__name__} have {len(sources)} different sources. "
-            "Build the whole model in one accel.deferred_init()."
-        )
-    return next(iter(sources), None)
+    sources = [origin.source for origin in origins if origin is not None]
+    return next(filter(None, sources), None)
 
 
 def check_deferred(module: nn.Module) -> None:

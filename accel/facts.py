@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -28,42 +28,22 @@ def comparable_text(value: Any) -> str:
     return type(value).__name__ if " at 0x" in text else text
 
 
-def differing_names(
-    facts_by_rank: Iterable[Mapping[Any, Any]], *, ignore_absent: bool = False
-) -> list[Any]:
-    """Return the names of the facts that are not equal on all ranks, in order.
-
-    With ``ignore_absent`` only the ranks that have a fact are compared.
-    """
-    all_facts = list(facts_by_rank)
-    names = dict.fromkeys(chain.from_iterable(all_facts))
-    differing = []
-    for name in names:
-        values = {facts.get(name) for facts in all_facts if name in facts or not ignore_absent}
-        if len(values) > 1:
-            differing.append(name)
-    return differing
-
-
-def first_difference(facts_by_rank: Sequence[Mapping[str, Any]]) -> str:
+def first_difference(
+    facts_by_rank: Sequence[Mapping[Any, Any]], *, ignore_absent: bool = False
+) -> str:
     """Return the first name whose values differ, with the ranks' values, or an empty text.
 
-    An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2".
+    An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2". With ``ignore_absent`` only
+    the ranks that have a fact are compared.
     """
-    names = differing_names(facts_by_rank)
-    return f"{names[0]} is {values_by_rank(names[0], facts_by_rank)}" if names else ""
-
-
-def values_by_rank(
-    name: Any, facts_by_rank: Sequence[Mapping[Any, Any]], *, ignore_absent: bool = False
-) -> str:
-    """Return the ranks' values of a fact, such as "0.1 on ranks 0, 1; 0.2 on rank 2"."""
-    ranks_by_value: dict[Any, list[str]] = {}
-    for rank, facts in enumerate(facts_by_rank):
-        if ignore_absent and name not in facts:
-            continue
-        ranks_by_value.setdefault(facts.get(name, "absent"), []).append(str(rank))
-    texts = []
-    for value, ranks in ranks_by_value.items():
-        texts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
-    return "; ".join(texts)
+    for name in dict.fromkeys(chain.from_iterable(facts_by_rank)):
+        ranks_by_value: dict[Any, list[str]] = {}
+        for rank, facts in enumerate(facts_by_rank):
+            if name in facts or not ignore_absent:
+                ranks_by_value.setdefault(facts.get(name, "absent"), []).append(str(rank))
+        if len(ranks_by_value) > 1:
+            texts = []
+            for value, ranks in ranks_by_value.items():
+                texts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
+            return f"{name} is {'; '.join(texts)}"
+    return ""

@@ -7,6 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from .engines import ENGINES, Engine, Options, engine_of
 from .engines.base.memory import MemoryUse, TensorSize
-from .errors import AccelError, OptimizerError
+from .errors import AccelError
 from .registry import registry, resolve_module
 from .shard import parameters_of
 
@@ -93,9 +94,6 @@ def memory_report(
         optimizer: an optimizer of its parameters, or a list or tuple of them. By default those of
             a model that is set up, and none otherwise.
         ranks: numbers of ranks.
-
-    Raises:
-        OptimizerError: an optimizer holds parameters of a different model.
     """
     module, _ = resolve_module(model_or_handle)
     engine = registry.engine(module)
@@ -139,43 +137,47 @@ def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Ten
         for parameter, nbytes in zip(parameters, _state_bytes(optimizer), strict=True):
             first, before = states.get(id(parameter), (number, 0))
             states[id(parameter)] = first, before + nbytes
-    if not states.keys() <= set(map(id, module.parameters())):
-        raise OptimizerError(
-            f"An optimizer holds tensors that are not parameters of {type(module).__name__}. "
-            "Build it from model.parameters()."
+    sizes = []
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        owner, nbytes = states.get(id(tensor), (None, 0))
+        size = TensorSize(
+            name=name,
+            shape=tuple(tensor.shape),
+            itemsize=tensor.dtype.itemsize,
+            is_buffer=not isinstance(tensor, nn.Parameter),
+            trainable=tensor.requires_grad,
+            optimizer=owner,
+            state_bytes=nbytes,
         )
-    sizes = [TensorSize.of(name, b, is_buffer=True) for name, b in module.named_buffers()]
-    for name, p in module.named_parameters():
-        owner, nbytes = states.get(id(p), (None, 0))
-        sizes.append(TensorSize.of(name, p, optimizer=owner, state_bytes=nbytes))
+        sizes.append(size)
     return sizes
 
 
 def _state_bytes(optimizer: Optimizer) -> list[int]:
     """Return the bytes of state per parameter, found by a step with parameters on meta."""
-    kind, groups, state = type(optimizer), optimizer.param_groups, optimizer.state
-    meta_groups = []
-    for group in groups:
-        # Some devices compute a step differently, with the same state.
-        plain = dict.fromkeys({"foreach", "fused", "capturable"} & group.keys(), False)
-        stand_ins = [_on_meta(parameter) for parameter in group["params"]]
-        meta_groups.append(group | plain | {"params": stand_ins})
-    optimizer.param_groups, optimizer.state = meta_groups, defaultdict(dict)
+    groups, state = optimizer.param_groups, optimizer.state
+    optimizer.param_groups = [_on_meta(group) for group in groups]
+    optimizer.state = defaultdict(dict)
     try:
         with torch.no_grad():
-            getattr(kind.step, "__wrapped__", kind.step)(optimizer)  # without hooks
+            step = type(optimizer).step
+            getattr(step, "__wrapped__", step)(optimizer)  # without hooks
         states = [optimizer.state[parameter] for parameter in parameters_of(optimizer)]
     finally:
         optimizer.param_groups, optimizer.state = groups, state
     return [sum(v.nbytes for v in s.values() if isinstance(v, torch.Tensor)) for s in states]
 
 
-def _on_meta(parameter: torch.Tensor) -> nn.Parameter:
-    """Return a parameter on the meta device with a gradient. ``parameter`` may be sharded."""
-    data = torch.empty(tuple(parameter.shape), dtype=parameter.dtype, device="meta")
-    stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    stand_in.grad = torch.empty_like(data) if parameter.requires_grad else None
-    return stand_in
+def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group with parameters and gradients on meta. Its own may be sharded."""
+    stand_ins = []
+    for p in group["params"]:
+        data = torch.empty(tuple(p.shape), dtype=p.dtype, device="meta")
+        stand_ins.append(nn.Parameter(data, p.requires_grad))
+        stand_ins[-1].grad = torch.empty_like(data) if p.requires_grad else None
+    # Some devices compute a step differently, with the same state.
+    plain = dict.fromkeys({"foreach", "fused", "capturable"} & group.keys(), False)
+    return group | plain | {"params": stand_ins}
 
 
 def summary(model: nn.Module) -> str:

@@ -66,9 +66,9 @@ class Precision:
                 out = fn(*args, **kwargs)
         else:
             to_storage = partial(_moved, None, self.storage)
-            args, kwargs = map_tensors(to_storage, (args, kwargs), others=True)
+            args, kwargs = map_tensors(to_storage, (args, kwargs))
             out = fn(*args, **kwargs)
-        return map_tensors(_to_fp32, out, others=True)
+        return map_tensors(_to_fp32, out)
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,18 +166,16 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def all_finite(optimizer: Optimizer) -> bool:
     """True if an optimizer's gradients on this rank contain neither inf nor NaN."""
-    largest = norms(map(here, gradients_of(optimizer)), float("inf"))
-    return all(bool(norm.isfinite().all()) for norm in largest)
-
-
-def norms(tensors: Iterable[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the norms of nonempty tensors, stacked by device and dtype."""
-    dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    nonempty = [t for t in dense if t.numel()]
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for norm in torch._foreach_norm(nonempty, order) if nonempty else ():
-        by_kind.setdefault((norm.device, norm.dtype), []).append(norm)
-    return [torch.stack(values) for values in by_kind.values()]
+    local = [here(gradient) for gradient in gradients_of(optimizer)]
+    dense = [g.coalesce().values() if g.is_sparse else g for g in local]
+    nonempty = [g for g in dense if g.numel()]
+    if not nonempty:
+        return True
+    largest = torch._foreach_norm(nonempty, float("inf"))
+    torch._foreach_mul_(largest, 0.0)  # 0 or NaN, which every dtype has
+    device = largest[0].device
+    # One tensor, because each read of a number waits for the device.
+    return bool(torch.stack([zero.to(device, torch.float32) for zero in largest]).isfinite().all())
 
 
 # -- conversion in place: parameters keep their identity -------------------------------------------
@@ -228,7 +226,7 @@ def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
                     undo.callback(state.__setitem__, key, value)
                     dtype = parameter.dtype if key != "step" else None
                     move = partial(_moved, parameter.device, dtype)
-                    state[key] = map_tensors(move, value, others=True)
+                    state[key] = map_tensors(move, value)
 
 
 #: The parent, the name, and the BatchNorm that was replaced there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -39,8 +40,8 @@ class Registry:
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
         self.loss_scale = LossScale()
-        #: The number of engines that were built, the same on all ranks.
-        self._built = 0
+        #: Numbers of new engines, the same on all ranks.
+        self.serials = itertools.count()
         #: Serials of engines that were torn down.
         self.ended: set[int] = set()
         # Equal on all ranks, even if some engines were garbage-collected on this rank.
@@ -73,7 +74,7 @@ class Registry:
                 ]
             if engine.gradients.watched and not self._step_hooks:
                 self._step_hooks = [register_optimizer_step_pre_hook(self._before_any_step)]
-        if engine.distributed and engine.gradients.partial:
+        if engine.distributed and engine.placements.partial:
             self.divided.add(engine.serial)
         if engine.precision.scaled:
             self.scaled.add(engine.serial)
@@ -116,11 +117,6 @@ class Registry:
                 remove_hooks(self._module_hooks)
             if not self._listeners:
                 remove_hooks(self._step_hooks)
-
-    def take_serial(self) -> int:
-        """Return the number of a new engine, the same on all ranks."""
-        self._built += 1
-        return self._built - 1
 
     # -- look-up -----------------------------------------------------------------------------------
 

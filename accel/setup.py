@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from .data import LoaderHandle, LoaderOptions, LoaderPlace, raw_loader
 from .deferred import check_deferred, materialize, weights_of
 from .engines import Context, Engine, Options
 from .engines.base.activations import checkpointed
-from .engines.base.gradients import check_parameters
+from .engines.base.refusals import check_parameters
 from .errors import (
     AccelError,
     AlreadySetUpError,
@@ -44,9 +44,6 @@ from .shard import parameters_of
 from .trees import map_leaves
 
 logger = logging.getLogger("accel")
-
-#: Loaders that are set up without a model have this number instead of an engine's serial.
-WITHOUT_MODEL: Final = -1
 
 
 @locked
@@ -212,8 +209,6 @@ def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) 
     if process.place.world_size > 1:
         engines.check_torch(plan.engine_type.name)
     plan.engine_type.check(module, plan.options, process)
-    # It raises if the options don't fit the number of ranks.
-    plan.engine_type.replica(plan.options, process)
     plan.builds = True
 
 
@@ -255,7 +250,8 @@ def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: s
         if not any(loader is other for other in plan.new_loaders):
             data.check(loader, plan.loader_options, plan.place.world)
             plan.new_loaders.append(loader)
-    elif options not in (before := handle._accel.options, None):
+    elif options is not None and options != handle._accel.options:
+        before = handle._accel.options
         raise AlreadySetUpError(f"{path} is already set up with {before}, not {options}.")
 
 
@@ -281,8 +277,7 @@ def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
     raise_together("accel.setup", error, [text for _, text, _ in answers])
     if any(other != digest for other, _, _ in answers):
         facts_by_rank = agree("accel.setup (comparing the models)", facts)
-        difference = first_difference(facts_by_rank)
-        difference = difference or "their parameters come in a different order"
+        difference = first_difference(facts_by_rank) or "their parameters are in different orders"
         raise RankMismatchError(f"accel.setup got different arguments: {difference}.")
     for number, by_rank in enumerate(zip(*[loaders for _, _, loaders in answers], strict=True)):
         if len({sample for _, sample in by_rank}) > 1 and plan.process.place.rank == 0:
@@ -350,7 +345,7 @@ def build_engine(plan: Plan) -> None:
     # In torch.inference_mode an engine would create tensors that no backward can use.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
         error: Exception | None = None
-        serial = registry.take_serial() if plan.builds else 0
+        serial = next(registry.serials) if plan.builds else 0
         try:
             engine = plan.engine or _new_engine(plan, serial, undo)
             for optimizer in plan.new_optimizers:
@@ -408,33 +403,27 @@ def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> N
 
 
 def find_handle(loader: DataLoader[Any], place: LoaderPlace) -> LoaderHandle | None:
-    """Return the handle of a loader for a place, or None if there is none."""
-    handles: dict[LoaderPlace, LoaderHandle] = HiddenAttribute.get(loader) or {}
-    handle = handles.get(place)
-    if handle is not None and handle._accel.engines and handle._accel.engines <= registry.ended:
-        return None  # after teardown a loader starts from its first epoch again
-    return handle
+    """Return the last handle of a loader, or None if there is none for this place."""
+    handle: LoaderHandle | None = HiddenAttribute.get(loader)
+    if handle is None or handle._accel.place != place:
+        return None
+    # After teardown a loader starts from its first epoch again.
+    has_ended = handle._accel.engines and handle._accel.engines <= registry.ended
+    return None if has_ended else handle
 
 
 def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
     """Create the handles of new loaders. Local."""
     options = plan.loader_options
-    for number, loader in enumerate(plan.new_loaders):
-        handle = LoaderHandle(
-            loader,
-            options,
-            plan.place,
-            seed=seeds[number],
-            in_place=plan.process.place.world_size == 1 and options.seed is None,
-        )
-        handles = HiddenAttribute.get(loader) or {}
-        living = {place: other for place, other in handles.items() if place.process is plan.process}
-        HiddenAttribute.put(loader, {**living, plan.place: handle})
+    in_place = plan.process.place.world_size == 1 and options.seed is None
+    for loader, seed in zip(plan.new_loaders, seeds, strict=True):
+        handle = LoaderHandle(loader, options, plan.place, seed=seed, in_place=in_place)
+        HiddenAttribute.put(loader, handle)
 
 
 def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
     """Return the handles of everything in the plan, which is set up by now."""
-    serial = WITHOUT_MODEL if plan.engine is None else plan.engine.serial
+    serial = -1 if plan.engine is None else plan.engine.serial  # -1: loaders without a model
 
     def handle_of_loader(loader: Any, path: str) -> LoaderHandle:
         handle = find_handle(raw_loader(loader), plan.place)

@@ -97,47 +97,36 @@ def expanded(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The elements of a tensor that are stored on this rank: a range in row-major order, or a box.
+    """The elements of a tensor that are stored on this rank.
 
     Args:
         name: the tensor's name. An optimizer's state of a parameter is named
             ``"<parameter>/<key>"``.
         shape: the shape of the full tensor.
-        start: the position of the first element in the full tensor, or in ``box``.
+        region: a box of the full tensor, which has one side if it is a range in row-major order.
         tensor: the elements, in any shape. Writing to it changes the state itself.
-        box: the box that has the elements. They may be some of its rows.
     """
 
     name: str
     shape: tuple[int, ...]
-    start: int
+    region: Box
     tensor: torch.Tensor
-    box: Box = ()
-
-    @property
-    def region(self) -> Box:
-        """The elements as a box, which has one side if they are a range in row-major order."""
-        count = self.tensor.numel()
-        if not self.box:
-            return ((self.start, self.start + count),)
-        # FSDP divides the rows of what tensor parallelism has left on this rank.
-        (first, _), *rest = self.box
-        row_size = math.prod(shape_of(self.box[1:]))
-        row, rows = self.start // max(row_size, 1), count // max(row_size, 1)
-        box = ((first + row, first + row + rows), *rest)
-        return flattened(box, self.shape) or box
 
     def fill(self, whole: torch.Tensor) -> None:
         """Copy the shard's elements from the full tensor."""
-        region = self.region
-        flat = len(region) == 1 and len(self.shape) != 1
+        flat = len(self.region) == 1 and len(self.shape) != 1
         source = whole.detach().reshape(-1) if flat else whole.detach()
-        self.tensor.copy_(source[slices(region)].reshape(self.tensor.shape))
+        self.tensor.copy_(source[slices(self.region)].reshape(self.tensor.shape))
+
+
+def flat_shard(name: str, shape: tuple[int, ...], start: int, tensor: torch.Tensor) -> Shard:
+    """Return the shard with the elements from ``start`` on, in row-major order."""
+    return Shard(name, shape, ((start, start + tensor.numel()),), tensor)
 
 
 def whole(name: str, tensor: torch.Tensor) -> Shard:
     """Return the shard of a tensor that this rank has in full."""
-    return Shard(name, tuple(tensor.shape), 0, tensor.detach())
+    return flat_shard(name, tuple(tensor.shape), 0, tensor.detach())
 
 
 # -- names and entries of state dicts --------------------------------------------------------------
@@ -257,11 +246,7 @@ class Raw:
 
     def __init__(self, module: nn.Module | None, parameter_names: Mapping[int, str]) -> None:
         self.module = nn.Module() if module is None else module
-        self._parameter_names = parameter_names
-
-    @property
-    def parameter_names(self) -> Mapping[int, str]:
-        return self._parameter_names
+        self.parameter_names = parameter_names
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """Return this rank's shard of a tensor, without a copy, or None if it has none. Local.
@@ -364,7 +349,7 @@ class Raw:
             # The caller refuses a different shape, so nothing is allocated for it.
             if shape != full_shape or (is_new and not create):
                 nothing = torch.empty(full_shape, dtype=dtype, device="meta")
-                slots.append(Shard(full_name, full_shape, 0, nothing))
+                slots.append(whole(full_name, nothing))
                 continue
             state = optimizer.state[entry.parameter]
             if is_new:
@@ -401,4 +386,4 @@ def _copied(value: Any, old: Any, device: torch.device | None) -> Any:
     """Return a saved value with its tensors copied to ``device``, or to the old value's device."""
     if device is None and isinstance(old, torch.Tensor):
         device = old.device
-    return map_tensors(lambda tensor: tensor.to(device, copy=True), value, others=True)
+    return map_tensors(lambda tensor: tensor.to(device, copy=True), value)

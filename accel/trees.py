@@ -9,28 +9,17 @@ from typing import Any, TypeVar
 
 from torch import Size, Tensor, nn
 
-from .errors import AccelError, described
-
 T = TypeVar("T")
 
 
-def map_tensors(fn: Callable[[Tensor], Any], tree: T, *, others: bool = False) -> T:
+def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
     """Apply ``fn`` to every tensor in nested dicts, lists, tuples, namedtuples and dataclasses.
 
-    Containers without changes are returned themselves. Other leaves are kept if ``others`` is True.
-
-    Raises:
-        AccelError: a leaf is not a tensor. The error names its path, such as ``data["a"][1]``.
+    Other leaves are kept. Containers without changes are returned themselves.
     """
 
     def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return fn(leaf)
-        if others:
-            return leaf
-        raise AccelError(
-            f"{path} is {described(leaf)}; expected a tensor, or dicts, lists and tuples of them"
-        )
+        return fn(leaf) if isinstance(leaf, Tensor) else leaf
 
     return walk(visit, tree, "data")
 
@@ -42,7 +31,7 @@ def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
 
 def to_device(tree: T, device: Any) -> T:
     """Move tensors to a device. None leaves each where it is."""
-    return map_tensors(lambda tensor: tensor.to(device), tree, others=True)
+    return map_tensors(lambda tensor: tensor.to(device), tree)
 
 
 def all_tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
@@ -125,8 +114,8 @@ def walk(
 def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
     """Return the keys, the ends of paths and the values of a container, or None for a leaf."""
     if isinstance(tree, Mapping):
-        keys = enumerate(tree.items())
-        return [(key, _place(key, number), value) for number, (key, value) in keys]
+        quoted = {key: f'"{key}"' if isinstance(key, str) else repr(key) for key in tree}
+        return [(key, f"[{quoted[key]}]", value) for key, value in tree.items()]
     if isinstance(tree, list | tuple):
         names = getattr(tree, "_fields", None)  # of a namedtuple
         places = [f"[{i}]" if names is None else f".{names[i]}" for i in range(len(tree))]
@@ -135,15 +124,6 @@ def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
         names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
         return [(name, f".{name}", getattr(tree, name)) for name in names]
     return None
-
-
-def _place(key: Any, number: int) -> str:
-    """Return a text for a key of a dict, with its number if its repr may depend on the rank."""
-    if isinstance(key, str):
-        return f'["{key}"]'
-    if isinstance(key, int | float | bytes | tuple | None):
-        return f"[{key!r}]"
-    return f"[{type(key).__name__} #{number}]"
 
 
 def _changed(tree: Any, changes: Mapping[Any, Any]) -> Any:

@@ -17,7 +17,6 @@ from . import data, process
 from .data import LoaderHandle
 from .engines import Engine
 from .engines.base.sequence import prepared
-from .engines.base.step import take_added_groups
 from .errors import (
     AccelError,
     BackendError,
@@ -83,7 +82,7 @@ def backward(
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate gradients without synchronization, for the forwards inside. Can be nested.
 
-    You don't need to leave it for the last backward pass, because ``optimizer.step()`` synchronizes.
+    The last backward pass may be inside too, because ``optimizer.step()`` synchronizes.
     """
     return registry.find_engine(model).no_sync()
 
@@ -144,7 +143,9 @@ def clip_grad_norm_(
         RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
         BackendError: gradients are sharded, and ``norm_type`` is not above 0.
     """
-    return registry.find_engine(model).gradients.clip(max_norm, norm_type, error_if_nonfinite)
+    parameters = registry.find_engine(model).parameters
+    # Torch's function leads to `gradients/clip.py` while an engine on several ranks lives.
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 def refresh_trainable(model: nn.Module) -> None:
@@ -217,7 +218,7 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
 
     After ``accel.teardown()`` and a new start, the names end in the number of the start.
     """
-    return registry.find_engine(model).holdings.mesh
+    return registry.find_engine(model).mesh
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
@@ -273,7 +274,6 @@ def teardown(model: Any = None) -> Any:
     Raises:
         RankMismatchError: the ranks tear down different models, or a sharded one after different
             numbers of steps. Nothing has changed.
-        OptimizerError: an optimizer has parameters that aren't the model's. Nothing has changed.
         AccelError: sharded weights could not be gathered, for example because a rank has dropped
             the model. They are NaN, and the engines have ended.
     """
@@ -282,10 +282,8 @@ def teardown(model: Any = None) -> Any:
         shut_down()
         return None
     engine = registry.find_engine(model)
-    if engine.distributed and engine.gradients.partial and not engine.ended:
+    if engine.distributed and engine.placements.partial and not engine.ended:
         engine.compare(f"accel.teardown after {engine.drift.progress}")
-    for optimizer in engine.optimizers:
-        take_added_groups(engine, optimizer)
     registry.remove(engine)
     engine.teardown()
     return engine.module
@@ -345,7 +343,7 @@ def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
     limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
     progress: dict[int, str] = {}
     for engine in engines:
-        progress[engine.serial] = engine.drift.progress if engine.gradients.partial else ""
+        progress[engine.serial] = engine.drift.progress if engine.placements.partial else ""
     progress_by_rank = agree("accel.teardown", progress, timeout=limit)
     reasons = {}
     for serial in progress:

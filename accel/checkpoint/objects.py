@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from .. import process, shard
 from ..data import LoaderHandle
 from ..engines import Engine
-from ..engines.base.step import take_added_groups
 from ..errors import AccelError, CheckpointError, text_of_error
 from ..handles import ModelHandle
 from ..process.rng import RngState
@@ -278,8 +277,6 @@ class OptimizerObject(StateObject):
         self.optimizer = optimizer
         self.engine = engine
         self._has_names = names is not None
-        if engine is not None:
-            take_added_groups(engine, optimizer)
         held = shard.parameters_of(optimizer)
         names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
         for parameter in held:

@@ -20,7 +20,7 @@ import xxhash
 from ..errors import CheckpointError, is_url
 from ..process import running
 from ..process.transfer import begun, finish, host_memory, is_remote
-from ..shard import Box, Shard, divided, expanded, intersection, relative, shape_of, slices
+from ..shard import Box, Shard, divided, expanded, intersection, relative, shape_of, slices, whole
 from . import old_format
 from .record import OTHER, VERSION, Record, Stored, span
 from .shards import BY_NAME, Written, batched, is_lazy, key_of, memory, parse_header
@@ -318,7 +318,7 @@ class Reader:
             stored = self._record.tensors[name]
             dtype = BY_NAME[stored.dtype]
             found[name] = torch.empty(stored.shape, dtype=dtype, device="cpu")
-        self.fill(Shard(name, tuple(t.shape), 0, t) for name, t in found.items())
+        self.fill(whole(name, tensor) for name, tensor in found.items())
         return found
 
     def verify(self, number: int, start: int, step: int) -> None:

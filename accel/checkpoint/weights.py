@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import CheckpointError
 from ..precision import dtype_of
 from ..process.control import locked
-from ..shard import Shard
+from ..shard import Shard, flat_shard
 from . import folder, record, shards
 from .background import background
 from .layout import Run
@@ -283,7 +283,7 @@ class _Model:
             step = _PIECE // dtype.itemsize
             for start in range(0, total, step):
                 room = torch.empty(min(step, total - start), dtype=dtype, device="cpu")
-                yield Shard(self._prefix + entry.name, entry.shape, start, room)
+                yield flat_shard(self._prefix + entry.name, entry.shape, start, room)
 
 
 def _entries(saved: Record, prefix: str, dtype: str | None) -> list[Entry]:

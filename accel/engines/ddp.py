@@ -111,6 +111,7 @@ class DDPGradients(AveragedGradients):
     """
 
     deferred = False
+    spares = True
     engine: DDPEngine
 
     ddp: DistributedDataParallel | None = None
@@ -142,10 +143,6 @@ class DDPGradients(AveragedGradients):
         """Free the reducer and its buckets."""
         self.ddp = None
         self.armed = False
-
-    @property
-    def spares(self) -> bool:
-        return self.engine.distributed
 
     def accumulate(self, accumulating: bool) -> None:
         super().accumulate(accumulating)

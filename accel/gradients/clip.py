@@ -100,7 +100,6 @@ def clip_patches(registry: Any) -> tuple[Patch, ...]:
     replacements: dict[Any, Callable[..., Any]] = {
         clip_grad.clip_grad_norm_: _clip_by_norm,
         clip_grad.clip_grad_value_: _clip_by_value,
-        clip_grad._get_total_norm: _total_norm,
     }
     patches = []
     for function, replacement in replacements.items():
@@ -137,26 +136,6 @@ def _clip_by_value(
     # A stage of a pipeline may have no gradients, and torch can't clip an empty list.
     if local:
         original([SimpleNamespace(grad=gradient) for gradient in local], *args, **kwargs)
-
-
-def _total_norm(
-    registry: Any, original: Callable[..., torch.Tensor], tensors: Any, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    given = _as_list(tensors)
-    norm: Any = original(given, *args, **kwargs)
-    keys = set(map(id, given))
-    for engine in registry.in_order():
-        if not (engine.distributed and engine.gradients.in_parts):
-            continue
-        is_hidden = not given and engine.gradients.hidden()
-        if is_hidden or not keys.isdisjoint([id(p.grad) for p in engine.parameters]):
-            if hasattr(norm, "full_tensor"):  # of FSDP2's gradients
-                return norm.full_tensor()  # type: ignore[no-any-return]
-            raise BackendError(
-                "torch.nn.utils.get_total_norm sees only this rank's gradients. Call "
-                'accel.clip_grad_norm_(model, float("inf")) for the norm over all ranks.'
-            )
-    return norm  # type: ignore[no-any-return]
 
 
 def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[torch.Tensor]]:

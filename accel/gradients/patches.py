@@ -126,16 +126,13 @@ def backward_patches(
     def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         if args[_INPUTS]:  # VQGAN asks for the gradient of its last layer
-            inputs = map_tensors(leaf, args[_INPUTS], others=True)
+            inputs = map_tensors(leaf, args[_INPUTS])
             args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])
         if not kwargs.get("accumulate_grad", True):  # torch.autograd.grad leaves no gradients
             return original(*args, **kwargs)
-        # Strong references, because an engine may be collected meanwhile.
-        listening = []
-        for reference in listeners:
-            listener = reference()
-            if listener is not None:
-                listening.append(listener)
+        # Strong references, because an engine may be collected meanwhile. Without a comprehension,
+        # because every backward comes here.
+        listening: list[Any] = list(filter(None, map(weakref.ref.__call__, listeners)))
         outermost, completed = depth == 0, False
         depth += 1
         try:

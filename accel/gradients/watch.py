@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -39,27 +39,7 @@ def written(before: Look, after: Look) -> list[int]:
     ]
 
 
-@final
-class TrainableMask:
-    """``requires_grad`` of every parameter: now, and when the engine was built for it.
-
-    The idea of a comparison before each forward, on by default, is fairscale's (pull request 369).
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self.known = self.now()
-
-    def now(self) -> list[bool]:
-        """Return ``requires_grad`` of every parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return list(map(REQUIRES_GRAD, self._parameters))
-
-
-def explain(masks: Sequence[Sequence[bool]], names: Sequence[str]) -> str:
-    """Return the first parameter on which the ranks' masks differ, as text."""
-    for name, flags in zip(names, zip(*masks, strict=True), strict=True):
-        if len(set(flags)) > 1:
-            ranks = [rank for rank, trainable in enumerate(flags) if trainable]
-            return f"{name} is trainable on ranks {ranks} and frozen on the others"
-    return "they agree"
+def trainable(parameters: Sequence[nn.Parameter]) -> list[bool]:
+    """Return ``requires_grad`` of every parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(REQUIRES_GRAD, parameters))

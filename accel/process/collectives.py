@@ -242,7 +242,7 @@ def _pack(leaf: Any) -> bytearray:
 
     buffer = io.BytesIO()
     try:
-        torch.save(map_tensors(copied, leaf, others=True), buffer)
+        torch.save(map_tensors(copied, leaf), buffer)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         kind = type(leaf).__qualname__

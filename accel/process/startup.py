@@ -187,6 +187,7 @@ def _connect(process: Process, backend: str, problem: str, wait: Wait) -> None:
             device_id=_device_to_bind(process),
         )
         group = process.group = dist.group.WORLD
+        assert group is not None
         process.owns_group = True
         give_margin(group, process.timeout)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.gradients.watch import TrainableMask, look
+from accel.gradients.watch import look, trainable
 
 from .contenders import RIVALS, installed_rivals
 from .ranks import run
@@ -43,8 +43,8 @@ def _setup_again(seconds: float) -> dict[str, Times]:
 
 
 def _mask(seconds: float) -> dict[str, Times]:
-    mask = TrainableMask(list(MANY.build()[0].parameters()))
-    return interleave([Contender("check", mask.now)], seconds, 200)
+    parameters = list(MANY.build()[0].parameters())
+    return interleave([Contender("check", lambda: trainable(parameters))], seconds, 200)
 
 
 def _watch(seconds: float) -> dict[str, Times]:
@@ -133,7 +133,7 @@ def _tell(data: Data) -> list[str]:
     lines: list[tuple[str, float, float]] = [
         ("repeated `accel.setup(model, optimizer, loader)` of raw objects", setup[0].wall, setup[0].cpu),
         ("the same of their handles", setup[1].wall, setup[1].cpu),
-        ("trainability check of 500 tensors (`TrainableMask.now`)", mask[0].wall, mask[0].cpu),
+        ("trainability check of 500 tensors (`trainable`)", mask[0].wall, mask[0].cpu),
         ("look at 500 gradients (`look`), twice per backward on ddp", watch[0].wall, watch[0].cpu),
         *(
             (f"dataloader, {r.name}: for each batch over the raw `DataLoader`", r.wall_over, r.cpu_over)

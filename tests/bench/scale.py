@@ -24,7 +24,7 @@ from accel.checkpoint.plan import Listing, Plan, list_shards, make_plan
 from accel.checkpoint.reader import Reader
 from accel.checkpoint.record import Record
 from accel.checkpoint.shards import LocalShard, Written
-from accel.shard import Shard
+from accel.shard import flat_shard
 
 from .ranks import run
 from .section import Data, Section, Verdict, answer, brief, failures, table
@@ -98,7 +98,7 @@ def _rows_of(rank: int, world: int, table: list[Row], memory: torch.Tensor) -> l
     for name, shape in table:
         step = -(-shape[0] // world)
         begin, end = (min(shape[0], step * number) for number in (rank, rank + 1))
-        shards.append(LocalShard(Shard(name, shape, begin * COLUMNS, memory[begin:end]), equal=True))
+        shards.append(LocalShard(flat_shard(name, shape, begin * COLUMNS, memory[begin:end]), equal=True))
     return shards
 
 

@@ -20,7 +20,7 @@ from accel.checkpoint.record import Record
 from accel.checkpoint.save import contents_of
 from accel.checkpoint.shards import LocalShard
 from accel.checkpoint.values import Encoder, Json
-from accel.shard import Box, Manifest, Raw, Shard, StateEntry, divided, shape_of, slices, whole
+from accel.shard import Box, Manifest, Raw, Shard, StateEntry, divided, flat_shard, flattened, shape_of, slices, whole
 
 Shape = tuple[int, ...]
 
@@ -48,17 +48,22 @@ def parts_of(name: str, full: torch.Tensor, box: Box, start: int = 0, stop: int 
     """Elements of a box in row-major order, as boxes in memory of their own."""
     stop = math.prod(shape_of(box)) if stop is None else stop
     boxes = list(divided(box, start, stop)) if full.numel() else [box]
-    return [Shard(name, tuple(full.shape), 0, full[slices(one)].clone(), one) for one in boxes]
+    return [part_of(name, full, one) for one in boxes]
 
 
 def part_of(name: str, full: torch.Tensor, box: Box) -> Shard:
     """A box of a tensor, in memory of its own."""
-    return Shard(name, tuple(full.shape), 0, full[slices(box)].clone(), box)
+    return box_shard(name, tuple(full.shape), box, full[slices(box)].clone())
+
+
+def box_shard(name: str, shape: Shape, box: Box, tensor: torch.Tensor) -> Shard:
+    """A box of a tensor, as a range if its elements are one."""
+    return Shard(name, shape, flattened(box, shape) or box, tensor)
 
 
 def flat_part(name: str, full: torch.Tensor, start: int, stop: int) -> Shard:
     """A range of a tensor, in memory of its own."""
-    return Shard(name, tuple(full.shape), start, full.reshape(-1)[start:stop].clone())
+    return flat_shard(name, tuple(full.shape), start, full.reshape(-1)[start:stop].clone())
 
 
 def blank(shard: Shard, dtype: torch.dtype | None = None) -> Shard:
@@ -128,31 +133,27 @@ def side(number: int, parts: int, place: int) -> tuple[int, int]:
     return min(number, place * each), min(number, (place + 1) * each)
 
 
-def columns(shape: Shape, world: int, rank: int) -> tuple[Box, int, Shape]:
-    """The last dimension, cut over all ranks. A part: its box, its first element in it, and its shape."""
-    box = (*((0, n) for n in shape[:-1]), side(shape[-1], world, rank))
-    return box, 0, shape_of(box)
+def columns(shape: Shape, world: int, rank: int) -> Box:
+    """The last dimension, cut over all ranks."""
+    return (*((0, n) for n in shape[:-1]), side(shape[-1], world, rank))
 
 
-def rows_and_columns(shape: Shape, world: int, rank: int) -> tuple[Box, int, Shape]:
-    """Columns over pairs of ranks, and over the pairs the rows, as ranges of the columns."""
-    box, _, (_, *inner) = columns(shape, 2, rank % 2)
-    begin, end = side(shape[0], world // 2, rank // 2)
-    return box, begin * math.prod(inner), (end - begin, *inner)
+def rows_and_columns(shape: Shape, world: int, rank: int) -> Box:
+    """Columns over pairs of ranks, and over the pairs the rows."""
+    return (side(shape[0], world // 2, rank // 2), *columns(shape, 2, rank % 2)[1:])
 
 
-def replicas(shape: Shape, world: int, rank: int) -> tuple[Box, int, Shape]:
+def replicas(shape: Shape, world: int, rank: int) -> Box:
     """Columns over pairs of ranks; all pairs have the same."""
     return columns(shape, 2, rank % 2)
 
 
-def both_ends(shape: Shape, world: int, rank: int) -> tuple[Box, int, Shape]:
+def both_ends(shape: Shape, world: int, rank: int) -> Box:
     """The first and the last dimension."""
-    box = (side(shape[0], world // 2, rank // 2), *((0, n) for n in shape[1:-1]), side(shape[-1], 2, rank % 2))
-    return box, 0, shape_of(box)
+    return (side(shape[0], world // 2, rank // 2), *((0, n) for n in shape[1:-1]), side(shape[-1], 2, rank % 2))
 
 
-MESHES: dict[str, Callable[[Shape, int, int], tuple[Box, int, Shape]]] = {
+MESHES: dict[str, Callable[[Shape, int, int], Box]] = {
     f.__name__: f for f in (columns, rows_and_columns, replicas, both_ends)
 }
 
@@ -175,15 +176,14 @@ class Cut(Raw):
         super().__init__(module, {id(p): name for name, p in module.named_parameters()})
         self._shapes, self._mesh = shapes, mesh
 
-    def _place(self, name: str) -> tuple[Box, int, Shape]:
+    def box_of(self, name: str) -> Box:
         return MESHES[self._mesh](self._shapes[name], accel.world_size(), accel.rank())
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard:
         full = f"{name}/{key}" if key else name
         if len(self._shapes[name]) == 1:
             return whole(full, tensor)
-        box, start, _ = self._place(name)
-        return Shard(full, self._shapes[name], start, tensor.detach(), box)
+        return box_shard(full, self._shapes[name], self.box_of(name), tensor.detach())
 
     def entries(self, optimizer: torch.optim.Optimizer) -> list[StateEntry]:
         return [replace(entry, shape=self._shapes[entry.name]) for entry in super().entries(optimizer)]
@@ -201,7 +201,7 @@ class Divided:
         self.holdings = Cut(self.net, shapes, mesh)
         for name, tensor in [*self.net.named_parameters(), *self.net.named_buffers()]:
             if tensor.dim() > 1:
-                tensor.data = torch.zeros(self.holdings._place(name)[2], dtype=tensor.dtype)
+                tensor.data = torch.zeros(shape_of(self.holdings.box_of(name)), dtype=tensor.dtype)
         self.optimizer = stepped(self.net)
         names = self.holdings.parameter_names
         model = ModuleObject("", "", self.net, None, "")

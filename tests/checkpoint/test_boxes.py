@@ -25,6 +25,7 @@ from accel.engines.base import gather as gathering
 from accel.errors import CheckpointError
 from accel.process import current
 from accel.shard import Box, Shard, shape_of, slices
+from accel.shard import whole as whole_shard
 from tests.checkpoint.crafting import body_of
 from tests.checkpoint.helpers import fresh
 from tests.checkpoint.parts import (
@@ -166,7 +167,7 @@ def put_together(mesh: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathering, "_BATCH_BYTES", 40)
         found = gathering.gather(
-            "values", held, divided.holdings.part, process, device=None, keep=process.place.rank > 0
+            "values", held, divided.holdings.part, process, device=process.device, keep=process.place.rank > 0
         )
     assert len(found) == (len(held) if process.place.rank else 0)
     return [n for (n, _), t in found.items() if not equal(t, whole_value(n, tuple(t.shape), t.dtype))]
@@ -205,28 +206,29 @@ def test_models_and_optimizers_from_every_mesh_to_others(tmp_path: Path) -> None
 
 LEFT, RIGHT = ((0, 8), (0, 3)), ((0, 8), (3, 6))
 TOP = ((0, 5), (0, 3))
-BAD: dict[str, list[list[tuple[Box, int, int]]]] = {
-    "a hole": [[(LEFT, 0, 24)], []],
-    "an overlap": [[(LEFT, 0, 24)], [(((0, 8), (2, 6)), 0, 32)]],
-    "a part and the whole": [[(LEFT, 0, 24)], [((), 0, 48)]],
-    "a hole in a box": [[(LEFT, 0, 20)], [(RIGHT, 0, 24)]],
-    "outside": [[(LEFT, 0, 24)], [(((0, 8), (3, 7)), 0, 32)]],
-    "more than the box": [[(LEFT, 0, 24)], [(RIGHT, 3, 24)]],
+BAD: dict[str, list[list[Box]]] = {
+    "a hole": [[LEFT], []],
+    "an overlap": [[LEFT], [((0, 8), (2, 6))]],
+    "a part and the whole": [[LEFT], [((0, 48),)]],
+    "a hole in a box": [[((0, 7), (0, 3))], [RIGHT]],
+    "columns outside": [[LEFT], [((0, 8), (3, 7))]],
+    "rows outside": [[LEFT], [((1, 9), (3, 6))]],
 }
 
 
 @pytest.mark.parametrize("how", BAD)
 def test_boxes_that_are_not_the_tensor(how: str, tmp_path: Path) -> None:
-    ranks = [[Shard("w", (8, 6), start, torch.zeros(count), box) for box, start, count in those] for those in BAD[how]]
+    ranks = [[Shard("w", (8, 6), box, torch.zeros(shape_of(box))) for box in boxes] for boxes in BAD[how]]
     with pytest.raises(CheckpointError, match=r"model/w"):
         save_as_ranks(ranks, str(tmp_path / "c"))
     assert not list(tmp_path.glob("*/accel*.json"))
 
 
 def test_parts_of_other_tensors_of_one_name(tmp_path: Path) -> None:
-    left = Shard("w", (8, 6), 0, torch.zeros(24), LEFT)
+    left = Shard("w", (8, 6), LEFT, torch.zeros(24))
     for other in (torch.zeros(24, dtype=torch.int32), torch.zeros(32)):
-        right = Shard("w", (8, 6 if len(other) == 24 else 7), 0, other, RIGHT if len(other) == 24 else ((0, 8), (3, 7)))
+        columns = 6 if len(other) == 24 else 7
+        right = Shard("w", (8, columns), ((0, 8), (3, columns)), other)
         for ranks in ([[left], [right]], [[left, right]]):
             with pytest.raises(CheckpointError, match=r"model/w is F32 \[8, 6\]"):
                 save_as_ranks(ranks, str(tmp_path / "c"))
@@ -248,7 +250,7 @@ def test_boxes_that_are_no_grid_are_described_one_by_one(tmp_path: Path) -> None
     save_as_ranks([[part_of("w", whole, box)] for box in boxes], str(tmp_path))
     assert len(body_of(tmp_path)["tensors"]["model/w"]["parts"]) == 4
     found = torch.zeros(8, 6)
-    accel.load(tmp_path, {"model": Parts([Shard("w", (8, 6), 0, found)])})
+    accel.load(tmp_path, {"model": Parts([whole_shard("w", found)])})
     assert torch.equal(found, whole)
 
 
@@ -258,7 +260,7 @@ def test_of_replicas_that_differ_the_lowest_rank_s_are_saved(tmp_path: Path) -> 
     ranks = [[part_of("w", whole + add, box)] for add, box in ((0, LEFT), (0, RIGHT), (1, LEFT), (1, RIGHT))]
     save_as_ranks(ranks, str(tmp_path), equal=False)
     found = torch.zeros(8, 6)
-    accel.load(tmp_path, {"model": Parts([Shard("w", (8, 6), 0, found)])})
+    accel.load(tmp_path, {"model": Parts([whole_shard("w", found)])})
     assert torch.equal(found, whole)
     assert len(runs(tmp_path, "model/w")) == 1  # boxes at equal distances in consecutive files
 
@@ -284,11 +286,11 @@ def test_only_chunks_with_wanted_elements_are_read(tmp_path: Path, monkeypatch: 
             turned = torch.zeros(shape_of(box)[::-1]).permute(2, 1, 0)
             one = reader.Reader(str(tmp_path / "c"), record.read(str(tmp_path / "c"))[0])
             read[0] = 0
-            one.fill([Shard("model/w", wanted.shape, wanted.start, wanted.tensor, wanted.box)])
+            one.fill([replace(wanted, name="model/w")])
             assert read[0] < most * whole.nbytes
             assert len(one._stage) <= 5 << 16
             assert torch.equal(wanted.tensor, expected(wanted, whole))
-            accel.load(tmp_path / "c", {"model": Parts([Shard("w", wanted.shape, 0, turned, box)])})
+            accel.load(tmp_path / "c", {"model": Parts([Shard("w", wanted.shape, box, turned)])})
             assert torch.equal(turned, whole[slices(box)])
 
 

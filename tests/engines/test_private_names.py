@@ -24,7 +24,6 @@ from accel.engines.deepspeed.library import OF_COORDINATOR, OF_STAGE3
 Names = Sequence[tuple[str, str, str]]
 
 _GROUPS: Final = "torch.distributed:ProcessGroup."
-_CLIP: Final = "torch.nn.utils.clip_grad:"
 _TABLES: Final = "_parameters _modules _buffers _non_persistent_buffers_set"
 #: What every backend uses on several ranks.
 _COMMON: Final[Names] = (
@@ -36,7 +35,6 @@ _COMMON: Final[Names] = (
     ("torch._C:", "_current_graph_task_id", "whether a backward runs, and which"),
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
-    (_CLIP, "_get_total_norm", "a norm over all ranks in torch's clipping"),
     ("torch.nn:Module.", "_apply", "memory for deferred parameters of FSDP2"),
     ("torch:", "_foreach_norm _foreach_mul_ _foreach_add_ _foreach_copy_", "many gradients at once"),
     ("torch._compile:", "_disable_dynamo", "what stays outside of compiled code"),

@@ -134,19 +134,18 @@ def test_map_tensors_keeps_every_container() -> None:
     for found in (mapped["user"]["x"], mapped["output"].loss, mapped["max"].values):
         assert torch.equal(found, one + 1)
     assert tree["output"].loss is one  # type: ignore[attr-defined]
-    assert map_tensors(lambda tensor: tensor, [tree, "text", None], others=True)[0] is tree
+    assert map_tensors(lambda tensor: tensor, [tree, "text", None])[0] is tree
 
 
 @pytest.mark.parametrize(
     ("tree", "path", "functions"),
     [
         ({"a": [torch.ones(1), 3]}, r'data\["a"\]\[1\] is an int', (all_gather, broadcast)),
-        (Pair(torch.ones(1), None), r"data\.right is None", ()),
         ({2: Output("x")}, r"data\[2\]\.loss is a str", (all_reduce, all_gather, broadcast)),
     ],
 )
 def test_a_wrong_leaf_is_named(tree: Any, path: str, functions: tuple[Any, ...]) -> None:
-    for fn in (lambda t: map_tensors(lambda x: x, t), *functions):
+    for fn in functions:
         with pytest.raises(AccelError, match=path):
             fn(tree)
     process.shutdown()

@@ -9,14 +9,15 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import nn
 
 from ...errors import RankMismatchError
-from ...facts import comparable_text, differing_names, values_by_rank
+from ...facts import comparable_text, first_difference
+from ...gradients.watch import trainable
 from ...handles import HiddenAttribute
 from ...process.control import agree
 from ...trees import all_tensors
@@ -92,8 +93,8 @@ class DriftGuard:
         inputs = 0 if self.inputs is None else self.inputs.take()
         title = f"the drift check of {engine.label} at step {self.steps}"
         by_rank = agree(title, (hashes, inputs))
-        if differing_names([hashes for hashes, _ in by_rank], ignore_absent=True):
-            difference = _first_difference(agree(f"{title}: names", facts))
+        if first_difference([hashes for hashes, _ in by_rank], ignore_absent=True):
+            difference = first_difference(agree(f"{title}: names", facts), ignore_absent=True)
             where = f"{engine.label} differs between ranks at step {self.steps}"
             raise RankMismatchError(f"{where}: {difference}. {_ADVICE}")
         if self.inputs is not None:
@@ -178,14 +179,8 @@ def _facts(engine: Engine) -> dict[str, str]:
                 elif key != "params" and isinstance(value, _PLAIN):
                     facts[fact] = comparable_text(value)
     if engine.gradients.reduced:
-        pairs = zip(engine.names, engine.mask.now(), strict=True)
+        pairs = zip(engine.names, trainable(engine.parameters), strict=True)
         facts["frozen parameters"] = ", ".join(name for name, trains in pairs if not trains)
     for name, value in zip(tensors, digests(tensors.values()), strict=True):
         facts[name] = f"{value:016x}"
     return facts
-
-
-def _first_difference(facts_by_rank: Sequence[Mapping[str, str]]) -> str:
-    name, *others = differing_names(facts_by_rank, ignore_absent=True)
-    also = f" (also {', '.join(others[:5])})" if others else ""
-    return f"{name} is {values_by_rank(name, facts_by_rank, ignore_absent=True)}{also}"

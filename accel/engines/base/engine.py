@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import AccelError, BackendError, OptimizerError
-from ...gradients.watch import REQUIRES_GRAD, TrainableMask, explain
+from ...errors import AccelError, BackendError
+from ...facts import first_difference
+from ...gradients.watch import REQUIRES_GRAD, trainable
 from ...handles import ModelHandle, end
 from ...precision import LossScale, Precision, Replaced
 from ...process import Process, reason_of
@@ -28,7 +28,10 @@ from .memory import MemoryUse, TensorSize, add_uses
 from .options import Options
 from .placement import REPLICATED, Placements
 from .sequence import SequenceParallel, sequence_size
-from .step import Stepper, refuse_changes, refuse_steps, take_added_groups
+from .step import Stepper, refuse_changes, refuse_steps
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger("accel")
 
@@ -64,6 +67,8 @@ class Engine(ABC):
     placements: Placements = REPLICATED
     gradients_type: type[Gradients] = Gradients
     holdings_type: type[Holdings] = Holdings
+    #: The device mesh of the model, if it has one.
+    mesh: DeviceMesh | None = None
 
     def __init__(self, module: nn.Module, entry: nn.Module, context: Context) -> None:
         #: The user's raw module, and the callable of a forward: ``module`` or a compile wrapper.
@@ -104,7 +109,7 @@ class Engine(ABC):
         self.drift = DriftGuard(self, self.options.drift_check if compared else 0)
         self._load_hook = module.register_load_state_dict_pre_hook(before_load)
         context.process.dependents.add(self)
-        if self.placements.sharded:
+        if self.placements.partial:
             self.holdings.guard.watch(module)
 
     def _read_parameters(self) -> None:
@@ -114,7 +119,8 @@ class Engine(ABC):
         self.parameters = list(self.named.values())
         #: The identities of all parameter objects that belong to this engine.
         self.known: Container[int] = {id(p) for p in self.parameters}
-        self.mask = TrainableMask(self.parameters)
+        #: ``requires_grad`` of each, for which the engine was built.
+        self.mask = trainable(self.parameters)
 
     # -- before there is an engine ---------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Engine(ABC):
         """Add an optimizer of this model's parameters. Local. ``start`` follows."""
         self.steppers[id(optimizer)] = Stepper(self, optimizer)
         self.optimizers.append(optimizer)
-        if self.placements.sharded:
+        if self.placements.partial:
             self.holdings.guard.watch(optimizer)
 
     def detach(self, optimizer: Optimizer) -> None:
@@ -211,10 +217,6 @@ class Engine(ABC):
             last.callback(self.process.dependents.discard, self)
             self._finish_gradients()
             optimizers = list(self.optimizers)
-            for optimizer in optimizers:
-                # A group of another model's parameters stays in the optimizer as it is.
-                with contextlib.suppress(OptimizerError):
-                    take_added_groups(self, optimizer)
             self._give_state_back(optimizers)
             last.callback(self.undo.close)
             for optimizer in optimizers:
@@ -282,11 +284,12 @@ class Engine(ABC):
             with self.sequence.forward(function):
                 return self.call(function, args, kwargs)
         watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
-        # LoRA and GAN loops freeze and unfreeze parameters between forwards.
+        # LoRA and GAN loops freeze and unfreeze parameters between forwards. The comparison is an
+        # idea of fairscale's (pull request 369).
         if watches_mask:
-            # Inline, because every forward comes here.
+            # `trainable` without its call, because every forward comes here.
             with torch._C.DisableTorchFunctionSubclass():
-                changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask.known
+                changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask
             if changed:
                 self.refresh()
         if self.drift.inputs is not None:
@@ -324,10 +327,10 @@ class Engine(ABC):
             RankMismatchError: the change is not the same on all ranks.
             BackendError: gradients of ``no_sync`` are pending that a rebuild would lose.
         """
-        mask = self.mask.now()
-        if self.distributed and mask != self.mask.known:
-            explain_masks = functools.partial(explain, names=self.names)
-            self.compare("a change of requires_grad", mask, explain_masks)
+        mask = trainable(self.parameters)
+        if self.distributed and mask != self.mask:
+            by_name = dict(zip(self.names, mask, strict=True))
+            self.compare("a change of requires_grad", by_name, first_difference)
             if self.gradients.pending() and not self.gradients.deferred:
                 if self.gradients.accumulating:
                     raise BackendError(
@@ -336,7 +339,7 @@ class Engine(ABC):
                     )
                 self.gradients.settle()
             self.rebuild()
-        self.mask.known = mask
+        self.mask = mask
 
     # -- agreement between ranks -----------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def gather(
     part: Callable[[str, torch.Tensor, Any], Shard | None],
     process: Process,
     *,
-    device: torch.device | None,
+    device: torch.device,
     keep: bool = True,
 ) -> dict[tuple[str, Any], Any]:
     """Return the full values of all ranks by name and key. Collective.
@@ -43,8 +43,7 @@ def gather(
         title: names the gathering in messages.
         held: the values on this rank.
         part: returns the shard that a tensor of this rank is.
-        device: the device of full tensors. None: that of their shards. Single numbers may stay in
-            host memory.
+        device: the device of full tensors. Single numbers may stay in host memory.
         keep: False if this rank only sends, and gets nothing.
 
     Raises:
@@ -67,7 +66,7 @@ def gather(
         for key, row in rows_of_rank.items():
             if key not in fulls:
                 target = process.device if row.on_device else _CPU
-                if device is not None and (device == _CPU or row.shape):
+                if device == _CPU or row.shape:
                     target = device
                 fulls[key] = _FullTensor(key, row, target if keep else None)
             fulls[key].add(rank, row.region)
@@ -77,7 +76,7 @@ def gather(
     if not keep:
         return {}
     tensors = {key: full.tensor for key, full in fulls.items()}
-    full: dict[tuple[str, Any], Any] = to_device(values, device or process.device)
+    full: dict[tuple[str, Any], Any] = to_device(values, device)
     return put_back(full, tensors)  # type: ignore[no-any-return]
 
 
@@ -100,7 +99,7 @@ def _without_tensors(
             shards[number] = shard
         return TensorPlace(number)
 
-    return map_tensors(visit, value, others=True)
+    return map_tensors(visit, value)
 
 
 @dataclass(frozen=True, slots=True)

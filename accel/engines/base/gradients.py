@@ -17,7 +17,7 @@ from ...process import Process
 from ...process.control import agree, announce
 from .buffers import Buffers
 from .placement import Placement
-from .refusals import check_parameters as check_parameters
+from .refusals import check_parameters
 from .refusals import refuse_overlaps as refuse_overlaps
 from .refusals import refuse_quantized as refuse_quantized
 from .refusals import refuse_sparse as refuse_sparse
@@ -37,6 +37,8 @@ class Gradients:
     reduced: ClassVar[bool] = False
     #: Gradients are reduced at the step, so a change of ``requires_grad`` loses none.
     deferred: ClassVar[bool] = False
+    #: ``no_sync`` saves messages, and costs no memory.
+    spares: ClassVar[bool] = False
     #: Optimizers that were never given to ``setup`` need ``before_step`` too.
     before_any_step: ClassVar[bool] = False
 
@@ -54,12 +56,6 @@ class Gradients:
         #: True if ``before_step`` and ``after_step`` do something.
         self.prepares_steps = kind.before_step is not Gradients.before_step
         self.finishes_steps = kind.after_step is not Gradients.after_step
-
-    @property
-    @final
-    def partial(self) -> bool:
-        """True if a rank lacks some weights, gradients or optimizer state."""
-        return self.engine.placements.sharded
 
     @property
     @final
@@ -111,7 +107,7 @@ class Gradients:
             return
         gradients = [here(a.grad) for a in self.holders() if a.grad is not None]
         exists = bool(gradients) if zeros else any(bool(grad.any()) for grad in gradients)
-        if self.partial:  # maybe on other ranks only
+        if self.engine.placements.partial:  # maybe on other ranks only
             exists = any(agree(f"the gradients ({self.engine.label})", exists))
         if exists:
             raise PrecisionError(
@@ -151,11 +147,6 @@ class Gradients:
         """Begin or end ``no_sync``. Local."""
         self.accumulating = accumulating
 
-    @property
-    def spares(self) -> bool:
-        """True if ``no_sync`` saves messages, and costs no memory."""
-        return False
-
     def hidden(self) -> bool:
         """True if ``p.grad`` doesn't show all gradients, even once they are final. Local."""
         return False
@@ -164,7 +155,7 @@ class Gradients:
     def finite(self, optimizer: Optimizer) -> bool:
         """True if the final gradients of ``optimizer`` have neither inf nor nan on any rank."""
         finite = all_finite(optimizer)
-        if self.partial:
+        if self.engine.placements.partial:
             finite = all(agree(f"the gradients' finiteness ({self.engine.label})", finite))
         return finite
 
@@ -196,13 +187,6 @@ class Gradients:
             self.engine.compare(what, sorted({names[id(p)] for p in parameters}), other_parameters)
 
     @final
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """Clip by the global norm of the model's gradients. Return the norm before. Collective."""
-        # Torch's function leads to `gradients/clip.py` while an engine on several ranks lives.
-        parameters = self.engine.parameters
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-
-    @final
     def clip_parts(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip sharded gradients that are final. Collective."""
         return clip_sharded_([(self, self.engine.parameters)], (), max_norm, norm_type, False)
@@ -220,9 +204,6 @@ class Gradients:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after ``optimizer`` has stepped."""
-
-    def break_step(self) -> None:
-        """Called if a step raised. Local."""
 
     @final
     def announce(self, what: str, details: Hashable = None) -> None:

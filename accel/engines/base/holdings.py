@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import nn
@@ -31,11 +31,8 @@ from ...shard import (
 from ...trees import inner_tensors, map_tensors, to_device
 from .gather import Item, gather
 from .raw_objects import Guard, Snapshot, Target, as_author_made, copied_to, in_place_of
-from .step import take_added_groups
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from .engine import Engine
 
 _CPU = torch.device("cpu")
@@ -47,14 +44,12 @@ class Holdings(Raw):
     ``optimizer=None`` means the model.
     """
 
-    #: True if an option may put shards into host memory. Full state goes to the device anyway.
-    offloads: bool = False
     #: True if ``start`` gives parameters on the meta device memory and values.
     materializes: bool = False
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.module, {})
-        self.engine: Any = engine
+        # Without Raw.__init__, because the names of parameters are a property here.
+        self.module, self.engine = engine.module, cast(Any, engine)
         self.guard = Guard(self)
         #: The full shapes of parameters, which may be shards later.
         self.shapes = {name: p.shape for name, p in engine.named.items()}
@@ -87,25 +82,15 @@ class Holdings(Raw):
         """The changes of the module that the backend's library made. Local."""
         return None
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh of the model if it has one. Local."""
-        return None
-
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
         """True if ``start`` copies shards from host memory to the device, so weights fit. Pure."""
         return False
 
     @property
-    @final
-    def parameter_names(self) -> dict[int, str]:
+    def parameter_names(self) -> dict[int, str]:  # type: ignore[override]
         """Names by the identity of the optimizers' parameters."""
         return {id(p): name for name, p in self.engine.named.items()}
-
-    def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        take_added_groups(self.engine, optimizer)
-        return super().entries(optimizer)
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         if optimizer is None:
@@ -302,7 +287,7 @@ class Holdings(Raw):
                 part.fill(tensor)
             return local
 
-        return map_tensors(shard, value, others=True)
+        return map_tensors(shard, value)
 
     @final
     def drop_others(self, optimizer: Optimizer) -> None:
@@ -336,19 +321,20 @@ class Holdings(Raw):
         groups, device = self.groups(optimizer), self.engine.process.device
         for name, values in full.items():
             optimizer.state[parameters[name]] = values
-            if self.offloads:  # step counters are in CPU memory, and fused optimizers need the GPU
-                for key in values:
-                    target = state_device(key, device, groups.get(name, {}))
-                    values[key] = to_device(values[key], target)
+            # Step counters of offloaded state are on the CPU, and fused optimizers need the GPU.
+            for key in values:
+                target = state_device(key, device, groups.get(name, {}))
+                values[key] = to_device(values[key], target)
 
     @final
     def gather(self, title: str, held: Iterable[Item], **options: Any) -> dict[Any, Any]:
         """Return full values by name and key from the values on each rank. Collective.
 
-        ``options`` are the ``device`` of full values, and ``keep=False`` on ranks that need none.
+        ``options`` are the ``device`` of full values, by default the rank's own also if shards are
+        offloaded, and ``keep=False`` on ranks that need none.
         """
         process = self.engine.process
-        options.setdefault("device", process.device if self.offloads else None)
+        options.setdefault("device", process.device)
         return gather(f"{title} ({self.engine.label})", held, self.part, process, **options)
 
     @final

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
-
-import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +37,6 @@ class TensorSize:
     trainable: bool = False
     optimizer: int | None = None
     state_bytes: int = 0
-
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, **state: Any) -> TensorSize:
-        """Return the size of a tensor, which may be sharded."""
-        shape, itemsize = tuple(tensor.shape), tensor.dtype.itemsize
-        return cls(
-            name=name, shape=shape, itemsize=itemsize, trainable=tensor.requires_grad, **state
-        )
 
     @property
     def numel(self) -> int:

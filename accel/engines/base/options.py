@@ -44,7 +44,8 @@ class Options:
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
             if "or_classes" in option.metadata:
-                valid = type(value) is bool or _are_classes(value)
+                are_classes = isinstance(value, tuple) and all(isinstance(k, type) for k in value)
+                valid = type(value) is bool or are_classes
                 self.expect(option.name, valid, "True, False or a tuple of module classes")
             elif type(option.default) is bool:
                 self.expect(option.name, type(value) is bool, "True or False")
@@ -68,10 +69,6 @@ class Options:
         if not valid:
             value = getattr(self, name)
             raise BackendError(f"{type(self).__name__}({name}={value!r}): expected {expected}")
-
-
-def _are_classes(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, type) for item in value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

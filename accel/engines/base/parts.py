@@ -9,6 +9,7 @@ closures find the parameters, as they do between steps.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import weakref
 from collections import defaultdict
@@ -38,15 +39,12 @@ def elementwise(optimizer: Optimizer) -> bool:
 @functools.cache
 def _is_elementwise(kind: Any) -> bool:
     base = next((c for c in kind.__mro__ if c in ELEMENTWISE), None)
-    step = kind.step
-    while base is not None and step is not None:
-        # schedulefree's AdamW has a step of its own.
-        if not step.__module__.startswith("torch.optim."):
-            return False
-        step = getattr(step, "__wrapped__", None)
-    own_classes = kind.__mro__[: kind.__mro__.index(base)] if base is not None else ()
+    # schedulefree's AdamW has a step of its own.
+    if base is None or inspect.unwrap(kind.step) is not inspect.unwrap(base.step):
+        return False
+    own_classes = kind.__mro__[: kind.__mro__.index(base)]
     names = {name for c in own_classes for name in vars(c) if not name.startswith("__")}
-    return base is not None and {name for name in names if hasattr(base, name)} <= _OUTSIDE
+    return {name for name in names if hasattr(base, name)} <= _OUTSIDE
 
 
 class PartsInGroups:

@@ -26,10 +26,6 @@ class Placement(enum.Enum):
 class Placements:
     """The placements of an engine, as its backend declares them.
 
-    Everything that depends on them is derived in the base classes: who takes part in a norm, what
-    the ranks agree on, what the drift guard compares, what is gathered, and what ``teardown`` gives
-    back.
-
     Attributes:
         weights: of parameters outside of a forward.
         gradients: of final gradients, which a step or clipping uses.
@@ -41,8 +37,8 @@ class Placements:
     optimizer_state: Placement = Placement.REPLICATED
 
     @property
-    def sharded(self) -> bool:
-        """True if something is sharded."""
+    def partial(self) -> bool:
+        """True if a rank may lack some weights, gradients or optimizer state."""
         placements = (self.weights, self.gradients, self.optimizer_state)
         return any(placement.sharded for placement in placements)
 

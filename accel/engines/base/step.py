@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 _PROTOCOL: Final = "_step_supports_amp_scaling"
 
 
-def take_added_groups(engine: Engine, optimizer: Optimizer) -> None:
-    """Accept the groups that were added since the last step, or raise OptimizerError. Local."""
-    stepper = engine.steppers.get(id(optimizer))
-    if stepper is not None:
-        stepper.look(engine)
-
-
 def refuse_changes(engine: Engine) -> None:
     """Raise if the process groups were ended, or if the module has different parameters. Local."""
     if engine.ended:
@@ -90,7 +83,6 @@ class Stepper:
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = weakref.ref(engine)
         self.optimizer = optimizer
-        self._num_parameters = len(parameters_of(optimizer))
         self._serial = engine.loss_scale.serial
         #: Parameters of a skipped step, with their gradients.
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -128,13 +120,6 @@ class Stepper:
         for name in self._attributes:
             vars(self.optimizer).pop(name, None)
 
-    def look(self, engine: Engine) -> None:
-        """Accept new parameters in the groups, or raise OptimizerError. Local."""
-        num_parameters = len(parameters_of(self.optimizer))
-        if num_parameters != self._num_parameters:
-            engine.gradients.check(self.optimizer)
-            self._num_parameters = num_parameters
-
     # -- methods of the optimizer ------------------------------------------------------------------
 
     def _step(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +129,6 @@ class Stepper:
             engine = self._engine()
             if engine is not None:
                 engine.drift.broken = engine.drift.steps
-                engine.gradients.break_step()
             raise
         finally:
             for parameter, grad in self._hidden:
@@ -173,11 +157,6 @@ class Stepper:
         drift.steps += 1
         if drift.steps >= drift.next:
             drift.check()
-        num_parameters = 0
-        for group in optimizer.param_groups:
-            num_parameters += len(group["params"])
-        if num_parameters != self._num_parameters:
-            self.look(engine)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
             global_closure = self._global_closure(engine, closure)
@@ -239,8 +218,6 @@ class Stepper:
             # GradScaler deletes them only after a step. The next step would take them for its own.
             del optimizer.grad_scale, optimizer.found_inf
             raise
-        if not self._fused:
-            optimizer.grad_scale = optimizer.found_inf = None
         if self._fused:  # the optimizer unscales and skips by itself, without a synchronization
             self._count(found_inf > 0)
             return

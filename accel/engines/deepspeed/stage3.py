@@ -39,12 +39,12 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
             return changed and (tuple(changed) if single else changed[0])
         # Once each, because attention(x, x, x) computes differently with three tensors.
         tensors: dict[int, torch.Tensor] = {}
-        map_tensors(lambda tensor: tensors.setdefault(id(tensor), tensor), tree, others=True)
+        map_tensors(lambda tensor: tensors.setdefault(id(tensor), tensor), tree)
         changed = hook(module, *values[:-1], list(tensors.values()))
         if changed is None:
             return None
         others = dict(zip(tensors, changed, strict=True))
-        return map_tensors(lambda tensor: others[id(tensor)], tree, others=True)
+        return map_tensors(lambda tensor: others[id(tensor)], tree)
 
     return _disable_dynamo(call)
 

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 
 from ...deferred import without_values
 from ...precision import convert_optimizer
-from ...shard import Shard, StateEntry
+from ...shard import Shard, StateEntry, flat_shard
 from ..base.absent import plainly
 from ..base.gather import Item
 from ..base.holdings import Holdings
 from ..base.raw_objects import Override, Snapshot
-from ..base.step import take_added_groups
 from .config import Configuration
 from .partitions import Partitions
 
@@ -32,7 +31,6 @@ class DeepSpeedHoldings(Holdings):
     """Fragments of parameters. While the engine's ``zero`` is None, every rank has everything."""
 
     engine: DeepSpeedEngine
-    offloads = True
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -66,17 +64,16 @@ class DeepSpeedHoldings(Holdings):
             return super().part(name, tensor, key)
         shape, fragment = tuple(self.shapes[name]), zero.fragment_of(parameter)
         if not key:
-            return fragment and Shard(name, shape, fragment.start, fragment.weights)
+            return fragment and flat_shard(name, shape, fragment.start, fragment.weights)
         is_step = key == "step" and tensor.numel() == 1
         if fragment is None or tensor.shape != fragment.weights.shape or is_step:
             return super().part(name, tensor, key)
-        return Shard(f"{name}/{key}", shape, fragment.start, tensor)
+        return flat_shard(f"{name}/{key}", shape, fragment.start, tensor)
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         zero = self.engine.zero
         if zero is None:
             return super().entries(optimizer)
-        take_added_groups(self.engine, optimizer)
         entries = []
         for index in self.engine.indices(optimizer):
             fragment = zero.fragments.get(index)

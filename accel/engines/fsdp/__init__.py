@@ -18,7 +18,7 @@ from ...precision import here
 from ...process import Process
 from ...process.control import agree
 from ...process.rng import put_torch_states, torch_states
-from ...shard import Shard, StateEntry
+from ...shard import Shard, StateEntry, whole
 from ..base import refusals
 from ..base.activations import Choice
 from ..base.engine import Context, Engine, lost_weights
@@ -34,8 +34,6 @@ from ..base.raw_objects import Snapshot
 from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from .convert import Conversion
     from .shard import ShardedModule
 
@@ -95,12 +93,7 @@ class FSDPHoldings(Holdings):
     """Each rank holds rows of each tensor."""
 
     engine: FSDPEngine
-    offloads = True
     materializes = True
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        return self.engine.sharded.mesh.whole
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         return self.engine.divided
@@ -117,12 +110,11 @@ class FSDPHoldings(Holdings):
     def part(self, name: str, tensor: Any, key: Any = "") -> Shard | None:
         name, shape = f"{name}/{key}" if key else name, tuple(tensor.shape)
         if not hasattr(tensor, "placements"):
-            return Shard(name, shape, 0, tensor.detach())
+            return whole(name, tensor)
         local = tensor.to_local().detach()
         if not len(local):
             return None
-        row, box = self.engine.sharded.mesh.box_of(tensor)
-        return Shard(name, shape, row * (local.numel() // len(local)), local, box)
+        return Shard(name, shape, self.engine.sharded.mesh.region_of(tensor, local), local)
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -347,6 +339,7 @@ class FSDPEngine(Engine):
         average_gradients_(what, self.parameters, self.names, self.process)
         gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         self.sharded = ShardedModule(self.module, self.process, self.options)
+        self.mesh = self.sharded.mesh.whole
         self.conversion, self.divided = Conversion(self), True
         self.conversion.shard(names)
         self._read_parameters()
@@ -409,7 +402,7 @@ class FSDPEngine(Engine):
         self.conversion.restore(optimizers)
         lost = self.ended and self.conversion.old
         self.divided = False
-        del self.conversion, self.sharded
+        del self.conversion, self.sharded, self.mesh
         self._read_parameters()
         if lost:
             raise lost_weights(self)

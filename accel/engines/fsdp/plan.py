@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
+import torch
 from torch import nn
 
 from ...errors import BackendError
 from ...process import Process
 from ...process.startup import mesh_of
-from ...shard import Box
+from ...shard import Box, flattened
 from ..base.activations import Choice, chosen
 
 if TYPE_CHECKING:
@@ -67,19 +68,20 @@ class Mesh:
         sharded = {name for name, placement in pairs if not placement.is_replicate()}
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
-    def box_of(self, tensor: DTensor) -> tuple[int, Box]:
-        """Return the first row of this rank's shard, and its box unless it has full rows."""
-        shape = tensor.shape
+    def region_of(self, tensor: DTensor, local: torch.Tensor) -> Box:
+        """Return the elements of this rank's shard, which is not empty."""
+        shape = tuple(tensor.shape)
         if not self.parallel:
-            return self.place["shard"] * -(-shape[0] // self.sizes["shard"]), ()
+            row = self.place["shard"] * -(-shape[0] // self.sizes["shard"])
+            start = row * (local.numel() // len(local))
+            return ((start, start + local.numel()),)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         mesh, placements = tensor.device_mesh, tensor.placements
         sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
-        if sizes[1:] == tuple(shape[1:]):
-            return starts[0], ()
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        return starts[0], ((0, shape[0]), *zip(starts[1:], ends[1:], strict=True))
+        box = tuple(zip(starts, ends, strict=True))
+        return flattened(box, shape) or box
 
 
 # -- blocks, and modules that can't be sharded -----------------------------------------------------

@@ -203,7 +203,7 @@ def recomputed(stage: nn.Module, value: Any) -> Any:
 
     def forward_of_copy(value: Any) -> Any:
         # nn.ReLU(inplace=True) as the first child would change the input of the second run.
-        return stage(map_tensors(torch.clone, value, others=True))
+        return stage(map_tensors(torch.clone, value))
 
     return run_again(forward_of_copy, list(stage.modules()), (value,), {})
 
