@@ -22,7 +22,7 @@ from .devices import parse_backend, pick, resolve
 from .launchers import Place
 from .startup import UNKNOWN, destroy_groups, place_now, select, start
 from .startup import Process as Process
-from .watchdog import Watchdog, disconnect_all, missing_ranks
+from .watchdog import Watchdog, disconnect_all, explain
 
 logger = logging.getLogger("accel")
 
@@ -311,15 +311,16 @@ def who_is_missing(error: BaseException) -> str:
     # gloo raises RuntimeErrors. Connections of the program itself raise other classes.
     if process is None or process.ended or not isinstance(error, RuntimeError):
         return ""
-    # All ranks notice a closed connection at once, but each has its own timeout.
-    wait = 4.0 if "imed out" in text else 1.0 if "by peer" in text else 0.0
-    if not wait:
+    if process.watchdog is None or not ("imed out" in text or "by peer" in text):
         return ""
-    missing = missing_ranks(lambda: process.store("failed"), process.place, wait)
-    if missing is None:
+    reports = process.watchdog.ask()
+    if ended():  # a different rank told why
+        return ""
+    if not reports:
         return f"rank 0 (host {process.hosts[0]}) can't be reached, or the launcher's node"
+    missing = [rank for rank, report in reports.items() if report is None]
     if not missing:
-        return "all ranks waited in vain"
+        return explain(reports)
     silent = ", ".join(f"{rank} (host {process.hosts[rank]})" for rank in missing)
     return f"rank {silent} did not answer: it ended or hangs, or the link to it is cut"
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import AccelError, RankMismatchError, described
 from ..trees import map_tensors, walk
-from . import Process, current
+from . import current
 from .control import Waiting, agree, locked
-from .packing import broadcast_, bytes_of, is_dense, packed, to_bytes, to_tensor, unpacked
+from .packing import broadcast_, bytes_of, is_dense, to_bytes, to_tensor
 
 T = TypeVar("T")
 
@@ -55,27 +56,27 @@ def all_reduce(data: T, op: str = "sum") -> T:
         RankMismatchError: structure, shapes, dtypes or ``op`` differ between ranks.
         AccelError: a leaf is not a tensor or number, or ``op`` is unknown.
     """
-    problem = "" if op in tuple(_OPS) else f"expected op to be one of {', '.join(_OPS)}"
 
-    def describe(leaf: Any) -> str:
-        if isinstance(leaf, Tensor) and leaf.is_complex() and op not in ("sum", "mean"):
-            raise _WrongLeafError(f"complex, which has no {op} over ranks")
+    def number(leaf: Any) -> tuple[str, Any]:
         # NumPy's scalars count as numbers.
-        number = isinstance(leaf, int | float | complex) or getattr(leaf, "shape", None) == ()
-        return "a number" if number and not isinstance(leaf, Tensor) else ""
+        if isinstance(leaf, int | float | complex) or getattr(leaf, "shape", None) == ():
+            return "a number", leaf
+        raise AccelError(f"{described(leaf)}; expected a tensor or number")
 
-    call = f"all_reduce(op={op!r})"
-    leaves = _Leaves(data, describe, hint="numbers are reduced too", problem=problem)
-    shared = _share(call, leaves)
-    results: dict[str, Any] = {}
-    for path in leaves.sent:
-        results[path] = _reduce_numbers([sent[path] for sent in shared.sent], op)
-    for path, tensor in shared.tensors.items():
-        if len(shared.sent) == 1:
+    problem = "" if op in tuple(_OPS) else f"expected op to be one of {', '.join(_OPS)}"
+    exchange = _Exchange(f"all_reduce(op={op!r})", data, number, problem=problem)
+    results = {}
+    for path, tensor in exchange.tensors.items():
+        if tensor.is_complex() and op not in ("sum", "mean"):
+            raise AccelError(f"{exchange.call}: {path} is complex, which has no {op} over ranks")
+        if len(exchange.all_shapes) > 1:
+            results[path] = _reduce_tensor(exchange, tensor, op)
+        else:
             results[path] = _without_gradient(tensor).to(_reduced_dtype(tensor.dtype, op))
-    if len(shared.sent) > 1:
-        results |= _reduce_tensors(shared, op, call)
-    return _replace(data, results)
+    for path in exchange.others:
+        results[path] = _reduce_numbers([others[path] for others in exchange.all_others], op)
+    reduced: T = exchange.replaced(results)
+    return reduced
 
 
 @overload
@@ -120,34 +121,39 @@ def gather(
     problem: str = "",
 ) -> Any:
     """Gather as ``all_gather`` does. If a rank has a ``problem``, all ranks raise AccelError."""
+
+    def pickled(leaf: Any) -> tuple[str, Any]:
+        return "a list of objects" if isinstance(leaf, list) else "an object", _pack(leaf)
+
     gradients = gradients and torch.is_grad_enabled()
-    options = {"gradients": gradients, "objects": objects}
-    given = [f"{name}=True" for name, value in options.items() if value]
-    given += [] if pad is None else [f"pad={pad!r}"]
-    call = f"all_gather({', '.join(given)})" if given else "all_gather"
-
-    def describe(leaf: Any) -> str:
-        if not objects or isinstance(leaf, Tensor):
-            return ""
-        return "a list of objects" if isinstance(leaf, list) else "an object"
-
-    hint = "objects=True sends what can be pickled"
-    leaves = _Leaves(data, describe, hint=hint, objects=objects, problem=problem)
-    shared = _share(call, leaves, any_rows=True, pad=pad, gradients=gradients)
+    given = {"gradients": gradients, "pad": pad, "objects": objects}
+    texts = [f"{name}={value!r}" for name, value in given.items() if value not in (False, None)]
+    exchange = _Exchange(
+        f"all_gather({', '.join(texts)})",
+        data,
+        pickled if objects else _refuse,
+        objects=objects,
+        free_dims=1 if pad is None else sys.maxsize,
+        problem=problem,
+    )
     results: dict[str, Any] = {}
-    for path, kind in leaves.sent_kinds.items():
-        items = [_unpack(sent[path], shared.process) for sent in shared.sent]
-        results[path] = sum(items, []) if kind == "a list of objects" else items
-    if len(shared.sent) == 1:
-        for path, tensor in shared.tensors.items():
+    for path in exchange.others:
+        items = [_unpack(others[path]) for others in exchange.all_others]
+        results[path] = sum(items, []) if isinstance(items[0], list) else items
+    place = exchange.process.place
+    for path, tensor in exchange.tensors.items():
+        if place.world_size == 1:
             results[path] = tensor if gradients else _without_gradient(tensor)
-        return _replace(data, results, objects)
-    results |= _gather_tensors(shared)
-    for path, tensor in shared.tensors.items():
+            continue
+        if pad is not None:
+            sizes = zip(*(shapes[path] for shapes in exchange.all_shapes), strict=True)
+            tensor = _padded(tensor, list(map(max, sizes)), pad)
+        rows = exchange.rows(path)
+        results[path] = _gather_rows(exchange, tensor, rows)
         if gradients and tensor.requires_grad:
-            start = shared.rows(path)[: shared.process.place.rank]
-            results[path] = _with_gradient(tensor, results[path], sum(start))
-    return _replace(data, results, objects)
+            start = sum(rows[: place.rank])
+            results[path] = _with_gradient(tensor, results[path], start)
+    return exchange.replaced(results)
 
 
 @locked
@@ -168,93 +174,34 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
         AccelError: a leaf is not a tensor or can't be pickled, or ``src`` is not a rank.
     """
     process = current()
-    world = process.place.world_size
+    rank, world = process.place.rank, process.place.world_size
     call = f"broadcast(src={src!r}{', objects=True' if objects else ''})"
     is_rank = type(src) is int and 0 <= src < world
     problem = "" if is_rank else f"expected src to be a rank from 0 to {world - 1}"
+    sent: Any = data
     if objects:
-        value: T = _broadcast_object(call, data, src, process, problem)
-        return value
-    shared = _share(call, _Leaves(data, problem=problem))
-    if world == 1:
-        own = {path: _without_gradient(tensor) for path, tensor in shared.tensors.items()}
-        return _replace(data, own)
-    carrier = shared.carrier
-    copies = {path: bytes_of(tensor, carrier).clone() for path, tensor in shared.tensors.items()}
-    with Waiting(process, call):
-        broadcast_(copies.values(), process.group, src)
-    results = {}
-    for path, tensor in shared.tensors.items():
-        values = copies[path].view(tensor.dtype)
-        results[path] = values.reshape(tensor.shape).to(tensor.device)
-    return _replace(data, results)
-
-
-def _broadcast_object(call: str, data: Any, src: int, process: Process, problem: str) -> Any:
-    content = bytearray()
-    if process.place.rank == src:
+        sent = torch.empty(0, dtype=torch.uint8, device="cpu")
         try:
-            content = _pack(data)
-        except Exception as error:
-            problem = problem or str(error)
-    answers = agree(call, (problem, len(content)))
-    for rank, (text, _) in enumerate(answers):
-        if text:
-            raise AccelError(f"{call} on rank {rank}: {text}")
-    if len(answers) == 1:
-        return data
-    buffer = to_tensor(content or bytes(answers[src][1]))
-    return _unpack(to_bytes(broadcast(buffer, src)), process)
+            sent = to_tensor(_pack(data)) if rank == src else sent
+        except AccelError as error:
+            problem = str(error)
+    exchange = _Exchange(call, sent, _refuse, free_dims=int(objects), problem=problem)
+    if world == 1:
+        own = {path: _without_gradient(tensor) for path, tensor in exchange.tensors.items()}
+        return data if objects else exchange.replaced(own)
+    if objects and rank != src:
+        exchange.tensors["data"] = sent.new_empty(exchange.rows("data")[src])
+    copies = [bytes_of(tensor, exchange.carrier).clone() for tensor in exchange.tensors.values()]
+    with Waiting(process, call):
+        broadcast_(copies, process.group, src)
+    results = {}
+    for (path, tensor), copy in zip(exchange.tensors.items(), copies, strict=True):
+        results[path] = copy.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+    received: T = _unpack(to_bytes(results["data"])) if objects else exchange.replaced(results)
+    return received
 
 
-# -- the leaves of the data ------------------------------------------------------------------------
-
-
-class _WrongLeafError(Exception):
-    """A leaf can't be sent. The text says why, after "data[0] is"."""
-
-
-class _Leaves:
-    """The leaves of this rank's data by path, and the texts by which the ranks compare them.
-
-    Attributes:
-        tensors: leaves that go through torch.distributed.
-        sent: other leaves, which go with the comparison: numbers, and objects as bytes.
-        kinds: for each path a text that must be equal on all ranks.
-        problem: why this rank can't send its data, or an empty text.
-    """
-
-    def __init__(
-        self,
-        data: Any,
-        describe: Callable[[Any], str] = lambda leaf: "",
-        *,
-        hint: str = "objects=True sends what can be pickled",
-        objects: bool = False,
-        problem: str = "",
-    ) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.sent: dict[str, Any] = {}
-        self.sent_kinds: dict[str, str] = {}
-        self.kinds: dict[str, str] = {}
-        self.problem = problem
-
-        def visit(path: str, leaf: Any) -> Any:
-            try:
-                kind = describe(leaf)
-                if kind:
-                    self.sent_kinds[path] = self.kinds[path] = kind
-                    self.sent[path] = _pack(leaf) if objects else leaf
-                elif leaf is None:
-                    self.kinds[path] = "None"
-                else:
-                    self.tensors[path] = _check_tensor(leaf, hint)
-            except _WrongLeafError as error:
-                self.problem = self.problem or f"{path} is {error}"
-            return leaf
-
-        walked(visit, data, objects)
-        self.tensors = {path: self.tensors[path] for path in sorted(self.tensors)}
+# -- leaves ----------------------------------------------------------------------------------------
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
@@ -263,121 +210,145 @@ def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
     With ``objects``, a list is a leaf. So is a tuple of texts, which torch's collate makes from a
     batch of texts.
     """
-    if not objects:
-        return walk(visit, data, "data")
 
-    def is_texts(tree: Any) -> bool:
-        plain = type(tree) is tuple and len(tree) > 0
-        return plain and all(isinstance(item, str | bytes) for item in tree)
+    def is_leaf(tree: Any) -> bool:
+        is_texts = type(tree) is tuple and len(tree) > 0 and isinstance(tree[0], str | bytes)
+        return objects and (isinstance(tree, list) or is_texts)
 
     def visit_list(path: str, leaf: Any) -> Any:
-        return visit(path, list(leaf) if is_texts(leaf) else leaf)
+        return visit(path, list(leaf) if is_leaf(leaf) else leaf)
 
-    return walk(visit_list, data, "data", lambda tree: isinstance(tree, list) or is_texts(tree))
+    return walk(visit_list, data, "data", is_leaf)
 
 
-def _check_tensor(leaf: Any, hint: str = "") -> Tensor:
-    if not isinstance(leaf, Tensor):
-        expected = "expected a tensor, or dicts, lists and tuples of tensors"
-        raise _WrongLeafError(f"{described(leaf)}; {expected}; {hint}")
-    if type(leaf) is not Tensor and hasattr(leaf, "full_tensor"):
-        raise _WrongLeafError("a DTensor; call full_tensor() first")
-    if not is_dense(leaf):
-        kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else leaf.layout
-        raise _WrongLeafError(f"a {kind} tensor on {leaf.device}; expected a dense tensor")
-    return leaf
+def _refuse(leaf: Any) -> tuple[str, Any]:
+    expected = "expected a tensor, or dicts, lists and tuples of tensors"
+    raise AccelError(f"{described(leaf)}; {expected}; objects=True sends what can be pickled")
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    # A gradient of FSDP, or its norm. Only this rank's shard would be sent.
+    if hasattr(tensor, "full_tensor"):
+        raise AccelError("a DTensor; call full_tensor() first")
+    if not is_dense(tensor):
+        raise AccelError(f"a {tensor.layout} tensor on {tensor.device}; expected a dense tensor")
+    return tensor
 
 
 def _pack(leaf: Any) -> bytearray:
+    def copied(tensor: Tensor) -> Tensor:
+        # torch.save writes the whole storage, also for a single row of a dataset.
+        return _dense(tensor).detach().clone()
+
+    buffer = io.BytesIO()
     try:
-        return to_bytes(packed(map_tensors(_check_tensor, leaf, others=True)))
+        torch.save(map_tensors(copied, leaf, others=True), buffer)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         kind = type(leaf).__qualname__
-        raise _WrongLeafError(f"a {kind} that cannot be pickled: {reason}") from error
+        raise AccelError(f"a {kind} that cannot be pickled: {reason}") from error
+    return bytearray(buffer.getbuffer())
 
 
-def _unpack(content: bytearray, process: Process) -> Any:
-    try:
-        return unpacked(torch.frombuffer(content, dtype=torch.uint8), process.device)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise AccelError(f"A received object can't be unpickled: {reason}") from error
+def _unpack(content: bytearray) -> Any:
+    def place(storage: Any, location: str) -> Any:
+        target = location if location == "cpu" else str(current().device)
+        return torch.serialization.default_restore_location(storage, target)
+
+    return torch.load(io.BytesIO(content), map_location=place, weights_only=False)
 
 
 def _without_gradient(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _replace(data: T, results: Mapping[str, Any], objects: bool = False) -> T:
-    """Return the data with the results in the places of the leaves. None stays None."""
-    return walked(lambda path, leaf: results.get(path), data, objects)
-
-
-# -- comparing the leaves over the ranks -----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """This rank's tensors, and the shapes and sent leaves of all ranks, after they were compared.
+class _Exchange:
+    """The leaves of this rank's data by path, compared over the ranks.
 
     Attributes:
+        tensors: leaves that torch.distributed sends.
+        others: leaves that are sent with the comparison: numbers, and pickled objects.
         carrier: the device on which tensors travel.
+        all_shapes, all_others: every rank's shapes and other leaves.
     """
 
-    process: Process
-    carrier: torch.device
-    tensors: dict[str, Tensor]
-    shapes: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
-    sent: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(
+        self,
+        call: str,
+        data: Any,
+        accept: Callable[[Any], tuple[str, Any]],
+        *,
+        objects: bool = False,
+        free_dims: int = 0,
+        problem: str = "",
+    ) -> None:
+        """Raise on every rank if the leaves differ or a rank has a problem. Collective.
+
+        Args:
+            accept: returns the kind of a leaf that isn't a tensor, and the value to send.
+            free_dims: how many dimensions of a tensor may have different sizes on the ranks.
+        """
+        self.call, self.data, self.objects = call, data, objects
+        self.process = current()
+        self.tensors: dict[str, Tensor] = {}
+        self.others: dict[str, Any] = {}
+        kinds: dict[str, str] = {}
+
+        def visit(path: str, leaf: Any) -> Any:
+            nonlocal problem
+            try:
+                if isinstance(leaf, Tensor):
+                    self.tensors[path] = _dense(leaf)
+                elif leaf is None and not objects:
+                    kinds[path] = "None"
+                else:
+                    kinds[path], self.others[path] = accept(leaf)
+            except AccelError as error:
+                problem = problem or f"{path} is {error}"
+            return leaf
+
+        walked(visit, data, objects)
+        # The order of a dict's keys may differ between ranks.
+        self.tensors = dict(sorted(self.tensors.items()))
+        on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors.values())
+        through_cpu = on_cpu and "cpu" in self.process.backends
+        self.carrier = torch.device("cpu") if through_cpu else self.process.carrier
+        shapes = {}
+        for path, tensor in self.tensors.items():
+            shapes[path] = tuple(tensor.shape)
+            sizes = list(map(str, tensor.shape))
+            sizes[:free_dims] = ["any"] * len(sizes[:free_dims])
+            kind = f"{tensor.dtype} of shape ({', '.join(sizes)}) sent on {self.carrier.type}"
+            kinds[path] = kind
+        answers = agree(call, (problem, kinds, shapes, self.others))
+        hint = ". Pass pad=value to fill the shorter ones" if free_dims == 1 else ""
+        _compare(call, [(text, kinds) for text, kinds, *_ in answers], hint)
+        self.all_shapes = [shapes for _, _, shapes, _ in answers]
+        self.all_others = [others for *_, others in answers]
 
     def rows(self, path: str) -> list[int]:
         """Return each rank's number of rows."""
-        return [shapes[path][0] if shapes[path] else 1 for shapes in self.shapes]
+        return [shapes[path][0] if shapes[path] else 1 for shapes in self.all_shapes]
+
+    def replaced(self, results: Mapping[str, Any]) -> Any:
+        """Return the data with the results in the places of the leaves. None stays None."""
+        return walked(lambda path, leaf: results.get(path), self.data, self.objects)
 
 
-def _share(
-    call: str,
-    leaves: _Leaves,
-    *,
-    any_rows: bool = False,
-    pad: float | None = None,
-    gradients: bool = False,
-) -> _Shared:
-    """Compare the ranks' leaves. Raise on every rank if they differ or a rank has a problem."""
-    process = current()
-    only_cpu = all(tensor.device.type == "cpu" for tensor in leaves.tensors.values())
-    through_cpu = only_cpu and "cpu" in process.backends
-    carrier = torch.device("cpu") if through_cpu else process.carrier
-    for path, tensor in leaves.tensors.items():
-        size = ["any"] * tensor.dim() if pad is not None else [str(n) for n in tensor.shape]
-        size[:1] = ["any"] if any_rows and size else size[:1]
-        carried = " with gradients" if gradients and tensor.requires_grad else ""
-        shape = ", ".join(size)
-        leaves.kinds[path] = f"{tensor.dtype} of shape ({shape}){carried} sent on {carrier.type}"
-    shapes = {path: tuple(tensor.shape) for path, tensor in leaves.tensors.items()}
-    answers = agree(call, (leaves.problem, leaves.kinds, shapes, leaves.sent))
-    for rank, (problem, *_) in enumerate(answers):
+def _compare(call: str, answers: Sequence[tuple[str, dict[str, str]]], hint: str) -> None:
+    for rank, (problem, _) in enumerate(answers):
         if problem:
             raise AccelError(f"{call} on rank {rank}: {problem}")
     first = answers[0][1]
-    for rank, (_, kinds, *_) in enumerate(answers):
-        for path in sorted(first.keys() | kinds.keys()):
-            if first.get(path) != kinds.get(path):
-                here, there = first.get(path, "absent"), kinds.get(path, "absent")
-                text = f"{call}: {path} is {here} on rank 0 and {there} on rank {rank}"
-                if any_rows and here.partition(" of shape ")[0] == there.partition(" of shape ")[0]:
-                    text += "; pad=value fills what is shorter"
-                raise RankMismatchError(text)
-    tensors = leaves.tensors
-    all_shapes = [shapes for _, _, shapes, _ in answers]
-    if pad is not None and len(answers) > 1:
-        tensors, all_shapes = _pad_tensors(tensors, all_shapes, pad)
-    sent = [sent for *_, sent in answers]
-    return _Shared(process, carrier, tensors, all_shapes, sent)
+    for rank, (_, other) in enumerate(answers):
+        for path in sorted(first.keys() | other.keys()):
+            here, there = first.get(path, "absent"), other.get(path, "absent")
+            if here != there:
+                text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
+                raise RankMismatchError(f"{call}: {text}{hint}")
 
 
-# -- all_reduce ------------------------------------------------------------------------------------
+# -- single leaves ---------------------------------------------------------------------------------
 
 
 def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
@@ -395,94 +366,46 @@ def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     return torch.get_default_dtype() if op == "mean" else torch.int64
 
 
-def _reduce_tensors(shared: _Shared, op: str, call: str) -> dict[str, Tensor]:
-    wide = {path: _widen(tensor.detach()) for path, tensor in shared.tensors.items()}
-    results = {}
-    for dtype in sorted({tensor.dtype for tensor in wide.values()}, key=str):
-        paths = [path for path, tensor in wide.items() if tensor.dtype is dtype]
-        flat = torch.cat([wide[path].reshape(-1).to(shared.carrier) for path in paths])
-        with Waiting(shared.process, call):
-            _reduce_flat(flat, op, shared.process.group)
-        if op == "mean":
-            flat = flat / shared.process.place.world_size
-        pieces = torch.split(flat, [wide[path].numel() for path in paths])
-        for path, piece in zip(paths, pieces, strict=True):
-            tensor = shared.tensors[path]
-            if tensor.is_complex():
-                piece = torch.view_as_complex(piece.reshape(-1, 2))
-            dtype_of_result = _reduced_dtype(tensor.dtype, op)
-            narrow = piece.to(tensor.device, dtype_of_result, copy=True)
-            results[path] = narrow.reshape(tensor.shape)
-    return results
+def _reduce_tensor(exchange: _Exchange, tensor: Tensor, op: str) -> Tensor:
+    # All backends reduce these dtypes, without overflow or loss.
+    narrow = torch.float32 if tensor.is_floating_point() else torch.int64
+    narrow = torch.complex64 if tensor.is_complex() else narrow
+    wide = tensor.detach().to(
+        exchange.carrier, torch.promote_types(tensor.dtype, narrow), copy=True
+    )
+    wide = torch.view_as_real(wide.resolve_conj()) if tensor.is_complex() else wide
+    wide, group = wide.contiguous(), exchange.process.group
+    is_nan = wide.isnan().to(torch.uint8) if op in ("max", "min") else None
+    with Waiting(exchange.process, exchange.call):
+        dist.all_reduce(wide, _OPS[op][0], group=group)
+        if is_nan is not None and wide.is_floating_point():
+            # Backends compare numbers, and every comparison with NaN is false.
+            dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=group)
+            wide.masked_fill_(is_nan.bool(), math.nan)
+    wide = wide / exchange.process.place.world_size if op == "mean" else wide
+    wide = torch.view_as_complex(wide) if tensor.is_complex() else wide
+    return wide.to(tensor.device, _reduced_dtype(tensor.dtype, op))
 
 
-def _widen(tensor: Tensor) -> Tensor:
-    """Convert to a dtype that all backends reduce without overflow or loss."""
-    if tensor.is_complex():
-        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.complex64))
-        return torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point():
-        return tensor.to(torch.int64)
-    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
-
-
-def _reduce_flat(flat: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
-    # Backends compare numbers, and every comparison with NaN is false.
-    can_hide_nan = op in ("max", "min") and flat.is_floating_point()
-    is_nan = flat.isnan().to(torch.uint8) if can_hide_nan else None
-    dist.all_reduce(flat, _OPS[op][0], group=group)
-    if is_nan is not None:
-        dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=group)
-        flat.masked_fill_(is_nan.bool(), math.nan)
-
-
-# -- all_gather ------------------------------------------------------------------------------------
-
-
-def _pad_tensors(
-    tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int, ...]]], pad: float
-) -> tuple[dict[str, Tensor], list[dict[str, tuple[int, ...]]]]:
-    """Fill all dimensions but the first to the longest of all ranks."""
-    padded = {}
-    longest = {}
-    for path, tensor in tensors.items():
-        sizes = zip(*(rank_shapes[path] for rank_shapes in shapes), strict=True)
-        longest[path] = [max(size) for size in sizes]
-        ends: list[int] = []
-        for size, full in zip(tensor.shape[1:], longest[path][1:], strict=True):
-            ends = [0, full - size, *ends]  # nn.functional.pad begins with the last dimension
-        padded[path] = nn.functional.pad(tensor, ends, value=pad) if any(ends) else tensor
-    new_shapes = [
-        {path: (*shape[:1], *longest[path][1:]) for path, shape in rank_shapes.items()}
-        for rank_shapes in shapes
-    ]
-    return padded, new_shapes
+def _padded(tensor: Tensor, longest: Sequence[int], value: float) -> Tensor:
+    """Fill all dimensions but the first."""
+    padded = tensor.new_full((*tensor.shape[:1], *longest[1:]), value)
+    padded[tuple(map(slice, tensor.shape))] = tensor
+    return padded
 
 
 @torch.no_grad()
-def _gather_tensors(shared: _Shared) -> dict[str, Tensor]:
-    """Gather all tensors in one collective, as bytes."""
-    sizes = []
-    for shapes in shared.shapes:
-        tensors = shared.tensors.items()
-        sizes.append([math.prod(shapes[path]) * tensor.itemsize for path, tensor in tensors])
-    longest = max(map(sum, sizes))
-    empty = torch.empty(0, dtype=torch.uint8, device=shared.carrier)
-    rows = [bytes_of(tensor, shared.carrier) for tensor in shared.tensors.values()]
-    sent = torch.cat([empty, *rows])
-    sent = nn.functional.pad(sent, (0, longest - len(sent)))
-    received = [torch.empty_like(sent) for _ in sizes]
-    with Waiting(shared.process, "all_gather"):
-        dist.all_gather(received, sent, group=shared.process.group)
-    pieces = []
-    for buffer, size in zip(received, sizes, strict=True):
-        pieces.append(torch.split(buffer[: sum(size)], size))
-    results = {}
-    for (path, tensor), *parts in zip(shared.tensors.items(), *pieces, strict=True):
-        number = sum(shared.rows(path))
-        values = torch.cat(parts).view(tensor.dtype)
-        results[path] = values.reshape(number, *tensor.shape[1:]).to(tensor.device)
-    return results
+def _gather_rows(exchange: _Exchange, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the rows of all ranks. They travel as bytes, in messages of equal lengths."""
+    width = math.prod(tensor.shape[1:]) * tensor.itemsize
+    sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=exchange.carrier)
+    sent[: tensor.nbytes] = bytes_of(tensor, exchange.carrier)
+    received = [torch.empty_like(sent) for _ in rows]
+    with Waiting(exchange.process, exchange.call):
+        dist.all_gather(received, sent, group=exchange.process.group)
+    parts = [part[: number * width] for part, number in zip(received, rows, strict=True)]
+    values = torch.cat(parts).view(tensor.dtype)
+    return values.reshape(sum(rows), *tensor.shape[1:]).to(tensor.device)
 
 
 class _WithGradient(torch.autograd.Function):

@@ -1,36 +1,25 @@
-"""Small values that the ranks exchange on accel's own process group.
-
-``agree(what, value)``          returns every rank's value. All ranks must be at the same place.
-``raise_together(what, ...)``   raises on every rank if a rank failed.
-``require_equal(what, value)``  raises on every rank if the values differ.
-``announce(process, what)``     names the next collective, and compares it if it was not predicted.
-``Waiting(process, what)``      marks such a collective, and explains a lost connection.
-``locked``                      lets one thread at a time call a function.
-"""
+"""Small values that the ranks exchange on accel's own process group, and errors on every rank."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-import pickle
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, ParamSpec, TypeGuard, TypeVar, final
+from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, RankMismatchError, TimeoutError, described
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
-from .packing import begin_gather, gather_framed, to_bytes
-from .watchdog import missing_ranks
+from .packing import gather_values
+from .watchdog import explain
 
 P = ParamSpec("P")
 T = TypeVar("T")
-E = TypeVar("E", bound=AccelError)
 
 # Errors of gloo begin with the path of its source file.
 _LOST: Final = ("gloo/transport", "NCCL")
@@ -72,73 +61,38 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process = current()
     if process.control is None:
         return [value]
+    process.rounds += 1
     limit = timeout or process.timeout
-
-    def gather(message: bytes) -> list[bytearray]:
-        return _gather(process, what, message, limit)
-
-    contents = gather_framed(pickle.dumps((what, value)), gather)
-    messages = [pickle.loads(content) for content in contents]
+    before = process.doing
+    process.doing = before or repr(what)
+    try:
+        messages = gather_values((what, value), process.control, limit)
+    except RuntimeError as error:
+        if "imed out" in str(error) and not ended():
+            raise _too_late(process, what, limit) from error
+        raise lost(process.doing, error) from error
+    finally:
+        process.doing = before
     if any(place != what for place, _ in messages):
         places = "; ".join(f"rank {r} is in {place!r}" for r, (place, _) in enumerate(messages))
         raise RankMismatchError(f"the ranks are at different points of the program: {places}")
     return [value for _, value in messages]
 
 
-def _gather(process: Process, what: str, message: bytes, limit: timedelta) -> list[bytearray]:
-    """Return every rank's message. All have the same length."""
-    assert process.control is not None
-    process.rounds += 1
-    arrivals = process.store(str(process.rounds))
-    patience = min(timedelta(seconds=1), limit / 4)
-    before = process.doing
-    process.doing = before or repr(what)
-    try:
-        work, received = begin_gather(message, process.control)
-        late = not _is_done(work, patience)
-        if late:
-            # To name the missing ranks, the waiting ranks leave a key in the store.
-            arrivals.set(str(process.place.rank), "")
-            late = not _is_done(work, limit - patience)
-    except RuntimeError as error:
-        with contextlib.suppress(RuntimeError):
-            arrivals.set(str(process.place.rank), "")
-        if ended() or "imed out" not in str(error):
-            raise lost(process.doing, error) from error
-        late = True
-    finally:
-        process.doing = before
-    if late:
-        raise _too_late(process, what, limit, arrivals, patience)
-    return [to_bytes(tensor) for tensor in received]
-
-
-def _is_done(work: Any, span: timedelta) -> bool:
-    try:
-        work.wait(span)
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        # It ended while this rank gave up, well or with its own error.
-        work.wait(span)
-    return True
-
-
-def _too_late(
-    process: Process,
-    what: str,
-    limit: timedelta,
-    arrivals: distributed_c10d.Store,
-    patience: timedelta,
-) -> TimeoutError:
+def _too_late(process: Process, what: str, limit: timedelta) -> TimeoutError:
+    """Return an error that names the missing ranks. End the groups."""
+    reports = {} if process.watchdog is None else process.watchdog.ask()
     seconds = f"{limit.total_seconds():g} s"
     end_groups(f"not every rank came to {what!r} within {seconds}")
-    # A rank that arrived in the meantime says so within its patience.
-    missing = missing_ranks(lambda: arrivals, process.place, patience.total_seconds())
+    missing = {}
+    for number, report in reports.items():
+        if report is None or report.rounds < process.rounds:
+            missing[number] = report
     who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
+    where = f"{explain(missing)}. " if missing else ""
     return TimeoutError(
-        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who} did not come. Look for "
-        "a call under accel.is_main(), or raise accel.init(timeout=...)."
+        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who} did not come. "
+        f"{where}Look for a call under accel.is_main(), or raise accel.init(timeout=...)."
     )
 
 
@@ -161,18 +115,14 @@ def raise_lost(what: str, error: BaseException | None) -> None:
         raise lost(what, error) from error
 
 
-@final
 class Waiting:
     """A context in which this rank needs the other ranks.
 
     The watchdog tells the others where this rank is. A lost connection raises accel's error.
     """
 
-    __slots__ = ("_before", "_process", "_what")
-
     def __init__(self, process: Process, what: str) -> None:
         self._process, self._what = process, what
-        self._before = ""
 
     def __enter__(self) -> None:
         self._before, self._process.doing = self._process.doing, self._what
@@ -231,12 +181,8 @@ def raise_together(
     for number, text in enumerate(problems):
         if text:
             error = kind(f"{what} failed on rank {number}, so on every rank: {text}")
-            raise _with_rank(number, error)
-
-
-def _with_rank(rank: int, error: E) -> E:
-    error.failed_rank = rank
-    return error
+            error.failed_rank = number
+            raise error
 
 
 def require_equal(
@@ -286,8 +232,7 @@ def any_rank(flag: bool) -> bool:
     """
     problem = ""
     if type(flag).__name__ not in ("bool", "bool_"):  # NumPy's, too
-        text = f"accel.any_rank expects a bool, got {described(flag)}"
-        problem = f"{text}. Write any_rank(bool(condition))."
+        problem = f"any_rank() got {described(flag)}. Write any_rank(bool(condition))."
     answers = agree("any_rank", (not problem and bool(flag), problem))
     own = AccelError(problem) if problem else None
     raise_together("any_rank", own, [text for _, text in answers], AccelError)
@@ -314,9 +259,6 @@ def main_first(*, local: bool = False) -> Iterator[None]:
         raise
     finally:
         problems = agree("main_first", problem)
-    for number, text in enumerate(problems):
-        if text:
-            message = f"main_first: the body failed on rank {number}, which was first: {text}"
-            raise _with_rank(number, AccelError(message))
+    raise_together("main_first", None, problems, AccelError)
     if not is_first:
         yield

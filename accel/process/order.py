@@ -14,11 +14,10 @@ _MOST_EVENTS: Final = 10_000
 class Order:
     """The sequence of this rank's collectives, and a prediction of the next.
 
-    Collectives carry no names, so ranks that are at different ones would mix their values. The
-    prediction depends only on the events before. Ranks with equal events therefore predict the same,
-    and a predicted event needs no comparison: a rank that does something else instead didn't predict
-    it, and compares before it goes on. Unexpected events are compared once and learned. A program
-    that repeats itself compares nothing.
+    Collectives carry no names, so ranks at different collectives would mix their values. Ranks with
+    the same past predict the same event. A predicted event needs no comparison, because a rank that
+    does something else compares first. Unexpected events are compared once and learned, so a
+    program that repeats itself compares nothing.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,9 @@
-"""The watchdog thread of each rank: it says which ranks wait for which, and ends groups that are stuck.
+"""The watchdog thread of each rank: it logs which rank waits where, and ends groups that are stuck.
 
-The watchdogs meet in the store of the job. Every second each looks at the counter ``alarm``. Nobody
-raises it while the program trains. A rank raises it
+Every second, each watchdog reads the counter ``alarm`` in the job's store. A rank raises it
 
-- to tell why it ended the process groups (key ``ended``), so that all other ranks end theirs,
-- to tell that it leaves (key ``left``),
+- to end the process groups of all ranks (key ``ended``),
+- to say that it won't join any more collectives (key ``left``),
 - to ask all ranks for a report, after it has waited in a collective for some seconds.
 """
 
@@ -12,23 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import logging
 import os
-import pickle
 import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-
-from .launchers import Place
 
 if TYPE_CHECKING:
     from .startup import Process
@@ -37,7 +34,7 @@ logger = logging.getLogger("accel")
 
 _INTERVAL: Final = 1.0  # seconds between two looks at the store
 _UNUSED_TAG: Final = 0x5EED  # nobody sends a message with this tag
-_BUSY: Final = 0.05  # share of a CPU. A process that is blocked in a collective uses less
+_BUSY: Final = 0.05  # share of a CPU. A process that waits in a collective uses less
 
 _TORCH: Final = os.path.join(os.path.dirname(torch.__file__), "")
 # Files of libraries: accel, the packages beside torch, and Python itself.
@@ -45,111 +42,94 @@ _LIBRARIES: Final = tuple(
     os.path.join(os.path.dirname(path), "")
     for path in (os.path.dirname(__file__), os.path.dirname(torch.__file__), os.__file__)
 )
+# The hooks of a reducer have no frames, so these functions of torch are the innermost ones.
+_REDUCING: Final = {"_engine_run_backward": "backward", "_pre_forward": "forward"}
+# These wait for a single rank, which may still come.
 _POINT_TO_POINT: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
-_FRAME: Final = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 
 # -- where a rank is -------------------------------------------------------------------------------
 
 
-class _Frame(NamedTuple):
-    path: str
-    line: str
-    function: str
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where a rank is.
+    """The position of a rank.
 
     Attributes:
         place: the accel call or torch collective in which it waits. Empty outside of collectives.
         line: the line of the user's program.
         rounds: how many messages of accel it has exchanged with all ranks.
-        cpu: the CPU seconds that its process has used.
-        time: when the report was made, in seconds of this rank's clock.
+        waited: for how many seconds it has waited there.
     """
 
     place: str
-    line: str
+    line: str = ""
     rounds: int = 0
-    cpu: float = 0.0
-    time: float = 0.0
-
-    def is_stuck_since(self, earlier: Report) -> bool:
-        """True if the rank waits in a collective and hasn't moved since the earlier report."""
-        moved = (self.place, self.rounds) != (earlier.place, earlier.rounds)
-        busy = self.cpu - earlier.cpu > _BUSY * (self.time - earlier.time)
-        return bool(self.place) and self.place not in _POINT_TO_POINT and not moved and not busy
+    waited: float = 0.0
 
     def __str__(self) -> str:
         text = f"is in {self.place}" if self.place else "is in no collective"
         return f"{text} ({self.line})" if self.line else text
 
 
-def _stack_of(thread: int) -> list[_Frame]:
-    """Return a thread's frames, innermost first.
+def _stack_of(thread: int) -> list[tuple[str, str, str]]:
+    """Return path, line and function of a thread's frames, innermost first.
 
-    faulthandler writes them without running Python code, so that the thread can't go on meanwhile.
+    faulthandler runs no Python code meanwhile, so the thread can't move on.
     """
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         for section in re.split(r"^(?:Current thread|Thread) ", file.read(), flags=re.MULTILINE):
             if section.startswith(f"0x{thread:016x}"):
-                return [_Frame(*frame) for frame in _FRAME.findall(section)]
+                return re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
     return []
 
 
-def _collective_of(stack: list[_Frame]) -> str:
+def _collective_of(stack: list[tuple[str, str, str]]) -> str:
     """Return the name of the torch collective that a thread is in, or an empty string."""
-    if not stack or not stack[0].path.startswith(_TORCH):
-        return ""
-    # The hooks of a reducer have no frames, so these functions of torch are the innermost ones.
-    reducing = {"_engine_run_backward": "backward", "_pre_forward": "forward"}
-    if stack[0].function in reducing:
-        return reducing[stack[0].function]
+    if stack and stack[0][0].startswith(_TORCH) and stack[0][2] in _REDUCING:
+        return _REDUCING[stack[0][2]]
     name = ""
-    for frame in stack:
-        if not frame.path.startswith(os.path.join(_TORCH, "distributed", "")):
+    for path, _, function in stack:
+        if not path.startswith(os.path.join(_TORCH, "distributed", "")):
             break
         # DTensor waits for its collectives in wait_tensor.
-        if frame.path.endswith("distributed_c10d.py") or frame.function == "wait_tensor":
-            name = frame.function
+        if path.endswith("distributed_c10d.py") or function == "wait_tensor":
+            name = function
     return name
 
 
-def _line_of(stack: list[_Frame]) -> str:
+def _line_of(stack: list[tuple[str, str, str]]) -> str:
     """Return the innermost line of the user's program."""
-    for frame in stack:
-        if not frame.path.startswith((*_LIBRARIES, "<frozen")):
-            return f"{os.path.basename(frame.path)}:{frame.line} in {frame.function}"
+    for path, line, function in stack:
+        if not path.startswith((*_LIBRARIES, "<frozen")):
+            return f"{os.path.basename(path)}:{line} in {function}"
     return ""
 
 
-def explain(reports: Mapping[int, Report]) -> str:
+def explain(reports: Mapping[int, Report | None]) -> str:
     """Describe where the ranks are. Ranks in the same place share a sentence."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, report in reports.items():
-        ranks_by_text.setdefault(str(report), []).append(rank)
-    return "; ".join(f"rank {_listed(ranks)} {text}" for text, ranks in ranks_by_text.items())
+        ranks_by_text.setdefault(str(report or "does not answer"), []).append(rank)
+    sentences = []
+    for text, ranks in ranks_by_text.items():
+        more = ", ..." if len(ranks) > 8 else ""
+        sentences.append(f"rank {', '.join(map(str, ranks[:8]))}{more} {text}")
+    return "; ".join(sentences)
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-def are_stuck(first: Mapping[int, Report], second: Mapping[int, Report]) -> bool:
-    """True if every rank waits in a collective, but not all in the same place.
-
-    A rank that computes, sleeps or reads data may still come to the others' collective.
-
-    Args:
-        first, second: the ranks' reports at two times.
-    """
-    waiting = all(report.is_stuck_since(first[rank]) for rank, report in second.items())
-    return waiting and len({report.place for report in second.values()}) > 1
+def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
+    """True if every rank has long waited in a collective, but not all in the same place."""
+    places = set()
+    for report in reports:
+        # A rank that computes, sleeps or reads data may still come.
+        if report is None or report.place in ("", *_POINT_TO_POINT) or report.waited < patience:
+            return False
+        places.add(report.place)
+    return len(places) > 1
 
 
 # -- the thread ------------------------------------------------------------------------------------
@@ -172,12 +152,13 @@ class Watchdog:
         self._rank, self._world = process.place.rank, process.place.world_size
         self._notice = notice
         self._trainer = threading.get_ident()
-        # A store does one thing at a time, so this thread needs its own connection.
+        # A connection does one thing at a time, so this thread needs its own.
         self._store: Any = process.store("watchdog", own_connection=True)
         self._alarm = 0
-        self._asked = 0.0  # when a rank, this one or a different one, has asked last
-        self._last = Report("", "", cpu=time.process_time(), time=time.monotonic())
-        self._since = time.monotonic()
+        self._asked = 0.0  # when a rank has asked last
+        self._last = Report("")
+        self._since = self._seen = time.monotonic()
+        self._cpu = time.process_time()
         self._logged = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-watchdog", daemon=True)
@@ -197,12 +178,13 @@ class Watchdog:
     def tell_end(self, reason: str, mismatch: bool) -> None:
         """Tell all ranks why this rank ended the process groups. They end theirs."""
         self._stopped.set()
-        message = pickle.dumps((reason, mismatch)).hex()
-        self._tell(lambda: self._store.compare_set("ended", "", message))
+        message = json.dumps([reason, mismatch])
+        how = "has ended its process groups"
+        self._tell(how, lambda: self._store.compare_set("ended", "", message))
 
     def tell_leave(self, how: str) -> None:
         """Tell all ranks that this rank won't join any more collectives."""
-        self._tell(lambda: self._store.append("left", f"{self._rank} {how}\n"))
+        self._tell(how, lambda: None)
         self.wait_for_others()
 
     def wait_for_others(self) -> None:
@@ -210,15 +192,14 @@ class Watchdog:
         deadline = time.monotonic() + 1.5 * self.interval
         with contextlib.suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < deadline:
-                lines = self._store.get("left") if self._store.check(["left"]) else b""
-                others = [line for line in lines.splitlines() if not line.startswith(b"0 ")]
-                if len(others) >= self._world - 1:
+                if len(self._store.get("left").splitlines()) >= self._world:
                     break
                 time.sleep(0.01)
 
-    def _tell(self, write: Callable[[], object]) -> None:
+    def _tell(self, how: str, write: Callable[[], object]) -> None:
         def tell() -> None:
             write()
+            self._store.append("left", f"{self._rank} {how}\n")
             self._store.add("alarm", 1)
 
         _ends_within(2, tell)
@@ -226,8 +207,8 @@ class Watchdog:
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the process with the store has ended
             while not self._stopped.wait(self.interval):
-                self._answer()
                 self._look()
+                self._answer()
 
     def _answer(self) -> None:
         """React to what other ranks have told or asked since the last time."""
@@ -236,122 +217,80 @@ class Watchdog:
             return
         self._asked = time.monotonic()
         if self._store.check(["ended"]):
-            self._stopped.set()
-            message = pickle.loads(bytes.fromhex(self._store.get("ended").decode()))
-            self._store.append("left", f"{self._rank} has ended its process groups\n")
-            self._notice(*message)
+            self._notice(*json.loads(self._store.get("ended")))
             return
         if self._store.check(["left"]):
             for line in self._store.get("left").decode().splitlines():
                 rank, _, how = line.partition(" ")
                 self.left[int(rank)] = how
+        report = json.dumps(astuple(self._report()))
         for number in range(self._alarm + 1, alarm + 1):
-            self._report_for(number)
+            self._store.set(f"{number}/{self._rank}", report)
         self._alarm = alarm
-
-    def _report_for(self, number: int) -> None:
-        self._store.set(f"{number}/{self._rank}", pickle.dumps(self._report()).hex())
 
     def _report(self) -> Report:
         stack = _stack_of(self._trainer)
-        place = self._process.doing or _collective_of(stack)
-        rounds = self._process.rounds
-        return Report(place, _line_of(stack), rounds, time.process_time(), time.monotonic())
+        place, rounds = self._process.doing or _collective_of(stack), self._process.rounds
+        is_still = (place, rounds) == (self._last.place, self._last.rounds)
+        waited = time.monotonic() - self._since if place and is_still else 0.0
+        return Report(place, _line_of(stack), rounds, waited)
 
     def _look(self) -> None:
         """Ask all ranks where they are if this rank has waited for long."""
         now, cpu = time.monotonic(), time.process_time()
+        is_busy = cpu - self._cpu > _BUSY * (now - self._seen)
+        self._seen, self._cpu = now, cpu
         # Reading the stack holds the interpreter, so a rank that computes doesn't pay for it.
-        if cpu - self._last.cpu > _BUSY * (now - self._last.time):
-            self._last = Report("", "", cpu=cpu, time=now)
-            return
-        report = self._report()
-        if not report.is_stuck_since(self._last):
-            self._since, self._logged = report.time, 0.0
-        self._last = report
-        waited = report.time - self._since
-        if self.left and self._process.doing and waited > self.patience:
+        report = self._last = Report("") if is_busy else self._report()
+        if not report.waited:
+            self._since, self._logged = now, 0.0
+        if self.left and self._process.doing and report.waited > self.patience:
             # The connections of a rank that has left stay open until its process ends.
             who = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
             self._notice(f"{who}, and rank {self._rank} {report}", False)
             return
         # The lowest waiting rank asks first, and its question serves all.
         turn = min(self._rank, 50) * self.interval / 10
-        if waited > self.patience + turn and report.time - self._asked > self.patience / 2:
-            self._investigate()
-
-    def _investigate(self) -> None:
-        first = self._ask()
-        if self._lowest_waiting(first) != self._rank:
-            return
-        self._log(first)
-        end = time.monotonic() + self.patience / 2
-        while time.monotonic() < end:
-            if self._stopped.wait(self.interval):
+        if report.waited > self.patience + turn and now - self._asked > self.patience / 2:
+            reports = self._ask()
+            if self._stopped.is_set():
                 return
-            self._answer()
-        second = self._ask()
-        if len(first) == len(second) == self._world and are_stuck(first, second):
-            self._notice(
-                f"the ranks wait for each other: {explain(second)}. Every rank must call its "
-                "models and accel in the same order. Look for a call under accel.is_main(), or "
-                "for loops of different lengths.",
-                True,
-            )
+            where = explain(reports)
+            if report.waited >= 2 * self._logged:
+                self._logged = report.waited
+                text = "rank %d has waited for %.0f s: %s"
+                logger.warning(text, self._rank, report.waited, where)
+            if are_stuck(reports.values(), self.patience / 2):
+                self._notice(
+                    f"the ranks wait for each other: {where}. Every rank must call its models and "
+                    "accel in the same order. Look for a call under accel.is_main(), or for loops "
+                    "of different lengths.",
+                    True,
+                )
 
-    def _lowest_waiting(self, reports: Mapping[int, Report]) -> int:
-        return min((rank for rank, report in reports.items() if report.place), default=-1)
-
-    def _ask(self) -> dict[int, Report]:
-        """Return the reports of the ranks that answer within some seconds."""
+    def _ask(self) -> dict[int, Report | None]:
         number = self._store.add("alarm", 1)
-        for missed in range(self._alarm + 1, number + 1):
-            self._report_for(missed)
-        self._alarm, self._asked = number, time.monotonic()
         keys = [f"{number}/{rank}" for rank in range(self._world)]
         deadline = time.monotonic() + 3 * self.interval
         while not self._store.check(keys) and time.monotonic() < deadline:
+            if threading.current_thread() is self._thread:
+                self._answer()
             if self._stopped.wait(self.interval / 10):
                 break
-        reports = {}
+        reports: dict[int, Report | None] = {}
         for rank, key in enumerate(keys):
-            if self._store.check([key]):
-                reports[rank] = pickle.loads(bytes.fromhex(self._store.get(key).decode()))
+            answers = self._store.check([key])
+            reports[rank] = Report(*json.loads(self._store.get(key))) if answers else None
         return reports
 
-    def _log(self, reports: Mapping[int, Report]) -> None:
-        waited = time.monotonic() - self._since
-        if waited < 2 * self._logged:
-            return
-        self._logged = waited
-        silent = [rank for rank in range(self._world) if rank not in reports]
-        text = explain(reports)
-        if silent:
-            text += f"; rank {_listed(silent)} does not answer"
-        logger.warning("rank %d has waited for %.0f s: %s", self._rank, waited, text)
+    def ask(self) -> dict[int, Report | None]:
+        """Return the reports of all ranks, or nothing if the store can't be reached.
 
-
-# -- missing ranks ---------------------------------------------------------------------------------
-
-
-def missing_ranks(
-    open_store: Callable[[], distributed_c10d.Store], place: Place, wait: float
-) -> list[int] | None:
-    """Return the ranks that don't call this function within ``wait`` seconds of this rank.
-
-    gloo doesn't tell who is missing when a collective fails, so the other ranks say so themselves.
-    None means that the store can't be reached.
-    """
-    missing: list[int] = []
-
-    def ask() -> None:
-        store = open_store()
-        store.set(str(place.rank), "")
-        time.sleep(wait)
-        ranks = range(place.world_size)
-        missing.extend(rank for rank in ranks if not store.check([str(rank)]))
-
-    return missing if _ends_within(wait + 4, ask) else None
+        For the training thread. A rank that was killed or hangs has None.
+        """
+        reports: dict[int, Report | None] = {}
+        _ends_within(3 * self.interval + 2, lambda: reports.update(self._ask()))
+        return reports
 
 
 def _ends_within(seconds: float, ask: Callable[[], None]) -> bool:

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -30,80 +31,63 @@ from tests.programs import LAUNCHERS, by_hand, clean_environ, free_port, scripts
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
+    process.shutdown()
+    yield
     process.shutdown()
 
 
 @pytest.mark.usefixtures("alone")
 def test_one_process_has_no_group() -> None:
-    try:
-        assert process.running() is None
-        assert (process.rank(), process.world_size(), process.local_rank(), process.is_main()) == (0, 1, 0, True)
-        assert process.running() is None
-        here = process.current()
-        assert here is process.current() is process.running()
-        assert (here.group, here.control, here.place.world_size) == (None, None, 1)
-        assert not dist.is_initialized()
-        assert here.timeout == timedelta(minutes=30)
-        assert here.device == here.devices[0] == process.device()
-    finally:
-        process.shutdown()
+    assert (process.rank(), process.world_size(), process.local_rank(), process.is_main()) == (0, 1, 0, True)
+    assert process.running() is None
+    here = process.current()
+    assert here is process.current() is process.running()
+    assert (here.group, here.control, here.place.world_size) == (None, None, 1)
+    assert not dist.is_initialized()
+    assert here.timeout == timedelta(minutes=30)
+    assert here.device == here.devices[0] == process.device()
+    process.shutdown()
     assert process.running() is None
 
 
 @pytest.mark.usefixtures("alone")
-def test_init_twice_is_one_init_and_other_values_are_refused() -> None:
-    try:
-        process.init(timeout=7, devices="cpu")
-        here = process.current()
-        process.init()
-        process.init(timeout=timedelta(seconds=7), devices=None)
-        process.use_devices("auto")
-        assert process.current() is here
-        with pytest.raises(AccelError, match=r"timeout=8.*7 s"):
-            process.init(timeout=8)
-        with pytest.raises(DeviceError, match="accelerator number 63"):
-            process.init(devices=[63])
-        assert here.devices == (torch.device("cpu"),)
-    finally:
-        process.shutdown()
+def test_a_second_init_must_be_equal() -> None:
+    process.init(timeout=7, devices="cpu")
+    here = process.current()
+    process.init()
+    process.init(timeout=timedelta(seconds=7), devices=None)
+    process.use_devices("auto")
+    assert process.current() is here
+    with pytest.raises(AccelError, match=r"timeout=8.*7 s"):
+        process.init(timeout=8)
+    with pytest.raises(DeviceError, match="accelerator number 63"):
+        process.init(devices=[63])
+    assert here.devices == (torch.device("cpu"),)
+    process.shutdown()
     process.init(timeout=8)
     assert process.current().timeout == timedelta(seconds=8)
     process.shutdown()
 
 
 @pytest.mark.usefixtures("alone")
-def test_bad_timeouts_are_refused() -> None:
+def test_a_wrong_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for timeout in (0, -1, float("nan"), float("inf"), "60"):
         with pytest.raises(AccelError, match="timeout="):
             process.init(timeout=timeout)  # type: ignore[arg-type]
-        assert process.running() is None
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_refused_start_leaves_nothing() -> None:
-    with pytest.raises(DeviceError, match="63"):
-        process.use_devices([63])
     with pytest.raises(AccelError, match="process_group='gluu'.*gloo"):
         process.init(process_group="gluu")
-    assert process.running() is None
-
-
-@pytest.mark.usefixtures("alone")
-def test_devices_come_from_the_environment_unless_the_call_says_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_DEVICES", "63")
-    with pytest.raises(DeviceError, match="63"):
-        process.device()
-    with pytest.raises(DeviceError, match="63"):
-        process.current()
-    try:
-        process.init(devices="cpu")
-        assert process.device() == torch.device("cpu")
-    finally:
-        process.shutdown()
+    for start in (process.device, process.current, lambda: process.use_devices([63])):
+        with pytest.raises(DeviceError, match="63"):
+            start()
+        assert process.running() is None
+    process.init(devices="cpu")
+    assert process.device() == torch.device("cpu")
+    process.shutdown()
 
 
 class _Dependent:
@@ -114,7 +98,7 @@ class _Dependent:
 
 
 @pytest.mark.usefixtures("alone")
-def test_ended_groups_say_why_until_shutdown() -> None:
+def test_ended_groups_say_why() -> None:
     dependent = _Dependent()
     process.current().dependents.add(dependent)
     process.end_groups("the reason")
@@ -190,48 +174,31 @@ def use_existing() -> tuple[object, ...]:
     return (*before, value.item(), out.getvalue())
 
 
-def test_an_existing_group_is_used_and_left_alone() -> None:
+def test_an_existing_group_is_used() -> None:
     assert run(2, use_existing) == [
         (None, 0, 2, 0, 3, "once\n[rank 0] all\n"),
         (None, 1, 2, 1, 3, "[rank 1] all\n"),
     ]
 
 
-def other_devices(rank: int) -> str:
-    if process.rank() == rank:
+def start_wrongly() -> None:
+    if process.rank() == 1:
         os.environ["ACCEL_DEVICES"] = "63"
-    try:
+    with pytest.raises(DeviceError, match=r"rank 1: ACCEL_DEVICES='63': devices='63'"):
         process.current()
-    except DeviceError as error:
-        return str(error)
-    finally:
-        os.environ.pop("ACCEL_DEVICES", None)
-    return ""
-
-
-def test_a_bad_device_on_one_rank_is_told_to_all() -> None:
-    for message in run(2, other_devices, 1):
-        assert "rank 1: ACCEL_DEVICES='63': devices='63'" in message
-
-
-def refuse_other_groups() -> list[str]:
+    os.environ.pop("ACCEL_DEVICES", None)
     process.init(timeout=30)
-    messages = []
-    for options in ({"process_group": "cpu:gloo"}, {"timeout": 31}, {"devices": [63]}):
-        try:
+    for options, words in (
+        ({"process_group": "cpu:gloo"}, "process_group='cpu:gloo'.*'cuda': 'gloo'"),
+        ({"timeout": 31}, "timeout=31.*30 s"),
+        ({"devices": [63]}, r"devices=\[63\]"),
+    ):
+        with pytest.raises(AccelError, match=words):
             process.init(**options)  # type: ignore[arg-type]
-        except AccelError as error:
-            messages.append(str(error))
-    return messages
 
 
-def test_another_group_or_timeout_is_refused() -> None:
-    for group, timeout, devices in run(2, refuse_other_groups):
-        assert "process_group='cpu:gloo'" in group
-        assert "'cuda': 'gloo'" in group
-        assert "timeout=31" in timeout
-        assert "30 s" in timeout
-        assert "devices=[63]" in devices
+def test_wrong_options_raise_on_every_rank() -> None:
+    run(2, start_wrongly)
 
 
 def without_variables() -> tuple[object, ...]:
@@ -246,28 +213,12 @@ def without_variables() -> tuple[object, ...]:
     return message, place.launcher, place.rank, place.world_size, process.local_rank(), place.local_world_size
 
 
-def test_the_group_is_believed_where_the_environment_says_something_else() -> None:
+def test_the_group_overrules_the_environment() -> None:
     results = outcomes(2, without_variables, breaks=True)
     for rank, result in enumerate(results):
         message, *place = result.value
         assert "accel.init()" in message
         assert place == ["process group", rank, 2, rank, 2]
-
-
-def replaced_outside() -> str:
-    process.current()
-    dist.destroy_process_group()
-    try:
-        process.current()
-    except AccelError as error:
-        process.shutdown()
-        return str(error)
-    return ""
-
-
-def test_a_group_destroyed_outside_accel_is_noticed() -> None:
-    for result in outcomes(2, replaced_outside, breaks=True):
-        assert "default process group was made or destroyed" in result.value
 
 
 def one_rank_starts(failed: Path) -> None:
@@ -280,7 +231,7 @@ def one_rank_starts(failed: Path) -> None:
         failed.touch()
 
 
-def test_a_rank_that_does_not_start_is_an_error_on_the_others(tmp_path: Path) -> None:
+def test_a_rank_does_not_start(tmp_path: Path) -> None:
     first, second = outcomes(2, one_rank_starts, tmp_path / "failed", breaks=True)
     assert "LaunchError" in first.error
     assert "for rank 1. Start as many processes" in first.message
@@ -315,33 +266,7 @@ def end_while_others_wait(freed: Path) -> str:
     return ""
 
 
-def wait_for_each_other(waiting: Path) -> str:
-    process.current()
-    if process.rank() == 0:
-        wait_for(lambda: len(list(waiting.iterdir())) == 2)
-        time.sleep(0.3)
-        process.end_groups("rank 0 has had enough")
-        return "ended"
-    (waiting / str(process.rank())).touch()
-    with contextlib.suppress(RuntimeError):
-        # Neither waits for rank 0, and no connection of either to the other closes.
-        dist.recv(torch.ones(3), 3 - process.rank())
-    wait_for(process.ended)  # the other's end may free this rank before its watchdog hears of it
-    try:
-        process.current()
-    except AccelError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_wait_for_each_other_notice_the_end_too(tmp_path: Path) -> None:
-    results = outcomes(3, wait_for_each_other, tmp_path, breaks=True, timeout=50)  # the groups' own timeout is 60 s
-    assert [result.value for result in results[1:]] == [
-        "the process groups were ended: rank 0 has had enough; call accel.teardown() to start again"
-    ] * 2
-
-
-def test_ending_the_groups_frees_ranks_that_wait_in_any_of_them(tmp_path: Path) -> None:
+def test_ending_groups_frees_every_rank(tmp_path: Path) -> None:
     results = outcomes(4, end_while_others_wait, tmp_path, breaks=True)
     assert results[1].value == "3 freed"
 
@@ -360,7 +285,7 @@ dist.all_reduce(torch.ones(3))
 """
 
 
-def test_an_error_on_one_rank_ends_the_others_with_an_error() -> None:
+def test_one_ranks_error_ends_all() -> None:
     port = free_port()
     first, second = scripts(FAILING, by_hand(0, 2, port), by_hand(1, 2, port), check=False)
     assert (first.returncode, second.returncode) == (1, 1)
@@ -387,14 +312,14 @@ for round in range({rounds}):
 """
 
 
-def test_a_group_started_by_hand_comes_up_and_can_be_started_again() -> None:
+def test_groups_start_again() -> None:
     port = free_port()
     results = scripts(STARTING.format(world=2, rounds=3), by_hand(0, 2, port), by_hand(1, 2, port))
     assert [result.stdout.splitlines() for result in results] == [[f"[rank {r}] torchrun 1 6"] * 3 for r in range(2)]
     assert [result.stderr for result in results] == ["", ""]
 
 
-def test_openmpi_on_one_host_needs_no_master() -> None:
+def test_openmpi_needs_no_master() -> None:
     common = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": f"job-{free_port()}"}
     ranks = [common | {"OMPI_COMM_WORLD_RANK": str(r), "OMPI_COMM_WORLD_LOCAL_RANK": str(r)} for r in range(2)]
     results = scripts(STARTING.format(world=2, rounds=1), *ranks)
@@ -412,7 +337,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_launch_that_cannot_work_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_launch_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     mpich = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
     for environ, message in (
         (mpich, "MPICH started 2 processes.*set MASTER_ADDR"),
@@ -430,7 +355,7 @@ def test_a_launch_that_cannot_work_says_what_to_set(monkeypatch: pytest.MonkeyPa
             assert not dist.is_initialized()
 
 
-def test_a_start_among_the_keys_of_earlier_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_start_among_old_keys(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def meet_as(rank: int, client: Any = store, seconds: float = 60) -> tuple[str, list[Report]]:
@@ -463,7 +388,7 @@ atexit.register(lambda: print(accel.all_reduce(1)))
 """
 
 
-def test_what_atexit_calls_after_accels_own_end_starts_nothing() -> None:
+def test_nothing_starts_after_the_end() -> None:
     port = free_port()
     for result in scripts(AT_EXIT, by_hand(0, 2, port), by_hand(1, 2, port)):
         assert result.stdout == "2\n"

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from tests.distributed import outcomes
 from tests.faults import Fault
 from tests.programs import by_hand, free_port, scripts
 
+# -- loops that differ between ranks ----------------------------------------------------------------------------------
+
 #: With weights that are gathered, however small.
 ZERO3 = accel.DeepSpeed(config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})
 BACKENDS: dict[str, Any] = {"zero2": accel.DeepSpeed(stage=2), "zero3": ZERO3}
@@ -40,55 +43,31 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-class Net(nn.Module):
-    """Blocks of equal size, of which a forward may use one alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor, only: int | None = None) -> torch.Tensor:
-        x = self.inner(x)
-        for block in self.blocks if only is None else [self.blocks[only]]:
-            x = block(x)
-        return self.head(x)
-
-
 class Loop:
     """A model and its optimizer, and the parts of loops."""
 
     def __init__(self, backend: str) -> None:
         torch.manual_seed(0)
-        net = Net()
+        net = nn.Sequential(nn.Linear(4, 8), *(Block() for _ in range(3)), nn.Linear(8, 2))
         self.model, self.optimizer, _ = accel.setup(
             net, torch.optim.SGD(net.parameters(), lr=0.1), backend=BACKENDS.get(backend, backend)
         )
-        self.x = torch.ones(2, 4)
 
-    def loss(self, only: int | None = None) -> torch.Tensor:
-        return F.mse_loss(self.model(self.x, only), torch.zeros(2, 2))
+    def backward(self) -> None:
+        F.mse_loss(self.model(torch.ones(2, 4)), torch.zeros(2, 2)).backward()
 
-    def train(self, steps: int = 1, backwards: int = 1, only: int | None = None) -> None:
+    def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             self.optimizer.zero_grad()
-            for _ in range(backwards):
-                self.loss(only).backward()
+            self.backward()
             self.optimizer.step()
 
-    def evaluate(self, only: int | None = None) -> None:
+    def evaluate(self) -> None:
         with torch.no_grad():
-            self.model(self.x, only)
+            self.model(torch.ones(2, 4))
 
-    def episode(self, forwards: int) -> None:
-        self.optimizer.zero_grad()
-        torch.stack([self.loss() for _ in range(forwards)]).mean().backward()
-        self.optimizer.step()
-
-
-def one() -> int:
-    return int(accel.rank() == 1)
+    def save(self, folder: Path) -> None:
+        accel.save({"model": self.model}, folder / "checkpoint")
 
 
 def on_main(act: Callable[[], object]) -> None:
@@ -98,54 +77,30 @@ def on_main(act: Callable[[], object]) -> None:
 
 # Each ends differently on the ranks; what was trained before has taught them an order, or has not.
 CASES: dict[str, Callable[[Loop, Path], object]] = {
-    "episodes": lambda loop, _: [loop.episode(2 + i * one()) for i in range(3)],
-    "backwards": lambda loop, _: [loop.train(2), loop.train(2, 1 + one())],
-    "steps": lambda loop, _: [loop.train(2 + one()), accel.barrier()],
-    "steps on main": lambda loop, _: [[loop.loss().backward(), on_main(loop.optimizer.step)] for _ in range(4)],
-    "evaluation, then training": lambda loop, _: [loop.train(2), on_main(loop.evaluate), loop.train(2)],
-    "evaluation, then barrier": lambda loop, _: [loop.train(2), on_main(loop.evaluate), accel.barrier()],
-    "evaluation, then save": lambda loop, path: [
-        loop.train(2),
-        on_main(loop.evaluate),
-        accel.save({"model": loop.model}, path / "checkpoint"),
-    ],
-    "experts": lambda loop, _: [loop.train(3, only=0), loop.train(only=one())],
-    "full state": lambda loop, _: [
-        loop.train(2),
-        on_main(lambda: loop.model.state_dict()),
-        loop.train(2),
-    ],
-    "state of the optimizer": lambda loop, _: [
-        loop.train(),
-        on_main(lambda: loop.optimizer.state_dict()),
-        loop.train(),
-    ],
+    "steps": lambda loop, _: [loop.train(2 + accel.rank()), accel.barrier()],
+    "steps on main": lambda loop, _: [[loop.backward(), on_main(loop.optimizer.step)] for _ in range(4)],
+    "evaluation": lambda loop, _: [loop.train(2), on_main(loop.evaluate), loop.train(2)],
+    "save": lambda loop, path: [loop.train(2), on_main(loop.evaluate), loop.save(path)],
+    "state": lambda loop, _: [loop.train(2), on_main(lambda: loop.model.state_dict()), loop.train(2)],
+    "optimizer": lambda loop, _: [loop.train(), on_main(lambda: loop.optimizer.state_dict()), loop.train()],
     "clipping": lambda loop, _: [
         loop.train(2),
-        loop.loss().backward(),
+        loop.backward(),
         on_main(lambda: accel.clip_grad_norm_(loop.model, 1.0)),
         loop.optimizer.step(),
         loop.train(),
     ],
-    "first on main": lambda loop, _: [loop.train(), first(loop)],
 }
-
-
-def first(loop: Loop) -> None:
-    with accel.main_first():
-        loop.evaluate()
 
 
 @contextmanager
 def group(folder: Path, name: str, patience: float = 0.6) -> Iterator[None]:
-    """A process group of its own, which may break; the hang detector is quicker than usual."""
+    """A process group of its own, which may break; the watchdog is quicker than usual."""
     if dist.is_initialized():
         dist.destroy_process_group()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    path = folder / name.replace(" ", "-").replace(",", "")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}.store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
+    method = f"file://{folder / name.replace(' ', '-')}.store"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     watchdog = process.current().watchdog
     assert watchdog is not None
     watchdog.patience, watchdog.interval = patience, 0.1
@@ -158,121 +113,117 @@ def group(folder: Path, name: str, patience: float = 0.6) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def endings(backend: str, names: list[str], folder: Path) -> dict[str, tuple[str, str]]:
-    """How each case ends on this rank: the error's classes and text."""
+def endings(backend: str, names: list[str], folder: Path) -> dict[str, str]:
+    """The text of the error of each case on this rank."""
     found = {}
     for name in names:
-        found[name] = ("", "")
         with group(folder, name):
             try:
                 CASES[name](Loop(backend), folder)
-            except Exception as error:
-                kind = "AccelError" if isinstance(error, accel.AccelError) else type(error).__name__
-                found[name] = kind, str(error)
+            except accel.AccelError as error:
+                found[name] = str(error)
     return found
 
 
-def refused(backend: str, names: list[str], folder: Path, world: int = 2) -> dict[str, list[str]]:
-    """The texts with which every rank refuses each case."""
-    results = outcomes(world, endings, backend, names, folder, breaks=True)
-    for rank, result in enumerate(results):
-        assert not result.error, f"rank {rank}: {result.trace}"
-        for name in names:
-            kind, text = result.value[name]
-            assert kind == "AccelError", f"{backend}, {name}, rank {rank}: {kind or 'no error'} {text}"
-            assert "gloo" not in text
-            assert "rank 0" in text, text
-            assert "rank 1" in text, text
-    return {name: [result.value[name][1] for result in results] for name in names}
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "zero3"])
-def test_what_only_one_rank_gathers_ends_on_every_rank_and_names_it(backend: str, tmp_path: Path) -> None:
-    texts = refused(backend, [name for name in CASES if name != "steps on main"], tmp_path)
-    gathers = {
-        "experts": ("the gathering of", "blocks.1"),
-        "evaluation, then barrier": ("the gathering of", "'barrier'"),
-        "evaluation, then save": ("the gathering of", "'accel.save'"),
-        "full state": ("write state = model.state_dict() above", "the gathering of"),
-        "state of the optimizer": ("write state = optimizer.state_dict() above",),
-        "clipping": ("clip_grad_norm_",),
-        "first on main": ("(Net", "'main_first'"),
-    }
-    for name, words in gathers.items():
-        for text in texts[name]:
-            assert all(word in text for word in words), text
+GATHERED = "the gathering of"
 
 
 @pytest.mark.parametrize(
-    ("backend", "names"),
+    ("backend", "words"),
     [
-        ("ddp", ["steps", "steps on main"]),
-        ("sharded", ["steps", "state of the optimizer"]),
-        ("zero2", ["backwards", "steps", "clipping"]),
+        ("fsdp", {"evaluation": GATHERED, "save": GATHERED, "state": "state = model.state_dict() above"}),
+        ("zero3", {"evaluation": GATHERED, "save": "'accel.save'", "state": GATHERED, "clipping": "clip_grad_norm_"}),
+        ("fsdp", {"optimizer": "state = optimizer.state_dict() above", "clipping": "clip_grad_norm_", "steps": ""}),
+        ("ddp", {"steps": "", "steps on main": ""}),
+        ("sharded", {"steps": "", "optimizer": "state = optimizer.state_dict() above"}),
+        ("zero2", {"steps": "", "clipping": ""}),
     ],
 )
-def test_different_numbers_of_steps_end_on_every_rank(backend: str, names: list[str], tmp_path: Path) -> None:
-    texts = refused(backend, names, tmp_path)
-    assert all("write state = optimizer.state_dict() above" in t for t in texts.get("state of the optimizer", ()))
+def test_a_difference_ends_every_rank(backend: str, words: dict[str, str], tmp_path: Path) -> None:
+    for rank, result in enumerate(outcomes(2, endings, backend, list(words), tmp_path, breaks=True)):
+        assert not result.error, f"rank {rank}: {result.trace}"
+        for name, expected in words.items():
+            text = result.value.get(name, "no error")
+            for word in (expected, "rank 0", "rank 1"):
+                assert word in text, f"{backend}, {name}, rank {rank}: {text}"
+            assert "gloo" not in text
 
 
-ENDING = """
-import accel, torch
+# -- programs in which a rank ends or sleeps --------------------------------------------------------------------------
+
+PROGRAM = """
+import os, sys, time, torch, accel
+from tests.faults import begin, reach
+begin()
 accel.init(process_group="gloo")
+accel.process.current().watchdog.patience = 2
 net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
 model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=.1), backend="{backend}")
-model(torch.ones(2, 4)).sum().backward()
-optimizer.step()
+
+def step():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+step()
+start = time.monotonic()
 try:
-    if accel.rank() == {rank}:
+    if accel.rank() == {waits}:
+        {wait}
+    else:
         {act}
 except accel.AccelError as error:
     print(type(error).__name__, error)
+print("after", int(time.monotonic() - start), "s")
 """
 
 
-@pytest.mark.parametrize(
-    ("backend", "act", "where", "rank"),
-    [
-        ("ddp", "accel.save({'model': model}, '/nowhere/at/all')", "'accel.save'", 0),
-        ("fsdp", "model.state_dict()", "write state = model.state_dict() above", 0),
-        ("ddp", "accel.barrier()", "'barrier'", 1),  # the store ends with rank 0
-    ],
-)
-def test_a_rank_that_ends_its_program_is_named(backend: str, act: str, where: str, rank: int) -> None:
-    port = free_port()
-    code = ENDING.format(backend=backend, act=act, rank=rank)
-    results = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port))
-    waiting, ended = results[rank], results[1 - rank]
-    assert re.search(rf"rank {1 - rank} \(host \S+\) ended its program, by its end or sys.exit", waiting.stdout)
-    assert where in waiting.stdout
-    assert "gloo" not in waiting.stdout
-    assert ended.stdout == ""
+@dataclass(frozen=True)
+class Ending:
+    """An act of one rank while the other waits, and the text that the waiting rank prints within some seconds."""
+
+    act: str
+    words: str
+    seconds: int = 10
+    waits: int = 0
+    wait: str = "accel.barrier()"
+    backend: str = "ddp"
+    also: bool = False  # the acting rank prints it, too
 
 
-def test_a_rank_that_is_killed_is_named() -> None:
-    port = free_port()
-    code = ENDING.format(backend="ddp", act="accel.barrier()", rank=0) + "faults.reach('end')\n"
-    end = Fault("exit 9", at="end", rank=1)
-    first, _ = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False, fails=[end])
-    assert re.search(r"rank 0 cannot go on in 'barrier': rank 1 \(host \S+\) did not answer", first.stdout)
+BARRIER = "^AccelError rank {} cannot go on in 'barrier': "
+LEFT = r"rank {} \(host \S+\) ended its program, by its end or sys.exit"
+STUCK = r"^RankMismatchError .*rank 0 is in 'barrier' \(\S+:\d+.*rank 1 is in (for|back)ward \(\S+:\d+"
+STATE = r"write state = model.state_dict\(\) above"
+ENDINGS = {
+    "under is_main": Ending("step()", STUCK, 20, also=True),
+    "raises": Ending("raise ConnectionError('by peer')", BARRIER.format(0) + "rank 1 ended with ConnectionError$"),
+    "exits": Ending("sys.exit()", BARRIER.format(0) + LEFT.format(1)),
+    "exits before a save": Ending(
+        "pass", "'accel.save': " + LEFT.format(1), wait="accel.save(net.state_dict(), '/no')"
+    ),
+    "exits before a gathering": Ending("pass", f"{STATE}.*{LEFT.format(1)}", wait="model.state_dict()", backend="fsdp"),
+    "exits with the store": Ending("sys.exit()", BARRIER.format(1) + LEFT.format(0), waits=1),
+    "is killed": Ending("reach('end')", BARRIER.format(0) + r"rank 1 \(host \S+\) did not answer", 15),
+    "sleeps": Ending("time.sleep(6); accel.barrier()", "^after [5-9] s$"),
+}
 
 
-class Slow:
-    """Something with a state that takes its time on one rank."""
+@pytest.mark.parametrize("name", ENDINGS)
+def test_every_rank_has_its_error(name: str) -> None:
+    ending, port = ENDINGS[name], free_port()
+    ends = [Fault("SIGKILL", at="end", rank=1)] if name == "is killed" else []
+    code = PROGRAM.format(**asdict(ending))
+    results = scripts(code, by_hand(0, 2, port), by_hand(1, 2, port), check=False, fails=ends)
+    for rank in (0, 1) if ending.also else (ending.waits,):
+        text = results[rank].stdout
+        assert re.search(ending.words, text, re.MULTILINE), text + results[rank].stderr
+        assert "gloo" not in text
+        assert int(text.split()[-2]) <= ending.seconds, text
+    log = results[0].stderr
+    assert name != "sleeps" or re.search(r"rank 0 is in 'barrier' \(.*; rank 1 is in no collective \(", log), log
 
-    def __init__(self, act: Callable[[], object]) -> None:
-        self._act = act
 
-    def state_dict(self) -> dict[str, int]:
-        on_main(self._act)
-        return {"value": 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
-
-
-def go_slowly(backend: str, folder: Path) -> tuple[int, list[str]]:
+def go_slowly(backend: str, folder: Path) -> list[str]:
     """One rank sleeps, or computes, several times as long as ranks wait before they wonder.
 
     All times are longer than what a busy machine adds to them.
@@ -296,54 +247,39 @@ def go_slowly(backend: str, folder: Path) -> tuple[int, list[str]]:
         for act in (sleep, compute):
             on_main(act)  # loading data, say
             loop.train(2)
-        on_main(sleep)
-        accel.barrier()
         with accel.main_first():
             on_main(sleep)
-        accel.save({"model": loop.model, "slow": Slow(sleep)}, folder / "slow")
         loop.train()
         accel.barrier()
     logging.getLogger("accel").removeHandler(handler)
-    return len(words), words
+    return words
 
 
-def test_slow_ranks_are_waited_for_and_named(tmp_path: Path) -> None:
+def test_slow_ranks_are_waited_for(tmp_path: Path) -> None:
     slow, waiting = outcomes(2, go_slowly, "fsdp", tmp_path, breaks=True)
     assert not slow.error, slow.trace
     assert not waiting.error, waiting.trace
-    words = waiting.value[1]
-    for place in ("'barrier' (test_waiting.py:", "'main_first' (test_waiting.py:"):
-        assert any(f"rank 1 is in {place}" in word for word in words), words
-    assert any("rank 0 is in no collective (test_waiting.py:" in word for word in words)
-    assert slow.value == (0, [])
+    assert any("rank 1 is in 'main_first' (test_waiting.py:" in word for word in waiting.value), waiting.value
+    assert any("rank 0 is in no collective (test_waiting.py:" in word for word in waiting.value)
+    assert slow.value == []
 
 
-# -- judging, without processes ---------------------------------------------------------------------------------------
+# -- without processes ------------------------------------------------------------------------------------------------
 
 
-def at(place: str, cpu: float = 0.0, rounds: int = 1) -> Report:
-    return Report(place, "train.py:1", rounds, cpu)
-
-
-def later(place: str, cpu: float = 0.0, rounds: int = 1) -> Report:
-    return Report(place, "train.py:1", rounds, cpu, time=5.0)
-
-
-STUCK: list[tuple[Report, Report, bool]] = [
-    (at("a barrier"), later("a barrier"), True),
-    (at(""), later(""), False),  # computes, or sleeps, and may come
-    (at("a gathering"), later("a gathering"), False),  # in the same place: a long transfer
-    (at("backward"), later("backward", cpu=5.0), False),  # computes in backward
-    (at("a barrier"), later("a barrier", rounds=2), False),  # has moved
-    (at("a save"), later("a barrier"), False),  # has moved
-    (at("recv"), later("recv"), False),  # waits for a single rank, which may come
-]
-
-
-def test_ranks_are_stuck_if_all_wait_in_different_places() -> None:
-    waiting = at("a gathering"), later("a gathering")
-    for first, second, expected in STUCK:
-        assert are_stuck({0: waiting[0], 1: first}, {0: waiting[1], 1: second}) == expected, second
+@pytest.mark.parametrize(
+    ("report", "stuck"),
+    [
+        (Report("a barrier", waited=5.0), True),
+        (Report("", waited=0.0), False),  # computes, or sleeps, and may come
+        (Report("a gathering", waited=9.0), False),  # in the same place: a long transfer
+        (Report("a barrier", waited=1.0), False),  # has just come
+        (Report("recv", waited=9.0), False),  # waits for a single rank, which may come
+        (None, False),  # was killed; its connections close
+    ],
+)
+def test_ranks_in_different_places_are_stuck(report: Report | None, stuck: bool) -> None:
+    assert are_stuck([Report("a gathering", waited=6.0), report], 4.0) == stuck
 
 
 def compared(cycles: list[list[str]]) -> list[int]:
@@ -359,7 +295,7 @@ def compared(cycles: list[list[str]]) -> list[int]:
     return counts
 
 
-def test_a_program_that_repeats_itself_compares_nothing() -> None:
+def test_a_repeated_order_compares_nothing() -> None:
     accumulation = ["forward", "gather", "backward", "gather", "reduce"] * 4 + ["step"]
     assert compared([accumulation] * 5)[2:] == [0, 0, 0]
     generation = [["a", "b", "c"] * n + ["back", "step"] for n in (9, 4, 7, 5, 8)]
