@@ -310,7 +310,7 @@ def test_the_command(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("picture: memory.png\n")
     assert (models / "memory.png").stat().st_size > 5000
     few = ["memory", "accel_test_models:Net.small", "--ranks", "3", "--no-plot", "--optimizer"]
-    assert main([*few, "SGD(momentum=0.9)"]) == 0
+    assert main([*few, "rmsprop"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if " ddp " in line)
     assert " ".join(row.split()) == "3 ddp 3.8 MiB 3.8 MiB 3.8 MiB 0.0 B 3.8 MiB 15.3 MiB"
     assert main([*few, "none"]) == 0
@@ -325,9 +325,7 @@ def test_the_command(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["accel_test_models:nope"], "has no attribute 'nope'"),
         (["accel_test_models:nothing"], "returned a NoneType. Expected a torch.nn.Module"),
         (["accel_test_models:values"], "raised RuntimeError on the meta device"),
-        (["accel_test_models:Net.small", "--optimizer", "adm"], "--optimizer adm raised KeyError: 'adm'"),
-        (["accel_test_models:Net.small", "--optimizer", "sgd(f())"], "--optimizer sgd(f()) raised ValueError"),
-        (["accel_test_models:Net.small", "--optimizer", "sgd(x=1)"], "unexpected keyword argument 'x'"),
+        (["accel_test_models:Net.small", "--optimizer", "adm"], "--optimizer adm: torch.optim has no such class"),
     ],
 )
 def test_mistakes_at_the_command_line(

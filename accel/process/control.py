@@ -12,7 +12,7 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import AccelError, RankMismatchError, TimeoutError, described
+from ..errors import AccelError, RankMismatchError, TimeoutError
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .packing import gather_values
@@ -225,18 +225,12 @@ def any_rank(flag: bool) -> bool:
     Use it if one rank decides to stop, and all must.
 
     Args:
-        flag: this rank's flag, such as ``loss.isnan().item()`` or ``time.time() > end``.
+        flag: this rank's flag, such as ``loss.isnan()`` or ``time.time() > end``.
 
     Raises:
-        AccelError: ``flag`` is not a bool; or a rank doesn't come, as in ``barrier``.
+        AccelError: a rank doesn't come, as in ``barrier``.
     """
-    problem = ""
-    if type(flag).__name__ not in ("bool", "bool_"):  # NumPy's, too
-        problem = f"any_rank() got {described(flag)}. Write any_rank(bool(condition))."
-    answers = agree("any_rank", (not problem and bool(flag), problem))
-    own = AccelError(problem) if problem else None
-    raise_together("any_rank", own, [text for _, text in answers], AccelError)
-    return any(other for other, _ in answers)
+    return any(agree("any_rank", bool(flag)))
 
 
 @contextlib.contextmanager
