@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 import accel
 from accel.memory import human
-from tests.distributed import outcomes, refusals, run, wait_for
+from tests.distributed import outcomes, run, wait_for
 
 
 def loader(batch_size: int | None = 8, **arguments: Any) -> DataLoader[Any]:
@@ -118,20 +118,12 @@ def test_one_rank_stops_all(world: int) -> None:
     assert run(world, stop_when, world - 1, 3) == [(3, False)] * world
 
 
-def flag_of_a_tensor() -> None:
-    accel.any_rank(torch.tensor(True))  # type: ignore[arg-type]
-
-
 def numpy_flags() -> list[bool]:
     return [accel.any_rank(np.bool_(accel.rank() == 1)), accel.any_rank(np.bool_(False))]
 
 
 def test_any_rank_takes_numpys_bools() -> None:
     assert run(2, numpy_flags) == [[True, False]] * 2
-
-
-def test_any_rank_wants_a_bool() -> None:
-    assert all("bool(condition)" in text for text in refusals(1, flag_of_a_tensor, error="AccelError"))
 
 
 def missing_rank(failed: Path) -> None:
@@ -151,4 +143,4 @@ def test_a_hang_says_where_and_for_whom(tmp_path: Path) -> None:
     for outcome in (first, third):
         assert "AccelError" in outcome.error
         assert "any_rank" in outcome.message
-    assert any("waited 3 s in 'any_rank', but rank 1 did not come" in o.message for o in (first, third))
+    assert any("in 'any_rank': rank 1 did not come in time" in o.message for o in (first, third))

@@ -42,8 +42,7 @@ def _cores() -> int:
 
 # -- env -------------------------------------------------------------------------------------------
 
-_PACKAGES = ["cloudpickle", "fsspec", "matplotlib", "numpy", "safetensors", "torchao"]
-_PACKAGES += ["transformers", "xxhash"]
+_PACKAGES = "cloudpickle fsspec matplotlib numpy safetensors torchao transformers xxhash".split()
 _VARIABLES = re.compile(
     r"(ACCEL_|CUDA_|GLOO_|MASTER_|NCCL_|OMP_|TORCH).*|(LOCAL_)?(RANK|WORLD_SIZE)"
 )
@@ -110,14 +109,12 @@ def _backends() -> dict[str, str]:
 
 
 def _memory_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(name: str, text: str, **options: Any) -> None:
-        parser.add_argument(name, help=text, **options)
-
-    add("model", "a function without arguments that returns the model", metavar="module:factory")
-    add("--ranks", "numbers of ranks (%(default)s)", type=_positives, default="1,2,4,8,64")
-    add("--optimizer", "a class of torch.optim, or none (%(default)s)", default="adamw")
-    add("--plot", "file of the bar chart (%(default)s)", metavar="PATH", default="memory.png")
-    add("--no-plot", "print the table only", action="store_true")
+    add, factory = parser.add_argument, "a function without arguments that returns the model"
+    add("model", help=factory, metavar="module:factory")
+    add("--ranks", help="numbers of ranks (%(default)s)", type=_positives, default="1,2,4,8,64")
+    add("--optimizer", help="a class of torch.optim, or none (%(default)s)", default="adamw")
+    add("--plot", help="file of the bar chart (%(default)s)", metavar="PATH", default="memory.png")
+    add("--no-plot", help="print the table only", action="store_true")
 
 
 def memory(args: argparse.Namespace) -> int:
@@ -160,10 +157,7 @@ def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(*names: str, **options: Any) -> argparse.Action:
-        return parser.add_argument(*names, **options)
-
-    count = max(1, available()[1])
+    add, count = parser.add_argument, max(1, available()[1])
     text = "processes on each node (one per accelerator, or 1)"
     add("-n", "--processes", "--num-processes", type=_positive, default=count, help=text)
     add("--hosts", help="all nodes, separated by commas; ranks connect to the first")
@@ -171,8 +165,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_positive, default=29400, help=text)
     add("--backend", help="sets ACCEL_BACKEND: a name, or name:option=value,option=value")
     add("--max-restarts", type=int, default=0, help="restarts after a failure (%(default)s)")
-    text = "the script is a module, as in python -m"
-    add("-m", "--module", action="store_true", help=text)
+    add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("script", help="a Python file")
     add("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, DeviceError, RankMismatchError
+from ..errors import AccelError, DeviceError, RankMismatchError, TimeoutError
 from .devices import parse_backend, pick, resolve
 from .launchers import Place
 from .startup import UNKNOWN, destroy_groups, place_now, select, start
@@ -248,10 +248,16 @@ def ended() -> str:
 
 def lost(call: str, error: RuntimeError) -> AccelError:
     """End the groups, and return the error for a collective that another rank made fail."""
+    is_late = "imed out" in str(error) and not ended()
     reason = reason_of(error)
     end_groups(reason)
-    kind = RankMismatchError if _process is not None and _process.mismatch else AccelError
-    return kind(f"rank {rank()} cannot go on in {call}: {reason}")
+    text = f"rank {rank()} cannot go on in {call}: {reason}"
+    if _process is not None and _process.mismatch:
+        return RankMismatchError(text)
+    if is_late:
+        advice = "Look for a call under accel.is_main(), or raise accel.init(timeout=...)."
+        return TimeoutError(f"{text}. {advice}")
+    return AccelError(text)
 
 
 def reason_of(error: RuntimeError) -> str:

@@ -45,15 +45,14 @@ def resolve(devices: object) -> tuple[torch.device, ...]:
     """Return the devices of this node that a request means. ACCEL_DEVICES replaces ``"auto"``."""
     kind, count = available()
     variable = os.environ.get("ACCEL_DEVICES")
-    if devices != "auto" or not variable:
-        return parse_devices(devices, count, kind)
-    try:
-        return parse_devices(variable, count, kind)
-    except DeviceError as error:
-        raise DeviceError(f"ACCEL_DEVICES={variable!r}: {error}") from None
+    if devices == "auto" and variable:
+        return parse_devices(variable, count, kind, "ACCEL_DEVICES")
+    return parse_devices(devices, count, kind)
 
 
-def parse_devices(devices: object, count: int, kind: str = "cuda") -> tuple[torch.device, ...]:
+def parse_devices(
+    devices: object, count: int, kind: str = "cuda", name: str = "devices"
+) -> tuple[torch.device, ...]:
     """Return the devices that a request means, on a node with ``count`` accelerators.
 
     Raises:
@@ -61,11 +60,13 @@ def parse_devices(devices: object, count: int, kind: str = "cuda") -> tuple[torc
     """
     try:
         numbers = _numbers(devices, count, kind)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
+        # torch.device raises a RuntimeError that lists 20 types of devices.
+        reason = error if isinstance(error, ValueError) else f"{devices!r} is not a device"
         names = ", ".join(f"{kind}:{number}" for number in range(count))
         existing = f"{names} and cpu" if count else "no accelerator, only cpu"
         raise DeviceError(
-            f"devices={devices!r}: {error}, and this machine has {existing}. Use a number of "
+            f"{name}={devices!r}: {reason}, and this machine has {existing}. Use a number of "
             'devices, -1, a list ([0, 1]), numbers ("0, 1"), "free:2", "cpu" or "auto".'
         ) from None
     return tuple(torch.device(kind, number) for number in numbers) or _CPU
@@ -102,20 +103,12 @@ def _parse_text(text: str, count: int) -> Any:
         if len(free) < wanted:
             raise ValueError(f"{wanted} free accelerators are asked for, free are {free}")
         return free[:wanted]
-    return _device(text)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"{name!r} is not a device") from None
+    return torch.device(text)
 
 
 def _number(device: Any, count: int, kind: str) -> int:
     """Return the number of an accelerator, which is given by number, name or torch.device."""
-    if isinstance(device, str):
-        device = _device(device)
+    device = torch.device(device) if isinstance(device, str) else device
     number = device
     if isinstance(device, torch.device) and device.type == kind:
         # "cuda" is a single accelerator only if there is one.

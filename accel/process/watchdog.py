@@ -305,11 +305,18 @@ class Watchdog:
             return ""
         if not reports:
             return f"rank 0 (host {hosts[0]}) can't be reached, or the launcher's node"
-        silent = [f"{r} (host {hosts[r]})" for r, report in reports.items() if report is None]
-        if not silent:
-            return explain(reports)
-        why = "it ended or hangs, or the link to it is cut"
-        return f"rank {', '.join(silent)} did not answer: {why}"
+        silent, late = [], {}
+        for rank, report in reports.items():
+            if report is None:
+                silent.append(f"{rank} (host {hosts[rank]})")
+            elif report.rounds < self._process.rounds:
+                late[rank] = report
+        if silent:
+            why = "it ended or hangs, or the link to it is cut"
+            return f"rank {', '.join(silent)} did not answer: {why}"
+        if late:
+            return f"rank {', '.join(map(str, late))} did not come in time: {explain(late)}"
+        return explain(reports)
 
     def _who_left(self) -> str:
         hosts, left = self._process.hosts, sorted(self.left.items())

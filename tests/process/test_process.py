@@ -176,7 +176,7 @@ def test_an_existing_group_is_used() -> None:
 def start_wrongly() -> None:
     if process.rank() == 1:
         os.environ["ACCEL_DEVICES"] = "63"
-    with pytest.raises(DeviceError, match=r"rank 1: ACCEL_DEVICES='63': devices='63'"):
+    with pytest.raises(DeviceError, match=r"rank 1: ACCEL_DEVICES='63'"):
         process.current()
     os.environ.pop("ACCEL_DEVICES", None)
     process.init(timeout=30)
