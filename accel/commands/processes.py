@@ -42,7 +42,8 @@ def _cores() -> int:
 
 # -- env -------------------------------------------------------------------------------------------
 
-_PACKAGES = "cloudpickle fsspec matplotlib numpy safetensors torchao transformers xxhash".split()
+_PACKAGES = ["cloudpickle", "fsspec", "matplotlib", "numpy", "safetensors", "torchao"]
+_PACKAGES += ["transformers", "xxhash"]
 _VARIABLES = re.compile(
     r"(ACCEL_|CUDA_|GLOO_|MASTER_|NCCL_|OMP_|TORCH).*|(LOCAL_)?(RANK|WORLD_SIZE)"
 )

@@ -135,7 +135,7 @@ def gather(
         elif exchange.process.place.world_size == 1:
             results[path] = tensor
         else:
-            results[path] = _GatherWithGradient.apply(tensor, exchange, path)
+            results[path] = _gather_with_gradient(tensor, exchange, path)
     return exchange.replaced(results)
 
 
@@ -417,3 +417,6 @@ class _GatherWithGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_reduce(grad)[ctx.rows].reshape(ctx.shape), None, None
+
+
+_gather_with_gradient: Any = _GatherWithGradient.apply

@@ -191,7 +191,9 @@ def _report(process: Process, problem: str) -> Report:
 def _check_devices(process: Process, reports: list[Report]) -> None:
     """Choose the rank's device. All ranks raise if a rank has a problem or two share a device."""
     hosts = process.hosts = tuple(report.host for report in reports)
-    place, problems, owners = process.place, [], {}
+    place = process.place
+    problems: list[str] = []
+    owners: dict[str, int] = {}
     for rank, report in enumerate(reports):
         if report.problem:
             problems.append(f"rank {rank}: {report.problem}")

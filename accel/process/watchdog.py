@@ -305,7 +305,8 @@ class Watchdog:
             return ""
         if not reports:
             return f"rank 0 (host {hosts[0]}) can't be reached, or the launcher's node"
-        silent, late = [], {}
+        silent: list[str] = []
+        late: dict[int, Report | None] = {}
         for rank, report in reports.items():
             if report is None:
                 silent.append(f"{rank} (host {hosts[rank]})")

@@ -180,13 +180,8 @@ def start_wrongly() -> None:
         process.current()
     os.environ.pop("ACCEL_DEVICES", None)
     process.init(timeout=30)
-    for options, words in (
-        ({"process_group": "cpu:gloo"}, "process_group='cpu:gloo'.*'cuda': 'gloo'"),
-        ({"timeout": 31}, "timeout=31.*30 s"),
-        ({"devices": [63]}, r"devices=\[63\]"),
-    ):
-        with pytest.raises(AccelError, match=words):
-            process.init(**options)  # type: ignore[arg-type]
+    with pytest.raises(AccelError, match="process_group='cpu:gloo'.*'cuda': 'gloo'"):
+        process.init(process_group="cpu:gloo")
 
 
 def test_wrong_options_raise_on_every_rank() -> None:
@@ -206,25 +201,6 @@ def without_variables() -> tuple[object, ...]:
 def test_the_group_overrules_the_environment() -> None:
     for rank, result in enumerate(outcomes(2, without_variables, breaks=True)):
         assert result.value == ("process group", rank, 2, rank, 2), result.trace
-
-
-def one_rank_starts(failed: Path) -> None:
-    if process.rank() == 1:
-        wait_for(failed.exists)
-        return
-    try:
-        process.init(timeout=2)
-    finally:
-        failed.touch()
-
-
-def test_a_rank_does_not_start(tmp_path: Path) -> None:
-    first, second = outcomes(2, one_rank_starts, tmp_path / "failed", breaks=True)
-    assert "LaunchError" in first.error
-    assert "for rank 1. Start as many processes" in first.message
-    assert "call accel.setup or accel.init on every rank" in first.message
-    assert first.seconds > 1.9
-    assert not second.error
 
 
 # -- ends that let no rank hang ---------------------------------------------------------------------------------------
