@@ -112,7 +112,7 @@ def _number(device: Any, count: int, kind: str) -> int:
     number = device
     if isinstance(device, torch.device) and device.type == kind:
         # "cuda" is a single accelerator only if there is one.
-        number = 0 if device.index is None and count == 1 else device.index
+        number = 0 if str(device) == kind and count == 1 else device.index
     if type(number) is not int or not 0 <= number < count:
         raise ValueError(f"there is no accelerator {str(device)!r}")
     return number

@@ -298,7 +298,7 @@ class Watchdog:
         hosts, text = self._process.hosts, str(error)
         # gloo raises RuntimeErrors. Connections of the program itself raise other classes.
         is_lost = isinstance(error, RuntimeError) and ("imed out" in text or "by peer" in text)
-        if self._process.ended or not is_lost:
+        if self._stopped.is_set() or not is_lost:
             return ""
         reports = self.ask()
         if self._process.ended:  # a different rank told why
