@@ -20,8 +20,8 @@ from .packing import gather_values
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Errors of gloo begin with the path of its source file.
-_LOST: Final = ("gloo/transport", "NCCL")
+# Errors of gloo begin with the path of its source file. The last text is from Work.wait(timeout).
+_LOST: Final = ("gloo/transport", "NCCL", "Operation timed out!")
 
 # Ranks match their collectives by order, so a rank must call them from one thread at a time.
 lock: Final = threading.RLock()
