@@ -35,7 +35,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(2, save, str(tmp_path / "step-1"), 3.0)
     assert main(["inspect", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    for text in ("by 2 processes", "x  F32   [1000]\n", "  n = 1", "  m: a model", '  7 = "x"'):
+    for text in ("by 2 processes", "  x         F32   [1000]\n", "  n = 1", "  m: a model", '  7 = "x"'):
         assert text in out
     assert main(["inspect", "--values", str(tmp_path)]) == 0
     assert '"lr": 3.0' in capsys.readouterr().out
