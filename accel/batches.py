@@ -157,7 +157,7 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     process.end_groups(f"{call}: {text}")
     with contextlib.suppress(AccelError):  # shards of other ranks are lost, and nobody needs them
         shut_down()
-    process.restart(before)
+    process.init(process_group=before.requested, timeout=before.timeout, devices=before.request)
     answers = agree(call, (is_memory, isinstance(error, AccelError) or is_lost(error), text))
     texts = [
         f"rank {rank}: {text}" for rank, (is_memory, _, text) in enumerate(answers) if is_memory

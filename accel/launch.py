@@ -7,7 +7,6 @@ arguments, and later the trained states, the result, and one file for each worke
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import json
@@ -32,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .data import LoaderHandle, raw_loader
-from .errors import LaunchError, described, whole_number
+from .errors import LaunchError, whole_number
 from .handles import ModelHandle
 from .handles import raw as raw_of
 from .pickling import find_stateful, save_by_value
@@ -80,10 +79,6 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
         raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
-    function: object = fn
-    if not callable(function):
-        text = f"accel.launch expects a function, got {described(function)}"
-        raise LaunchError(f"{text}. To start a script, use python -m accel run.")
     place = place_now()
     if place.world_size > 1:
         raise LaunchError(
@@ -101,17 +96,13 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
         if not (folder / "result.pt").exists():
             text = "ended with exit status 0 before its function returned"
             raise LaunchError(f"rank 0 {title} {text}.")
-        states = _load(folder / "states.pt", mmap=True)
-        for item, (state, buffers) in zip(stateful, states, strict=True):
-            # A module copies the values. Others may keep the tensors, which lie in the mapped file.
-            item.load_state_dict(state if isinstance(item, nn.Module) else copy.deepcopy(state))
-            for buffer, value in buffers.items():
-                item.get_buffer(buffer).data.copy_(value)
-        result: T = _load(folder / "result.pt", mmap=False)
+        for item, state in zip(stateful, _load(folder / "states.pt"), strict=True):
+            item.load_state_dict(state)
+        result: T = _load(folder / "result.pt")
         return result
 
 
-def _load(path: Path, *, mmap: bool) -> Any:
+def _load(path: Path, *, mmap: bool = False) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
 
 
@@ -125,13 +116,6 @@ def collect_stateful(parts: dict[str, object]) -> list[Any]:
         if isinstance(item, nn.Module):
             inside |= {id(child) for child in item.modules() if child is not item}
     return [item for key, item in stateful.items() if key not in inside]
-
-
-def _take_state(item: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the state of an object, and the buffers that a module doesn't keep in its state."""
-    state = item.state_dict()
-    buffers = dict(item.named_buffers()) if isinstance(item, nn.Module) else {}
-    return state, {name: buffer for name, buffer in buffers.items() if name not in state}
 
 
 # -- the launching process -------------------------------------------------------------------------
@@ -221,17 +205,15 @@ def _collect_failed(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, in
 def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
     """Raise LaunchError for the worker that failed first, not for those that heard of it."""
     failures: list[_Failure] = []
-    died: dict[int, int] = {}
-    for rank, status in failed.items():
+    for rank in failed:
         path = _failure_file(folder, rank)
         if path.exists():
             failures.append(pickle.loads(path.read_bytes()))
-        else:
-            died[rank] = status
-    # gloo aborts a process if an exception in another one closes its connections.
-    if died and not (failures and set(died.values()) == {-signal.SIGABRT}):
-        rank, status = next(iter(died.items()))
-        raise LaunchError(f"rank {rank} {title} {_describe_death(status)}")
+    for rank, status in failed.items():
+        # gloo aborts a process if an exception in another one closes its connections.
+        is_first = not failures or status != -signal.SIGABRT
+        if is_first and not _failure_file(folder, rank).exists():
+            raise LaunchError(f"rank {rank} {title} {_describe_death(status)}")
     failures.sort(key=lambda failure: failure.time)
     failure = failures[0]
     for other in failures:
@@ -271,7 +253,7 @@ def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
         shut_down("has returned from its function, and does not come")
         if rank == 0:
             result = map_leaves(_unwrap_handle, value, "result")
-            states = [_take_state(item) for item in stateful]
+            states = [item.state_dict() for item in stateful]
             save_by_value(states, Path(folder, "states.pt"), "states")
             save_by_value(result, Path(folder, "result.pt"), "result")
     except BaseException as error:
@@ -318,10 +300,8 @@ def _write_failure(path: Path, rank: int, error: BaseException) -> None:
     import cloudpickle
 
     moment = time.time()
-    trace = traceback.format_exc()
     missing = who_is_missing(error)
-    if missing:
-        trace = f"{trace}\n{missing}"
+    trace = "\n".join(filter(None, [traceback.format_exc(), missing]))
     pickled = b""
     with contextlib.suppress(Exception):
         pickled = cloudpickle.dumps(error.with_traceback(None))

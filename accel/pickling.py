@@ -69,8 +69,8 @@ def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]
     try:
         return _try_pickle(obj, by_name)
     except Exception as error:
-        culprits = list(dict.fromkeys(_find_culprits(obj, name, by_name, set())))
-        text = "; ".join(culprits[:_MAX_NAMED]) or f"{name}: {error}"
+        culprits = _find_culprits(obj, name, by_name, set())
+        text = "; ".join(culprits[:_MAX_NAMED])
         if len(culprits) > _MAX_NAMED:
             text += f" and {len(culprits) - _MAX_NAMED} more"
         raise LaunchError(f"These objects can't be pickled: {text}") from error
@@ -99,21 +99,21 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
     return list(stateful.values())
 
 
-def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> Iterator[str]:
-    """Yield the innermost objects that can't be pickled, with their paths."""
+def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> list[str]:
+    """Return the innermost objects that can't be pickled, with their paths."""
     if id(obj) in seen:
-        return
+        return []
     try:
         _try_pickle(obj, by_name)
-        return
+        return []
     except Exception as error:
         text = f"{path}: {_describe(obj, error)}"
     seen.add(id(obj))
     culprits: list[str] = []
-    inner = raw_of(obj) if by_name and type(obj) is ModelHandle else obj
+    inner = raw_of(obj) if type(obj) is ModelHandle and by_name else obj
     for suffix, child in _children(inner):
         culprits += _find_culprits(child, path + suffix, by_name, seen)
-    yield from culprits or [text]
+    return culprits or [text]
 
 
 def _children(obj: Any) -> Iterator[tuple[str, object]]:
@@ -124,30 +124,29 @@ def _children(obj: Any) -> Iterator[tuple[str, object]]:
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, list | tuple | set | frozenset):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
-    elif isinstance(obj, functools.partial):
-        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
-    elif isinstance(obj, MethodType):
-        yield ".__self__", obj.__self__
+    elif isinstance(obj, functools.partial | MethodType):
+        for name in ("func", "args", "keywords", "__self__"):
+            yield f".{name}", getattr(obj, name, None)
     elif isinstance(obj, FunctionType):
         used = inspect.getclosurevars(obj)
-        yield from ((f"()'s {name}", value) for name, value in used.nonlocals.items())
-        yield from ((f"()'s {name}", value) for name, value in used.globals.items())
+        for name, value in {**used.globals, **used.nonlocals}.items():
+            yield f"()'s {name}", value
+    elif isinstance(obj, nn.Module):
+        # The path of a layer is its name in the model.
+        names = ("_parameters", "_buffers", "_modules")
+        for name, value in vars(obj).items():
+            layers = value if name in names else {name: value}
+            yield from ((f".{key}", child) for key, child in layers.items())
     else:
-        for name, value in getattr(obj, "__dict__", {}).items():
-            if isinstance(obj, nn.Module) and name in ("_parameters", "_buffers", "_modules"):
-                yield from ((f".{key}", child) for key, child in value.items())
-            else:
-                yield f".{name}", value
+        yield from ((f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items())
 
 
 def _describe(obj: Any, error: Exception) -> str:
     if type(obj) is ModelHandle:
         kind = type(raw_of(obj)).__name__
-        advice = f"pass the raw {kind}, and call accel.setup in the function that runs there"
-        return f"ModelHandle; {advice}"
+        return f"ModelHandle; pass the raw {kind}, and call accel.setup in the function"
     if isinstance(obj, FunctionType):
-        code = obj.__code__
-        place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        place = f"{os.path.basename(obj.__code__.co_filename)}:{obj.__code__.co_firstlineno}"
         is_lambda = obj.__name__ == "<lambda>"
         return f"lambda at {place}" if is_lambda else f"function {obj.__qualname__} at {place}"
     return f"{type(obj).__module__}.{type(obj).__qualname__} ({type(error).__name__}: {error})"

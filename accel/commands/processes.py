@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import importlib.metadata
 import os
@@ -11,7 +10,6 @@ import pkgutil
 import platform
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -53,65 +51,71 @@ _VARIABLES = re.compile(
 
 def env(args: argparse.Namespace) -> int:
     """Print versions, devices and the backends that can run here. Add this to bug reports."""
-    rows = [*_machine(), *_packages(), *_backends()]
-    rows += [(name, os.environ[name]) for name in sorted(filter(_VARIABLES.fullmatch, os.environ))]
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
+    rows = {**_machine(), **_packages(), **_backends()}
+    rows |= {name: text for name, text in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
+    width = max(map(len, rows))
+    for name, text in rows.items():
         print(f"{name.ljust(width)}  {text}")
     return 0
 
 
-def _machine() -> Iterator[tuple[str, str]]:
-    yield "python", f"{platform.python_version()} ({sys.executable})"
-    yield "system", f"{platform.platform()}, {_cores()} of {os.cpu_count()} cores"
-    yield "torch", f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}"
-    yield "accel", sys.modules[__name__.partition(".")[0]].__version__
+def _machine() -> dict[str, str]:
     kind, count = available()
-    yield "devices", f"{count} x {kind}" if count else "no accelerator, only cpu"
-    for index in range(torch.cuda.device_count()):
-        yield f"  cuda:{index}", str(torch.cuda.get_device_properties(index))
     groups = filter(dist.is_backend_available, ("gloo", "mpi", "nccl", "ucc"))
-    yield "process groups", ", ".join(groups)
+    rows = {
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.platform()}, {_cores()} of {os.cpu_count()} cores",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}",
+        "accel": sys.modules[__name__.partition(".")[0]].__version__,
+        "devices": f"{count} x {kind}" if count else "no accelerator, only cpu",
+        "process groups": ", ".join(groups),
+    }
+    for index in range(torch.cuda.device_count()):
+        rows[f"  cuda:{index}"] = str(torch.cuda.get_device_properties(index))
     try:
         place = detect(os.environ)
-        yield "launcher", f"{place.launcher}, rank {place.rank} of {place.world_size}"
+        rows["launcher"] = f"{place.launcher}, rank {place.rank} of {place.world_size}"
     except AccelError as error:
-        yield "launcher", f"unknown: {error}"
+        rows["launcher"] = f"unknown: {error}"
+    return rows
 
 
-def _packages() -> Iterator[tuple[str, str]]:
+def _packages() -> dict[str, str]:
     names = list(_PACKAGES)
     for engine in ENGINES.values():
         names += [re.split("[<=>]", requirement)[0] for requirement in engine.requires.values()]
-    for package in dict.fromkeys(names):
+    rows = dict.fromkeys(names, "not installed")
+    for name in rows:
         try:
-            yield package, importlib.metadata.version(package)
+            rows[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            yield package, "not installed"
+            continue
+    return rows
 
 
-def _backends() -> Iterator[tuple[str, str]]:
+def _backends() -> dict[str, str]:
+    rows = {}
     for name in ENGINES:
         try:
             limits = resolve(name)[0].probe()
-            yield f"backend {name}", f"can run, {limits}" if limits else "can run"
+            text = f"can run, {limits}" if limits else "can run"
         except Exception as error:  # the import of a library can raise anything
             kind = "" if isinstance(error, AccelError) else f"{type(error).__name__}: "
-            yield f"backend {name}", f"cannot run: {kind}{str(error).strip().splitlines()[0]}"
+            text = f"cannot run: {kind}{str(error).strip().splitlines()[0]}"
+        rows[f"backend {name}"] = text
+    return rows
 
 
 # -- memory ----------------------------------------------------------------------------------------
 
 
 def _memory_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(name: str, text: str, **options: Any) -> None:
-        parser.add_argument(name, help=text, **options)
-
-    add("model", "a function without arguments that returns the model", metavar="module:factory")
-    add("--ranks", "numbers of ranks (%(default)s)", type=_positives, default="1,2,4,8,64")
-    add("--optimizer", "such as 'SGD(momentum=0.9)', or none (%(default)s)", default="adamw")
-    add("--plot", "file of the bar chart (%(default)s)", metavar="PATH", default="memory.png")
-    add("--no-plot", "print the table only", action="store_true")
+    add, factory = parser.add_argument, "a function without arguments that returns the model"
+    add("model", help=factory, metavar="module:factory")
+    add("--ranks", help="numbers of ranks (%(default)s)", type=_positives, default="1,2,4,8,64")
+    add("--optimizer", help="a class of torch.optim, or none (%(default)s)", default="adamw")
+    add("--plot", help="file of the bar chart (%(default)s)", metavar="PATH", default="memory.png")
+    add("--no-plot", help="print the table only", action="store_true")
 
 
 def memory(args: argparse.Namespace) -> int:
@@ -139,34 +143,22 @@ def memory(args: argparse.Namespace) -> int:
     return 0
 
 
-def _optimizer(text: str, model: nn.Module) -> torch.optim.Optimizer | None:
-    """Return the optimizer that ``"SGD(momentum=0.9)"`` names in torch.optim."""
-    name = text.partition("(")[0].lower()
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer | None:
+    """Return an optimizer of torch.optim by its name, in any case of letters."""
     if name == "none":
         return None
-    try:
-        classes = {kind.lower(): kind for kind in vars(torch.optim)}
-        call: Any = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
-        arguments = [ast.literal_eval(argument) for argument in call.args]
-        keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        kind = getattr(torch.optim, classes[name])
-        optimizer: torch.optim.Optimizer = kind(model.parameters(), *arguments, **keywords)
-    except Exception as error:
-        raise AccelError(
-            f"--optimizer {text} raised {type(error).__name__}: {error}. Write a class of "
-            "torch.optim, for example 'SGD(momentum=0.9)', or none."
-        ) from error
-    return optimizer
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and kind.__name__.lower() == name.lower():
+            optimizer: torch.optim.Optimizer = kind(model.parameters())
+            return optimizer
+    raise AccelError(f"--optimizer {name}: torch.optim has no such class. Use adamw, sgd or none.")
 
 
 # -- run -------------------------------------------------------------------------------------------
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    def add(*names: str, **options: Any) -> argparse.Action:
-        return parser.add_argument(*names, **options)
-
-    count = max(1, available()[1])
+    add, count = parser.add_argument, max(1, available()[1])
     text = "processes on each node (one per accelerator, or 1)"
     add("-n", "--processes", "--num-processes", type=_positive, default=count, help=text)
     add("--hosts", help="all nodes, separated by commas; ranks connect to the first")
@@ -174,8 +166,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=_positive, default=29400, help=text)
     add("--backend", help="sets ACCEL_BACKEND: a name, or name:option=value,option=value")
     add("--max-restarts", type=int, default=0, help="restarts after a failure (%(default)s)")
-    text = "the script is a module, as in python -m"
-    add("-m", "--module", action="store_true", help=text)
+    add("-m", "--module", action="store_true", help="the script is a module, as in python -m")
     add("script", help="a Python file")
     add("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False
 
@@ -201,30 +192,12 @@ def run(args: argparse.Namespace) -> int:
         options += ["--rdzv-endpoint", f"{hosts[0].strip()}:{args.port}"]
     options += ["--nproc-per-node", str(args.processes), "--max-restarts", str(args.max_restarts)]
     options += ["--module"] if args.module else []
-    return _torchrun([*options, args.script, *args.args])
-
-
-def _torchrun(arguments: list[str]) -> int:
-    torchrun = importlib.import_module("torch.distributed.run")
-    errors = importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
-    signals = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
-    try:
-        torchrun.run(torchrun.get_args_parser().parse_args(arguments))
-    except signals.SignalException as error:
-        return 128 + int(error.sigval)
-    except errors.ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        how = f"ended with exit status {failure.exitcode}"
-        if failure.exitcode < 0:
-            how = f"was ended by {failure.signal_name()}"
-        raise LaunchError(f"rank {rank} {how}; its own error is above") from error
+    importlib.import_module("torch.distributed.run").main([*options, args.script, *args.args])
     return 0
 
 
 COMMANDS = {
     "env": Command(env, ""),
-    "memory": Command(
-        memory, "mymodels:gpt --ranks 8,64 --optimizer 'SGD(momentum=0.9)'", _memory_arguments
-    ),
+    "memory": Command(memory, "mymodels:gpt --ranks 8,64 --optimizer sgd", _memory_arguments),
     "run": Command(run, "--processes 4 train.py --lr 0.1", _run_arguments),
 }

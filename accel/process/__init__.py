@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import sys
-import time
 from datetime import timedelta
 from typing import Final, TextIO
 
@@ -17,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import AccelError, DeviceError, RankMismatchError
+from ..errors import AccelError, DeviceError, RankMismatchError, TimeoutError
 from .devices import parse_backend, pick, resolve
 from .launchers import Place
 from .startup import UNKNOWN, destroy_groups, place_now, select, start
 from .startup import Process as Process
-from .watchdog import Watchdog, disconnect_all, explain
+from .watchdog import Watchdog
 
 logger = logging.getLogger("accel")
 
@@ -32,8 +31,6 @@ _RETURNED: Final = (
     "ended its program, by its end or sys.exit, and does not come. Its loop was shorter (use "
     "accel.any_rank or accel.join), or the other ranks make a call that it doesn't make"
 )
-# How long a restart waits for the other ranks, which may be waking up from a collective.
-_RESTART: Final = timedelta(minutes=1)
 
 _process: Process | None = None
 
@@ -81,29 +78,13 @@ def init(
     use_devices(devices)
 
 
-def _start(
-    backend: str | None,
-    timeout: timedelta | None,
-    devices: object,
-    patience: timedelta | None = None,
-) -> Process:
+def _start(requested: str | None, timeout: timedelta | None, devices: object) -> Process:
     global _process
-    process = _process = start(backend, timeout, devices, patience)
+    process = _process = start(requested, timeout, devices)
     if process.control is not None:
-        process.watchdog = Watchdog(process, _notice)
-        process.watchdog.start()
+        process.watchdog = Watchdog(process)
         atexit.register(_at_exit)
     return process
-
-
-def restart(before: Process) -> None:
-    """Start accel again after ``shutdown``, with the settings of the earlier process. Collective.
-
-    Raises:
-        LaunchError: a rank doesn't arrive within a minute. It may have been killed.
-    """
-    served = ",".join(f"{kind}:{name}" for kind, name in before.backends.items())
-    _start(served if before.explicit else None, before.timeout, before.request, _RESTART)
 
 
 def refuse_fork() -> None:
@@ -164,8 +145,8 @@ def use_devices(devices: object) -> None:
         return  # "free:2" would find that this process uses the devices
     asked = resolve(devices)
     chosen = pick(asked, process.place.local_rank, process.place.local_world_size)
-    is_fixed = process.request != "auto" or process.dependents
-    if (is_fixed and asked != process.asked) or (process.control and chosen != process.devices):
+    is_fixed = process.request != "auto" or process.dependents or process.control is not None
+    if is_fixed and chosen != process.devices:
         raise DeviceError(
             f"devices={devices!r} is {', '.join(map(str, asked))}, but this process uses "
             f"{', '.join(map(str, process.devices))}. Call accel.teardown() before you change it."
@@ -222,27 +203,10 @@ def end_groups(reason: str, *, mismatch: bool = False) -> None:
     the reason until ``shutdown``.
     """
     if _process is not None:
-        _mark_ended(_process, reason, mismatch)
+        _process.end(reason, mismatch)
         _release(_process, _process.ended)
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
-
-
-def _mark_ended(process: Process, reason: str, mismatch: bool) -> None:
-    """Do the part of an end that the watchdog can do while this thread waits in a collective."""
-    if not process.ended:
-        process.mismatch, process.ended = mismatch, reason
-        if process.watchdog is not None:
-            process.watchdog.tell_end(reason, mismatch)
-    disconnect_all()
-
-
-def _notice(reason: str, mismatch: bool) -> None:
-    """Called by the watchdog if the groups have to end."""
-    if _process is not None:
-        if not _process.ended:
-            logger.error("rank %d: the process groups were ended: %s", rank(), reason)
-        _mark_ended(_process, reason, mismatch)
 
 
 def _finish_end(process: Process) -> None:
@@ -284,45 +248,29 @@ def ended() -> str:
 
 def lost(call: str, error: RuntimeError) -> AccelError:
     """End the groups, and return the error for a collective that another rank made fail."""
+    is_late = "imed out" in str(error) and not ended()
     reason = reason_of(error)
     end_groups(reason)
-    kind = RankMismatchError if _process is not None and _process.mismatch else AccelError
-    return kind(f"rank {rank()} cannot go on in {call}: {reason}")
+    text = f"rank {rank()} cannot go on in {call}: {reason}"
+    if _process is not None and _process.mismatch:
+        return RankMismatchError(text)
+    if is_late:
+        advice = "Look for a call under accel.is_main(), or raise accel.init(timeout=...)."
+        return TimeoutError(f"{text}. {advice}")
+    return AccelError(text)
 
 
 def reason_of(error: RuntimeError) -> str:
     """Return why a collective failed. Wait up to 3 s for other ranks to tell it."""
-    process, deadline = _process, time.monotonic() + 3
-    watchdog = None if process is None else process.watchdog
-    while watchdog is not None and watchdog.is_alive() and time.monotonic() < deadline:
-        if ended() or watchdog.left:
-            break
-        time.sleep(0.02)
-    if process is not None and watchdog is not None and watchdog.left and not process.ended:
-        left = sorted(watchdog.left.items())
-        return "; ".join(f"rank {rank} (host {process.hosts[rank]}) {how}" for rank, how in left)
-    missing = who_is_missing(error)
-    return ended() or missing or "a connection between the ranks broke, and no rank says why"
+    watchdog = None if _process is None else _process.watchdog
+    reason = "" if watchdog is None else watchdog.reason_of(error)
+    return ended() or reason or "a connection between the ranks broke, and no rank says why"
 
 
 def who_is_missing(error: BaseException) -> str:
     """Return the ranks because of which an error ends this rank, or an empty string."""
-    process, text = _process, str(error)
-    # gloo raises RuntimeErrors. Connections of the program itself raise other classes.
-    if process is None or process.ended or not isinstance(error, RuntimeError):
-        return ""
-    if process.watchdog is None or not ("imed out" in text or "by peer" in text):
-        return ""
-    reports = process.watchdog.ask()
-    if ended():  # a different rank told why
-        return ""
-    if not reports:
-        return f"rank 0 (host {process.hosts[0]}) can't be reached, or the launcher's node"
-    missing = [rank for rank, report in reports.items() if report is None]
-    if not missing:
-        return explain(reports)
-    silent = ", ".join(f"{rank} (host {process.hosts[rank]})" for rank in missing)
-    return f"rank {silent} did not answer: it ended or hangs, or the link to it is cut"
+    watchdog = None if _process is None else _process.watchdog
+    return "" if watchdog is None else watchdog.who_is_missing(error)
 
 
 # -- rank and devices ------------------------------------------------------------------------------

@@ -57,24 +57,15 @@ def all_reduce(data: T, op: str = "sum") -> T:
         AccelError: a leaf is not a tensor or number, or ``op`` is unknown.
     """
 
-    def number(leaf: Any) -> tuple[str, Any]:
-        # NumPy's scalars count as numbers.
-        if isinstance(leaf, int | float | complex) or getattr(leaf, "shape", None) == ():
-            return "a number", leaf
-        raise AccelError(f"{described(leaf)}; expected a tensor or number")
-
     problem = "" if op in tuple(_OPS) else f"expected op to be one of {', '.join(_OPS)}"
-    exchange = _Exchange(f"all_reduce(op={op!r})", data, number, problem=problem)
-    results = {}
+    exchange = _Exchange(f"all_reduce(op={op!r})", data, _number, problem=problem)
+    results: dict[str, Any] = {}
     for path, tensor in exchange.tensors.items():
         if tensor.is_complex() and op not in ("sum", "mean"):
             raise AccelError(f"{exchange.call}: {path} is complex, which has no {op} over ranks")
-        if len(exchange.all_shapes) > 1:
-            results[path] = _reduce_tensor(exchange, tensor, op)
-        else:
-            results[path] = _without_gradient(tensor).to(_reduced_dtype(tensor.dtype, op))
-    for path in exchange.others:
-        results[path] = _reduce_numbers([others[path] for others in exchange.all_others], op)
+        results[path] = _reduce_tensor(exchange, path, op)
+    for path, values in exchange.others().items():
+        results[path] = _reduce_numbers(values, op)
     reduced: T = exchange.replaced(results)
     return reduced
 
@@ -121,38 +112,30 @@ def gather(
     problem: str = "",
 ) -> Any:
     """Gather as ``all_gather`` does. If a rank has a ``problem``, all ranks raise AccelError."""
-
-    def pickled(leaf: Any) -> tuple[str, Any]:
-        return "a list of objects" if isinstance(leaf, list) else "an object", _pack(leaf)
-
     gradients = gradients and torch.is_grad_enabled()
     given = {"gradients": gradients, "pad": pad, "objects": objects}
     texts = [f"{name}={value!r}" for name, value in given.items() if value not in (False, None)]
     exchange = _Exchange(
         f"all_gather({', '.join(texts)})",
         data,
-        pickled if objects else _refuse,
+        _pickled if objects else _refuse,
         objects=objects,
         free_dims=1 if pad is None else sys.maxsize,
         problem=problem,
     )
     results: dict[str, Any] = {}
-    for path in exchange.others:
-        items = [_unpack(others[path]) for others in exchange.all_others]
+    for path, contents in exchange.others().items():
+        items = [_unpack(content) for content in contents]
         results[path] = sum(items, []) if isinstance(items[0], list) else items
-    place = exchange.process.place
     for path, tensor in exchange.tensors.items():
-        if place.world_size == 1:
-            results[path] = tensor if gradients else _without_gradient(tensor)
-            continue
         if pad is not None:
-            sizes = zip(*(shapes[path] for shapes in exchange.all_shapes), strict=True)
-            tensor = _padded(tensor, list(map(max, sizes)), pad)
-        rows = exchange.rows(path)
-        results[path] = _gather_rows(exchange, tensor, rows)
-        if gradients and tensor.requires_grad:
-            start = sum(rows[: place.rank])
-            results[path] = _with_gradient(tensor, results[path], start)
+            tensor = _padded(tensor, exchange.shapes(path), pad)
+        if not gradients or not tensor.requires_grad:
+            results[path] = _gather_rows(tensor, exchange, path)
+        elif exchange.process.place.world_size == 1:
+            results[path] = tensor
+        else:
+            results[path] = _gather_with_gradient(tensor, exchange, path)
     return exchange.replaced(results)
 
 
@@ -187,10 +170,9 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
             problem = str(error)
     exchange = _Exchange(call, sent, _refuse, free_dims=int(objects), problem=problem)
     if world == 1:
-        own = {path: _without_gradient(tensor) for path, tensor in exchange.tensors.items()}
-        return data if objects else exchange.replaced(own)
+        return data if objects else exchange.replaced(map_tensors(_detached, exchange.tensors))
     if objects and rank != src:
-        exchange.tensors["data"] = sent.new_empty(exchange.rows("data")[src])
+        exchange.tensors["data"] = sent.new_empty(exchange.shapes("data")[src])
     copies = [bytes_of(tensor, exchange.carrier).clone() for tensor in exchange.tensors.values()]
     with Waiting(process, call):
         broadcast_(copies, process.group, src)
@@ -221,6 +203,17 @@ def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
     return walk(visit_list, data, "data", is_leaf)
 
 
+def _number(leaf: Any) -> tuple[str, Any]:
+    # NumPy's scalars count as numbers.
+    if isinstance(leaf, int | float | complex) or getattr(leaf, "shape", None) == ():
+        return "a number", leaf
+    raise AccelError(f"{described(leaf)}; expected a tensor or number")
+
+
+def _pickled(leaf: Any) -> tuple[str, Any]:
+    return "a list of objects" if isinstance(leaf, list) else "an object", _pack(leaf)
+
+
 def _refuse(leaf: Any) -> tuple[str, Any]:
     expected = "expected a tensor, or dicts, lists and tuples of tensors"
     raise AccelError(f"{described(leaf)}; {expected}; objects=True sends what can be pickled")
@@ -235,6 +228,10 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def _pack(leaf: Any) -> bytearray:
     def copied(tensor: Tensor) -> Tensor:
         # torch.save writes the whole storage, also for a single row of a dataset.
@@ -244,8 +241,7 @@ def _pack(leaf: Any) -> bytearray:
     try:
         torch.save(map_tensors(copied, leaf), buffer)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        kind = type(leaf).__qualname__
+        kind, reason = type(leaf).__qualname__, f"{type(error).__name__}: {error}"
         raise AccelError(f"a {kind} that cannot be pickled: {reason}") from error
     return bytearray(buffer.getbuffer())
 
@@ -258,18 +254,12 @@ def _unpack(content: bytearray) -> Any:
     return torch.load(io.BytesIO(content), map_location=place, weights_only=False)
 
 
-def _without_gradient(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
 class _Exchange:
     """The leaves of this rank's data by path, compared over the ranks.
 
     Attributes:
         tensors: leaves that torch.distributed sends.
-        others: leaves that are sent with the comparison: numbers, and pickled objects.
-        carrier: the device on which tensors travel.
-        all_shapes, all_others: every rank's shapes and other leaves.
+        carrier: the device on which they travel.
     """
 
     def __init__(
@@ -291,8 +281,8 @@ class _Exchange:
         self.call, self.data, self.objects = call, data, objects
         self.process = current()
         self.tensors: dict[str, Tensor] = {}
-        self.others: dict[str, Any] = {}
         kinds: dict[str, str] = {}
+        sent: dict[str, Any] = {}  # shapes, numbers and pickled objects
 
         def visit(path: str, leaf: Any) -> Any:
             nonlocal problem
@@ -302,50 +292,52 @@ class _Exchange:
                 elif leaf is None and not objects:
                     kinds[path] = "None"
                 else:
-                    kinds[path], self.others[path] = accept(leaf)
+                    kinds[path], sent[path] = accept(leaf)
             except AccelError as error:
                 problem = problem or f"{path} is {error}"
             return leaf
 
         walked(visit, data, objects)
+        self._others = list(sent)
         # The order of a dict's keys may differ between ranks.
         self.tensors = dict(sorted(self.tensors.items()))
         on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors.values())
         through_cpu = on_cpu and "cpu" in self.process.backends
         self.carrier = torch.device("cpu") if through_cpu else self.process.carrier
-        shapes = {}
         for path, tensor in self.tensors.items():
-            shapes[path] = tuple(tensor.shape)
-            sizes = list(map(str, tensor.shape))
-            sizes[:free_dims] = ["any"] * len(sizes[:free_dims])
-            kind = f"{tensor.dtype} of shape ({', '.join(sizes)}) sent on {self.carrier.type}"
-            kinds[path] = kind
-        answers = agree(call, (problem, kinds, shapes, self.others))
+            sent[path] = tuple(tensor.shape)
+            sizes = ["any" if dim < free_dims else str(n) for dim, n in enumerate(tensor.shape)]
+            shape = ", ".join(sizes)
+            kinds[path] = f"{tensor.dtype} of shape ({shape}) sent on {self.carrier.type}"
         hint = ". Pass pad=value to fill the shorter ones" if free_dims == 1 else ""
-        _compare(call, [(text, kinds) for text, kinds, *_ in answers], hint)
-        self.all_shapes = [shapes for _, _, shapes, _ in answers]
-        self.all_others = [others for *_, others in answers]
+        self._sent = _compare(call, agree(call, (problem, kinds, sent)), hint)
 
-    def rows(self, path: str) -> list[int]:
-        """Return each rank's number of rows."""
-        return [shapes[path][0] if shapes[path] else 1 for shapes in self.all_shapes]
+    def shapes(self, path: str) -> list[tuple[int, ...]]:
+        """Return each rank's shape of a tensor."""
+        return [sent[path] for sent in self._sent]
+
+    def others(self) -> dict[str, list[Any]]:
+        """Return each rank's value of the leaves that aren't tensors, by path."""
+        return {path: [sent[path] for sent in self._sent] for path in self._others}
 
     def replaced(self, results: Mapping[str, Any]) -> Any:
         """Return the data with the results in the places of the leaves. None stays None."""
         return walked(lambda path, leaf: results.get(path), self.data, self.objects)
 
 
-def _compare(call: str, answers: Sequence[tuple[str, dict[str, str]]], hint: str) -> None:
-    for rank, (problem, _) in enumerate(answers):
+def _compare(call: str, answers: Sequence[Any], hint: str) -> list[dict[str, Any]]:
+    """Return what each rank sent with the comparison. Raise if the ranks differ."""
+    for rank, (problem, _, _) in enumerate(answers):
         if problem:
             raise AccelError(f"{call} on rank {rank}: {problem}")
     first = answers[0][1]
-    for rank, (_, other) in enumerate(answers):
+    for rank, (_, other, _) in enumerate(answers):
         for path in sorted(first.keys() | other.keys()):
             here, there = first.get(path, "absent"), other.get(path, "absent")
             if here != there:
                 text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
                 raise RankMismatchError(f"{call}: {text}{hint}")
+    return [sent for _, _, sent in answers]
 
 
 # -- single leaves ---------------------------------------------------------------------------------
@@ -360,43 +352,46 @@ def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
     return _OPS[op][1](plain)
 
 
-def _reduced_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    if dtype.is_floating_point or dtype.is_complex or op in ("max", "min"):
-        return dtype
-    return torch.get_default_dtype() if op == "mean" else torch.int64
-
-
-def _reduce_tensor(exchange: _Exchange, tensor: Tensor, op: str) -> Tensor:
+def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
+    tensor, world = _detached(exchange.tensors[path]), exchange.process.place.world_size
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    dtype = tensor.dtype
+    if not is_float and op not in ("max", "min"):
+        dtype = torch.get_default_dtype() if op == "mean" else torch.int64
+    if world == 1:
+        return tensor.to(dtype)
     # All backends reduce these dtypes, without overflow or loss.
-    narrow = torch.float32 if tensor.is_floating_point() else torch.int64
-    narrow = torch.complex64 if tensor.is_complex() else narrow
-    wide = tensor.detach().to(
-        exchange.carrier, torch.promote_types(tensor.dtype, narrow), copy=True
-    )
-    wide = torch.view_as_real(wide.resolve_conj()) if tensor.is_complex() else wide
-    wide, group = wide.contiguous(), exchange.process.group
-    is_nan = wide.isnan().to(torch.uint8) if op in ("max", "min") else None
+    wide_dtype = torch.promote_types(tensor.dtype, torch.float32 if is_float else torch.int64)
+    wide = tensor.to(exchange.carrier, wide_dtype, copy=True).resolve_conj().contiguous()
+    wide = torch.view_as_real(wide) if tensor.is_complex() else wide
+    is_nan = wide.isnan().to(torch.uint8) if is_float and op in ("max", "min") else None
     with Waiting(exchange.process, exchange.call):
-        dist.all_reduce(wide, _OPS[op][0], group=group)
-        if is_nan is not None and wide.is_floating_point():
+        dist.all_reduce(wide, _OPS[op][0], group=exchange.process.group)
+        if is_nan is not None:
             # Backends compare numbers, and every comparison with NaN is false.
-            dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=exchange.process.group)
             wide.masked_fill_(is_nan.bool(), math.nan)
-    wide = wide / exchange.process.place.world_size if op == "mean" else wide
+    wide = wide / world if op == "mean" else wide
     wide = torch.view_as_complex(wide) if tensor.is_complex() else wide
-    return wide.to(tensor.device, _reduced_dtype(tensor.dtype, op))
+    return wide.to(tensor.device, dtype)
 
 
-def _padded(tensor: Tensor, longest: Sequence[int], value: float) -> Tensor:
-    """Fill all dimensions but the first."""
+def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> Tensor:
+    """Fill all dimensions but the first up to the longest of all ranks."""
+    longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    if list(tensor.shape[1:]) == longest[1:]:
+        return tensor
     padded = tensor.new_full((*tensor.shape[:1], *longest[1:]), value)
     padded[tuple(map(slice, tensor.shape))] = tensor
     return padded
 
 
 @torch.no_grad()
-def _gather_rows(exchange: _Exchange, tensor: Tensor, rows: Sequence[int]) -> Tensor:
+def _gather_rows(tensor: Tensor, exchange: _Exchange, path: str) -> Tensor:
     """Return the rows of all ranks. They travel as bytes, in messages of equal lengths."""
+    rows = [shape[0] if shape else 1 for shape in exchange.shapes(path)]
+    if len(rows) == 1:
+        return _detached(tensor)
     width = math.prod(tensor.shape[1:]) * tensor.itemsize
     sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=exchange.carrier)
     sent[: tensor.nbytes] = bytes_of(tensor, exchange.carrier)
@@ -408,20 +403,20 @@ def _gather_rows(exchange: _Exchange, tensor: Tensor, rows: Sequence[int]) -> Te
     return values.reshape(sum(rows), *tensor.shape[1:]).to(tensor.device)
 
 
-class _WithGradient(torch.autograd.Function):
-    """The rows of all ranks, as a function of this rank's tensor."""
+class _GatherWithGradient(torch.autograd.Function):
+    """``_gather_rows``, with a backward that reduces the gradients of this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: Tensor, start: int) -> Tensor:
-        ctx.shape, ctx.start = tensor.shape, start
-        return rows.detach()
+    def forward(ctx: Any, tensor: Tensor, exchange: _Exchange, path: str) -> Tensor:
+        rows = [shape[0] if shape else 1 for shape in exchange.shapes(path)]
+        rank = exchange.process.place.rank
+        ctx.shape, ctx.rows = tensor.shape, slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+        return _gather_rows(tensor, exchange, path).detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        number = ctx.shape[0] if ctx.shape else 1
-        own_rows = all_reduce(grad)[ctx.start : ctx.start + number]
-        return own_rows.reshape(ctx.shape), None, None
+        return all_reduce(grad)[ctx.rows].reshape(ctx.shape), None, None
 
 
-_with_gradient: Any = _WithGradient.apply
+_gather_with_gradient: Any = _GatherWithGradient.apply

@@ -12,17 +12,16 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import AccelError, RankMismatchError, TimeoutError, described
+from ..errors import AccelError, RankMismatchError, TimeoutError
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .packing import gather_values
-from .watchdog import explain
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Errors of gloo begin with the path of its source file.
-_LOST: Final = ("gloo/transport", "NCCL")
+# Errors of gloo begin with the path of its source file. The last text is from Work.wait(timeout).
+_LOST: Final = ("gloo/transport", "NCCL", "Operation timed out!")
 
 # Ranks match their collectives by order, so a rank must call them from one thread at a time.
 lock: Final = threading.RLock()
@@ -62,38 +61,12 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     if process.control is None:
         return [value]
     process.rounds += 1
-    limit = timeout or process.timeout
-    before = process.doing
-    process.doing = before or repr(what)
-    try:
-        messages = gather_values((what, value), process.control, limit)
-    except RuntimeError as error:
-        if "imed out" in str(error) and not ended():
-            raise _too_late(process, what, limit) from error
-        raise lost(process.doing, error) from error
-    finally:
-        process.doing = before
+    with Waiting(process, process.doing or repr(what)):
+        messages = gather_values((what, value), process.control, timeout or process.timeout)
     if any(place != what for place, _ in messages):
         places = "; ".join(f"rank {r} is in {place!r}" for r, (place, _) in enumerate(messages))
         raise RankMismatchError(f"the ranks are at different points of the program: {places}")
     return [value for _, value in messages]
-
-
-def _too_late(process: Process, what: str, limit: timedelta) -> TimeoutError:
-    """Return an error that names the missing ranks. End the groups."""
-    reports = {} if process.watchdog is None else process.watchdog.ask()
-    seconds = f"{limit.total_seconds():g} s"
-    end_groups(f"not every rank came to {what!r} within {seconds}")
-    missing = {}
-    for number, report in reports.items():
-        if report is None or report.rounds < process.rounds:
-            missing[number] = report
-    who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
-    where = f"{explain(missing)}. " if missing else ""
-    return TimeoutError(
-        f"rank {process.place.rank} waited {seconds} in {what!r}, but {who} did not come. "
-        f"{where}Look for a call under accel.is_main(), or raise accel.init(timeout=...)."
-    )
 
 
 # -- collectives of the engines --------------------------------------------------------------------
@@ -128,8 +101,10 @@ class Waiting:
         self._before, self._process.doing = self._process.doing, self._what
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._process.doing = self._before
-        raise_lost(self._what, error)
+        try:
+            raise_lost(self._what, error)
+        finally:
+            self._process.doing = self._before
 
 
 def announce(process: Process, what: str, details: Hashable = None) -> None:
@@ -225,18 +200,12 @@ def any_rank(flag: bool) -> bool:
     Use it if one rank decides to stop, and all must.
 
     Args:
-        flag: this rank's flag, such as ``loss.isnan().item()`` or ``time.time() > end``.
+        flag: this rank's flag, such as ``loss.isnan()`` or ``time.time() > end``.
 
     Raises:
-        AccelError: ``flag`` is not a bool; or a rank doesn't come, as in ``barrier``.
+        AccelError: a rank doesn't come, as in ``barrier``.
     """
-    problem = ""
-    if type(flag).__name__ not in ("bool", "bool_"):  # NumPy's, too
-        problem = f"any_rank() got {described(flag)}. Write any_rank(bool(condition))."
-    answers = agree("any_rank", (not problem and bool(flag), problem))
-    own = AccelError(problem) if problem else None
-    raise_together("any_rank", own, [text for _, text in answers], AccelError)
-    return any(other for other, _ in answers)
+    return any(agree("any_rank", bool(flag)))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import importlib.util
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,15 +45,14 @@ def resolve(devices: object) -> tuple[torch.device, ...]:
     """Return the devices of this node that a request means. ACCEL_DEVICES replaces ``"auto"``."""
     kind, count = available()
     variable = os.environ.get("ACCEL_DEVICES")
-    if devices != "auto" or not variable:
-        return parse_devices(devices, count, kind)
-    try:
-        return parse_devices(variable, count, kind)
-    except DeviceError as error:
-        raise DeviceError(f"ACCEL_DEVICES={variable!r}: {error}") from None
+    if devices == "auto" and variable:
+        return parse_devices(variable, count, kind, "ACCEL_DEVICES")
+    return parse_devices(devices, count, kind)
 
 
-def parse_devices(devices: object, count: int, kind: str = "cuda") -> tuple[torch.device, ...]:
+def parse_devices(
+    devices: object, count: int, kind: str = "cuda", name: str = "devices"
+) -> tuple[torch.device, ...]:
     """Return the devices that a request means, on a node with ``count`` accelerators.
 
     Raises:
@@ -62,23 +60,25 @@ def parse_devices(devices: object, count: int, kind: str = "cuda") -> tuple[torc
     """
     try:
         numbers = _numbers(devices, count, kind)
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
+        # torch.device raises a RuntimeError that lists 20 types of devices.
+        reason = error if isinstance(error, ValueError) else f"{devices!r} is not a device"
         names = ", ".join(f"{kind}:{number}" for number in range(count))
-        existing = f"{names} and cpu" if names else "no accelerator, only cpu"
+        existing = f"{names} and cpu" if count else "no accelerator, only cpu"
         raise DeviceError(
-            f"devices={devices!r}: {error}, and this machine has {existing}. Use a number of "
+            f"{name}={devices!r}: {reason}, and this machine has {existing}. Use a number of "
             'devices, -1, a list ([0, 1]), numbers ("0, 1"), "free:2", "cpu" or "auto".'
         ) from None
     return tuple(torch.device(kind, number) for number in numbers) or _CPU
 
 
-def _numbers(devices: object, count: int, kind: str) -> list[int]:
+def _numbers(devices: Any, count: int, kind: str) -> list[int]:
     """Return the numbers of the accelerators that a request means. Empty for the CPU."""
     if isinstance(devices, str):
         devices = _parse_text(devices.strip(), count)
     if devices is None or (isinstance(devices, torch.device) and devices.type == "cpu"):
         return []
-    if isinstance(devices, int) and not isinstance(devices, bool):
+    if type(devices) is int:
         number = count if devices == -1 else devices
         if devices and not 0 < number <= count:
             raise ValueError(f"there are {count} accelerators")
@@ -90,7 +90,7 @@ def _numbers(devices: object, count: int, kind: str) -> list[int]:
     return numbers
 
 
-def _parse_text(text: str, count: int) -> object:
+def _parse_text(text: str, count: int) -> Any:
     """Return the object that a string stands for."""
     if text == "auto":
         return -1 if count else None
@@ -103,43 +103,37 @@ def _parse_text(text: str, count: int) -> object:
         if len(free) < wanted:
             raise ValueError(f"{wanted} free accelerators are asked for, free are {free}")
         return free[:wanted]
-    return _device(text)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"{name!r} is not a device") from None
+    return torch.device(text)
 
 
 def _number(device: Any, count: int, kind: str) -> int:
     """Return the number of an accelerator, which is given by number, name or torch.device."""
-    if isinstance(device, str):
-        device = _device(device)
-    if isinstance(device, torch.device):
-        number: int | None = device.index
-        if device.type != kind or (number is None and count != 1):
-            raise ValueError(f"{str(device)!r} is not a single accelerator of this machine")
-        device = number or 0
-    if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < count:
-        raise ValueError(f"there is no accelerator number {device!r}")
-    return device
+    device = torch.device(device) if isinstance(device, str) else device
+    number = device
+    if isinstance(device, torch.device) and device.type == kind:
+        # "cuda" is a single accelerator only if there is one.
+        number = 0 if str(device) == kind and count == 1 else device.index
+    if type(number) is not int or not 0 <= number < count:
+        raise ValueError(f"there is no accelerator {str(device)!r}")
+    return number
 
 
 def _free_gpus() -> list[int]:
     """Return the GPUs that no other process uses. Ask the driver, because a context uses memory."""
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     try:
-        result = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30)
-        used = dict(row.split(", ") for row in result.stdout.splitlines())
+        text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+        used = dict(row.split(", ") for row in text.splitlines())
         gpus = range(torch.cuda.device_count())
-        uuids = [f"GPU-{torch.cuda.get_device_properties(gpu).uuid}" for gpu in gpus]
-        return [gpu for gpu in gpus if int(used[uuids[gpu]]) <= _IDLE_MEMORY]
+        return [gpu for gpu in gpus if int(used[f"GPU-{_uuid(gpu)}"]) <= _IDLE_MEMORY]
     except (OSError, KeyError, ValueError, subprocess.SubprocessError) as error:
         raise DeviceError(
             f'devices="free:n" needs nvidia-smi, which failed ({error}). Name the devices.'
         ) from error
+
+
+def _uuid(gpu: int | torch.device) -> str:
+    return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
 # -- the devices of one rank, and the process group backends for them ------------------------------
@@ -157,56 +151,31 @@ def pick(
 
 def identity(device: torch.device, host: str) -> str:
     """Return a name of the physical device. Its number depends on the devices a process sees."""
-    if device.type == "cuda":
-        return f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    return f"{device} of {host}"
-
-
-def why_shared(owners: Sequence[str]) -> str:
-    """Return which ranks would use the same physical device, or an empty string.
-
-    Args:
-        owners: the identity of each rank's device.
-    """
-    for owner in owners:
-        ranks = [rank for rank, other in enumerate(owners) if other == owner]
-        if len(ranks) > 1:
-            return (
-                f"ranks {ranks} would share one device ({owner}). Start fewer processes, set "
-                'LOCAL_RANK, or call accel.init(process_group="gloo") to share it.'
-            )
-    return ""
-
-
-def why_unserved(device: torch.device, backends: Mapping[str, str]) -> str:
-    """Return why the process group can't send this device's tensors, or an empty string."""
-    if device.type in backends:
-        return ""
-    return f"the process group has no backend for {device.type} tensors, only {dict(backends)}"
+    return f"GPU {_uuid(device)}" if device.type == "cuda" else f"{device} of {host}"
 
 
 def default_backend(kind: str) -> str:
     """Return the process group backend for a type of device, beside gloo for CPU tensors."""
     if kind == "cpu" or (kind == "cuda" and not dist.is_nccl_available()):
         return "gloo"
-    backends = dist.Backend.default_device_backend_map
-    if kind not in backends:
+    backend = dist.Backend.default_device_backend_map.get(kind)
+    if backend is None:
         text = f'torch.distributed has no backend for {kind} devices. Use devices="cpu".'
         raise DeviceError(text)
-    return f"cpu:gloo,{kind}:{backends[kind]}"
+    return f"cpu:gloo,{kind}:{backend}"
 
 
 def parse_backend(text: str) -> dict[str, str]:
     """Return the backend of each device type, from ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    names = [part.rpartition(":")[2] for part in str(text).lower().split(",")]
+    known = set(dist.Backend.backend_list) - {dist.Backend.UNDEFINED}
+    names = {part.rpartition(":")[2] for part in str(text).lower().split(",")}
     try:
-        if not set(names) <= set(known):
-            raise ValueError(f"the backends are {', '.join(known)}")
+        if not names <= known:
+            raise ValueError(f"the backends are {', '.join(sorted(known))}")
         served = dist.BackendConfig(dist.Backend(text)).get_device_backend_map()
     except ValueError as error:
-        reason = " ".join(str(error).split())
         raise AccelError(
-            f'process_group={text!r}: {reason}. Pass a backend or "cpu:gloo,cuda:nccl".'
+            f"process_group={text!r}: {' '.join(str(error).split())}. Pass a backend or "
+            '"cpu:gloo,cuda:nccl".'
         ) from error
     return {device: str(name) for device, name in served.items()}

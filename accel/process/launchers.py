@@ -45,28 +45,20 @@ class _Launcher:
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _HOROVODRUN = _Launcher(
     "horovodrun",
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    ("HOROVOD_GLOO_RENDEZVOUS_PORT",),
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    job=("HOROVOD_GLOO_RENDEZVOUS_PORT",),
 )
+_MPI = "OMPI_COMM_WORLD_"
 _OPENMPI = _Launcher(
     "OpenMPI",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    *(f"{_MPI}RANK", f"{_MPI}SIZE", f"{_MPI}LOCAL_RANK", f"{_MPI}LOCAL_SIZE"),
+    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
 _MPICH = _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = _Launcher(
     "SLURM",
-    "SLURM_PROCID",
-    "SLURM_NTASKS",
-    "SLURM_LOCALID",
-    "SLURM_NTASKS_PER_NODE",
-    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
@@ -113,6 +105,7 @@ def _in_slurm_step(environ: Mapping[str, str]) -> bool:
     job = environ.get("SLURM_JOB_NAME")
     if job not in ("bash", "interactive"):
         return True
+    # `srun` inside of an interactive job starts ranks, which would each train alone.
     if _integer(environ, _SLURM.rank) > 0:
         raise AccelError(
             f"SLURM_JOB_NAME={job} names an interactive shell, but {_SLURM.rank} is "

@@ -144,7 +144,7 @@ def reduce_to_owners(
     than one reduction per owner, and the order of the addition is the same on every backend.
 
     Args:
-        by_owner: as in ``broadcast_from_owners``.
+        by_owner: the tensors of each rank, in the same order on all ranks.
     """
     used = [[_contiguous(tensor) for tensor in tensors] for tensors in by_owner]
     for pieces in _pieces(used):

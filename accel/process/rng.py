@@ -44,9 +44,8 @@ def _seed_all(number: int) -> None:
 def rng_state() -> RngState:
     """Return the random generators as an object for ``save`` and ``load``, with a state per rank.
 
-    Use it as ``{"model": model, ..., "rng": accel.rng_state()}`` in both. ``save`` stores the state
-    at the time of its call. A rank that the saving job didn't have draws different numbers from
-    every other rank.
+    Use it as ``{"model": model, ..., "rng": accel.rng_state()}`` in both. A rank that the saving
+    job didn't have draws different numbers from every other rank.
     """
     return RngState()
 
@@ -56,10 +55,8 @@ class RngState:
     """The generators of Python, of torch on this rank's devices, and of NumPy if it is in use."""
 
     def state_dict(self) -> dict[str, Any]:
-        _, *devices = torch_states()
         states = {"numpy": None, **Generators(global_generators()).states()}
-        # Checkpoints of the first version have a single device.
-        return states | {"device": devices[0] if devices else None, "devices": devices[1:]}
+        return states | {"devices": torch_states()[1:]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a saved state. Generators that it doesn't have stay as they are."""
@@ -67,8 +64,10 @@ class RngState:
         if "numpy" in names:
             importlib.import_module("numpy")
         Generators(global_generators()).put({name: state_dict[name] for name in names})
-        if state_dict["device"] is not None:
-            _put_on_devices([state_dict["device"], *state_dict.get("devices", ())])
+        devices = [*state_dict.get("devices", ())]
+        if state_dict.get("device") is not None:  # checkpoints of older versions
+            devices.insert(0, state_dict["device"])
+        _put_on_devices(devices)
 
     def diverge(self, number: int) -> None:
         """Seed from the state and ``number``, so that ranks with equal states draw differently."""
@@ -86,12 +85,11 @@ def torch_states() -> list[torch.Tensor]:
 def put_torch_states(states: Sequence[torch.Tensor]) -> None:
     """Restore the states of ``torch_states``."""
     torch.set_rng_state(states[0])
-    if len(states) > 1:
-        _put_on_devices(states[1:])
+    _put_on_devices(states[1:])
 
 
 def _put_on_devices(states: Sequence[torch.Tensor]) -> None:
-    for number, device in enumerate(_accelerators()):
+    for number, device in enumerate(_accelerators() if states else []):
         module = torch.get_device_module(device)
         if number < len(states):
             module.set_rng_state(states[number], device)
@@ -144,13 +142,12 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def _seed(generator: Any, number: int) -> None:
-    if hasattr(generator, "bit_generator") and not hasattr(generator, "get_state"):
-        bits = generator.bit_generator
-        bits.state = type(bits)(number).state
-    elif hasattr(generator, "manual_seed"):
+    if hasattr(generator, "manual_seed"):
         generator.manual_seed(number)
-    else:  # NumPy takes 32 bits
+    elif hasattr(generator, "seed"):  # NumPy takes 32 bits
         generator.seed(number if hasattr(generator, "getstate") else number % 2**32)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(number).state
 
 
 class Generators:
@@ -169,13 +166,10 @@ class Generators:
 
     def seeded(self, seed: int) -> dict[str, Any]:
         """Return the states after seeding. The generators stay as they are."""
-        before = self.states()
-        try:
+        with Private(self, {}):
             for generator in self._all.values():
                 _seed(generator, seed)
             return self.states()
-        finally:
-            self.put(before)
 
 
 class Private:
@@ -186,13 +180,11 @@ class Private:
         self.states = dict(states)
 
     def __enter__(self) -> None:
-        outer = self._generators.states()
-        self._outer = {name: outer[name] for name in self.states if name in outer}
+        self._outer = self._generators.states()
         self._generators.put(self.states)
 
     def __exit__(self, *_: object) -> None:
-        inner = self._generators.states()
-        self.states = {name: inner[name] for name in self._outer}
+        self.states = self._generators.states()
         self._generators.put(self._outer)
 
 

@@ -19,19 +19,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import AccelError, DeviceError, LaunchError
-from .devices import (
-    default_backend,
-    identity,
-    parse_backend,
-    pick,
-    resolve,
-    why_shared,
-    why_unserved,
-)
-from .launchers import ALONE, Place, detect
+from .devices import default_backend, identity, parse_backend, pick, resolve
+from .launchers import Place, detect
 from .order import Order
 from .rendezvous import LONGEST_PAUSE, Report, Wait, meet, open_store
-from .watchdog import Watchdog, accelerator_backends
+from .watchdog import Watchdog, accelerator_backends, disconnect_all
 
 #: The local rank if you started the process group, until the ranks have exchanged their hosts.
 UNKNOWN: Final = -1
@@ -52,8 +44,8 @@ class Process:
     group: dist.ProcessGroup | None
     owns_group: bool = False
     control: dist.ProcessGroup | None = None  # accel's own gloo group, for small messages
-    backends: Mapping[str, str] = field(default_factory=dict)  # of ``group``, by device type
-    explicit: bool = False  # the user named the backend. Ranks may share a GPU through gloo
+    requested: str | None = None  # the backend of ``group``, if the user named it
+    backends: Mapping[str, str]  # of ``group``, by device type
     token: str = ""  # the name of this start, for keys in the store that all ranks share
     watchdog: Watchdog | None = None
     ended: str = ""  # why the groups were ended. The watchdog sets it while this thread waits
@@ -82,41 +74,37 @@ class Process:
 
     def shares(self, device: torch.device) -> bool:
         """True if several ranks may use this device."""
-        return device.type == "cpu" or (self.explicit and self.backends.get(device.type) == "gloo")
+        through_gloo = self.requested is not None and self.backends.get(device.type) == "gloo"
+        return device.type == "cpu" or through_gloo
 
-    def store(self, *names: str, own_connection: bool = False) -> distributed_c10d.Store:
-        """Return the keys of this start in the store that all ranks share.
-
-        Args:
-            own_connection: for a thread beside the training thread, because a connection does one
-                thing at a time. Connect while all ranks are there.
-        """
-        store: Any = distributed_c10d._get_default_store()
-        path = "/".join(("accel", self.token, *names))
-        return distributed_c10d.PrefixStore(path, store.clone() if own_connection else store)
+    def end(self, reason: str, mismatch: bool) -> None:
+        """Do the part of an end that works while the training thread waits in a collective."""
+        if not self.ended:
+            self.mismatch, self.ended = mismatch, reason
+            if self.watchdog is not None:
+                self.watchdog.tell_end(reason, mismatch)
+        disconnect_all()
 
 
 # -- start -----------------------------------------------------------------------------------------
 
 
-def start(
-    backend: str | None,
-    timeout: timedelta | None,
-    request: object,
-    patience: timedelta | None = None,
-) -> Process:
+def start(requested: str | None, timeout: timedelta | None, request: object) -> Process:
     """Start this rank. Collective. If a rank has a problem with its devices, all ranks raise it.
 
     Args:
-        patience: how long to wait for the other ranks. None: the timeout.
+        requested: a backend for the process group. None: the backend for the devices.
+        request: the devices of this node's processes, as in ``accel.setup``.
     """
     place, group, problem = place_now(), dist.group.WORLD, ""
-    explicit = backend is not None or group is not None
     asked: tuple[torch.device, ...] = (torch.device("cpu"),)
+    if group is not None:
+        requested = dist.get_backend_config(group)
+    backend = requested or "gloo"
     try:
         asked = resolve(request)
-        if place.world_size > 1 and group is None:
-            backend = backend or default_backend(asked[0].type)
+        if place.world_size > 1:
+            backend = requested or default_backend(asked[0].type)
     except DeviceError as error:
         if place.world_size == 1:
             raise
@@ -128,18 +116,13 @@ def start(
         asked=asked,
         devices=pick(asked, place.local_rank, place.local_world_size),
         group=group,
-        explicit=explicit,
+        requested=requested,
+        backends=parse_backend(backend) if place.world_size > 1 or group else {},
     )
-    if group is not None:
-        backend = dist.get_backend_config(group)
-        process.backends = parse_backend(backend)
     if place.world_size > 1:
-        wait = Wait(place, min(process.timeout, patience or process.timeout))
         try:
-            _connect(process, backend or "gloo", problem, wait)
+            _connect(process, backend, problem)
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, AccelError):
-                raise
             raise LaunchError(
                 f"accel did not start process group {backend!r} on {place.world_size} ranks: "
                 f"{error}. On several nodes, set GLOO_SOCKET_IFNAME to a network that they share."
@@ -158,9 +141,7 @@ def place_now() -> Place:
         if (place.rank, place.world_size) == (rank, world):
             return place
     local_rank = 0 if world == 1 else UNKNOWN
-    return replace(
-        ALONE, launcher="process group", rank=rank, world_size=world, local_rank=local_rank
-    )
+    return Place("process group", rank, world, local_rank)
 
 
 def select(device: torch.device) -> None:
@@ -169,9 +150,9 @@ def select(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _connect(process: Process, backend: str, problem: str, wait: Wait) -> None:
+def _connect(process: Process, backend: str, problem: str) -> None:
     """Start the groups of this rank, after all ranks have told that they can."""
-    process.backends = parse_backend(backend)
+    wait = Wait(process.place, process.timeout)
     store = distributed_c10d._get_default_store() if process.group else open_store(wait)
     process.token, reports = meet(store, wait, _report(process, problem))
     _check_devices(process, reports)
@@ -206,37 +187,39 @@ def _report(process: Process, problem: str) -> Report:
     # Without a local rank, this rank's place among those of its host says which device it gets.
     devices = process.asked if process.place.local_rank == UNKNOWN else process.devices[:1]
     names = [] if problem else [identity(device, host) for device in devices]
-    problem = problem or why_unserved(devices[0], process.backends)
+    if not problem and kind not in process.backends:
+        problem = f"the process group sends no {kind} tensors, only {dict(process.backends)}"
     return Report(host, f"{kind} by {process.backends.get(kind)}", names, problem)
 
 
 def _check_devices(process: Process, reports: list[Report]) -> None:
     """Choose the rank's device. All ranks raise if a rank has a problem or two share a device."""
-    process.hosts = tuple(report.host for report in reports)
-    kinds = [report.kind for report in reports]
-    problems = [f"rank {i}: {one.problem}" for i, one in enumerate(reports) if one.problem]
-    if not problems and len(set(kinds)) > 1:
-        problems = [f"The ranks use different devices: {', '.join(kinds)}. Use the same kind."]
-    if not problems and not process.shares(process.device):
-        owners = []
-        for rank, report in enumerate(reports):
-            number = process.hosts[:rank].count(report.host)
-            owners.append(report.devices[number % len(report.devices)])
-        problems = [text for text in [why_shared(owners)] if text]
+    hosts = process.hosts = tuple(report.host for report in reports)
     place = process.place
+    problems: list[str] = []
+    owners: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        if report.problem:
+            problems.append(f"rank {rank}: {report.problem}")
+            continue
+        device = report.devices[hosts[:rank].count(report.host) % len(report.devices)]
+        other = owners.setdefault(device, rank)
+        if report.kind != reports[0].kind:
+            problems.append(f"rank {rank} uses {report.kind}, but rank 0 {reports[0].kind}")
+        elif other != rank and not process.shares(process.device):
+            problems.append(
+                f"ranks {other} and {rank} would share one device ({device}). Start fewer "
+                'processes, set LOCAL_RANK, or call accel.init(process_group="gloo") to share it.'
+            )
     if problems:
         if place.rank == 0:  # the store may end with this process, and the others still read it
             time.sleep(2 * LONGEST_PAUSE)
         raise DeviceError(problems[0])
     if place.local_rank == UNKNOWN:
-        host = process.hosts[place.rank]
-        place = replace(
-            place,
-            local_rank=process.hosts[: place.rank].count(host),
-            local_world_size=process.hosts.count(host),
-        )
-        process.place = place
-        process.devices = pick(process.asked, place.local_rank, place.local_world_size)
+        host = hosts[place.rank]
+        local_rank, local_world_size = hosts[: place.rank].count(host), hosts.count(host)
+        process.place = replace(place, local_rank=local_rank, local_world_size=local_world_size)
+        process.devices = pick(process.asked, local_rank, local_world_size)
 
 
 def _device_to_bind(process: Process) -> torch.device | None:

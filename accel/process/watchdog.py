@@ -10,14 +10,13 @@ Every second, each watchdog reads the counter ``alarm`` in the job's store. A ra
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import os
-import re
-import tempfile
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -73,21 +72,15 @@ class Report:
         return f"{text} ({self.line})" if self.line else text
 
 
-def _stack_of(thread: int) -> list[tuple[str, str, str]]:
-    """Return path, line and function of a thread's frames, innermost first.
-
-    faulthandler runs no Python code meanwhile, so the thread can't move on.
-    """
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        for section in re.split(r"^(?:Current thread|Thread) ", file.read(), flags=re.MULTILINE):
-            if section.startswith(f"0x{thread:016x}"):
-                return re.findall(r'File "([^"]*)", line (\d+) in (\S+)', section)
-    return []
+def _stack_of(thread: int) -> list[tuple[str, int, str]]:
+    """Return path, line and function of a thread's frames, innermost first."""
+    stack = []
+    for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
+        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+    return stack
 
 
-def _collective_of(stack: list[tuple[str, str, str]]) -> str:
+def _collective_of(stack: list[tuple[str, int, str]]) -> str:
     """Return the name of the torch collective that a thread is in, or an empty string."""
     if stack and stack[0][0].startswith(_TORCH) and stack[0][2] in _REDUCING:
         return _REDUCING[stack[0][2]]
@@ -101,7 +94,7 @@ def _collective_of(stack: list[tuple[str, str, str]]) -> str:
     return name
 
 
-def _line_of(stack: list[tuple[str, str, str]]) -> str:
+def _line_of(stack: list[tuple[str, int, str]]) -> str:
     """Return the innermost line of the user's program."""
     for path, line, function in stack:
         if not path.startswith((*_LIBRARIES, "<frozen")):
@@ -144,16 +137,17 @@ class Watchdog:
         patience: the seconds in a collective after which a rank asks the others where they are.
     """
 
-    def __init__(self, process: Process, notice: Callable[[str, bool], None]) -> None:
+    def __init__(self, process: Process) -> None:
         self.left: dict[int, str] = {}
         self.patience = min(10.0, process.timeout.total_seconds() / 5)
         self.interval = _INTERVAL
         self._process = process
         self._rank, self._world = process.place.rank, process.place.world_size
-        self._notice = notice
         self._trainer = threading.get_ident()
         # A connection does one thing at a time, so this thread needs its own.
-        self._store: Any = process.store("watchdog", own_connection=True)
+        store: Any = distributed_c10d._get_default_store()
+        path = f"accel/{process.token}/watchdog"
+        self._store: Any = distributed_c10d.PrefixStore(path, store.clone())
         self._alarm = 0
         self._asked = 0.0  # when a rank has asked last
         self._last = Report("")
@@ -162,30 +156,30 @@ class Watchdog:
         self._logged = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-watchdog", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(5)
-
-    def is_alive(self) -> bool:
-        """True while the thread hears the other ranks."""
-        return self._thread.is_alive()
+        self._thread.join(5)
 
     def tell_end(self, reason: str, mismatch: bool) -> None:
         """Tell all ranks why this rank ended the process groups. They end theirs."""
         self._stopped.set()
-        message = json.dumps([reason, mismatch])
-        how = "has ended its process groups"
-        self._tell(how, lambda: self._store.compare_set("ended", "", message))
+        self._tell("has ended its process groups", json.dumps([reason, mismatch]))
 
     def tell_leave(self, how: str) -> None:
         """Tell all ranks that this rank won't join any more collectives."""
-        self._tell(how, lambda: None)
+        self._tell(how)
         self.wait_for_others()
+
+    def _tell(self, how: str, end: str = "") -> None:
+        def tell() -> None:
+            if end:
+                self._store.compare_set("ended", "", end)
+            self._store.append("left", f"{self._rank} {how}\n")
+            self._store.add("alarm", 1)
+
+        _try_for(2, tell)
 
     def wait_for_others(self) -> None:
         """Let the others hear rank 0, because the store may end with it. They have 1.5 intervals."""
@@ -195,14 +189,6 @@ class Watchdog:
                 if len(self._store.get("left").splitlines()) >= self._world:
                     break
                 time.sleep(0.01)
-
-    def _tell(self, how: str, write: Callable[[], object]) -> None:
-        def tell() -> None:
-            write()
-            self._store.append("left", f"{self._rank} {how}\n")
-            self._store.add("alarm", 1)
-
-        _ends_within(2, tell)
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the process with the store has ended
@@ -217,7 +203,7 @@ class Watchdog:
             return
         self._asked = time.monotonic()
         if self._store.check(["ended"]):
-            self._notice(*json.loads(self._store.get("ended")))
+            self._end(*json.loads(self._store.get("ended")))
             return
         if self._store.check(["left"]):
             for line in self._store.get("left").decode().splitlines():
@@ -227,6 +213,11 @@ class Watchdog:
         for number in range(self._alarm + 1, alarm + 1):
             self._store.set(f"{number}/{self._rank}", report)
         self._alarm = alarm
+
+    def _end(self, reason: str, mismatch: bool) -> None:
+        if not self._process.ended:
+            logger.error("rank %d: the process groups were ended: %s", self._rank, reason)
+        self._process.end(reason, mismatch)
 
     def _report(self) -> Report:
         stack = _stack_of(self._trainer)
@@ -246,8 +237,7 @@ class Watchdog:
             self._since, self._logged = now, 0.0
         if self.left and self._process.doing and report.waited > self.patience:
             # The connections of a rank that has left stay open until its process ends.
-            who = "; ".join(f"rank {rank} {how}" for rank, how in sorted(self.left.items()))
-            self._notice(f"{who}, and rank {self._rank} {report}", False)
+            self._end(f"{self._who_left()}, and rank {self._rank} {report}", False)
             return
         # The lowest waiting rank asks first, and its question serves all.
         turn = min(self._rank, 50) * self.interval / 10
@@ -261,7 +251,7 @@ class Watchdog:
                 text = "rank %d has waited for %.0f s: %s"
                 logger.warning(text, self._rank, report.waited, where)
             if are_stuck(reports.values(), self.patience / 2):
-                self._notice(
+                self._end(
                     f"the ranks wait for each other: {where}. Every rank must call its models and "
                     "accel in the same order. Look for a call under accel.is_main(), or for loops "
                     "of different lengths.",
@@ -289,24 +279,62 @@ class Watchdog:
         For the training thread. A rank that was killed or hangs has None.
         """
         reports: dict[int, Report | None] = {}
-        _ends_within(3 * self.interval + 2, lambda: reports.update(self._ask()))
+        _try_for(3 * self.interval + 2, lambda: reports.update(self._ask()))
         return reports
 
+    # -- why a collective failed, for the training thread --
 
-def _ends_within(seconds: float, ask: Callable[[], None]) -> bool:
-    """True if a use of the store succeeds in time. Its node may be gone, and then it never ends."""
-    done = threading.Event()
+    def reason_of(self, error: RuntimeError) -> str:
+        """Return why a collective failed. Wait up to 3 s for other ranks to tell it."""
+        deadline = time.monotonic() + 3
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            if self._process.ended or self.left:
+                break
+            time.sleep(0.02)
+        return self._process.ended or self._who_left() or self.who_is_missing(error)
+
+    def who_is_missing(self, error: BaseException) -> str:
+        """Return the ranks because of which an error ends this rank, or an empty string."""
+        hosts, text = self._process.hosts, str(error)
+        # gloo raises RuntimeErrors. Connections of the program itself raise other classes.
+        is_lost = isinstance(error, RuntimeError) and ("imed out" in text or "by peer" in text)
+        if self._stopped.is_set() or not is_lost:
+            return ""
+        reports = self.ask()
+        if self._process.ended:  # a different rank told why
+            return ""
+        if not reports:
+            return f"rank 0 (host {hosts[0]}) can't be reached, or the launcher's node"
+        silent: list[str] = []
+        late: dict[int, Report | None] = {}
+        for rank, report in reports.items():
+            if report is None:
+                silent.append(f"{rank} (host {hosts[rank]})")
+            elif report.rounds < self._process.rounds:
+                late[rank] = report
+        if silent:
+            why = "it ended or hangs, or the link to it is cut"
+            return f"rank {', '.join(silent)} did not answer: {why}"
+        if late:
+            return f"rank {', '.join(map(str, late))} did not come in time: {explain(late)}"
+        return explain(reports)
+
+    def _who_left(self) -> str:
+        hosts, left = self._process.hosts, sorted(self.left.items())
+        return "; ".join(f"rank {rank} (host {hosts[rank]}) {how}" for rank, how in left)
+
+
+def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
+    """Use the store in a thread. Its node may be gone, and then it never answers."""
 
     def act() -> None:
         # ValueError: the user has destroyed the default group.
         with contextlib.suppress(RuntimeError, ValueError):
-            ask()
-            done.set()
+            use_store()
 
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(seconds)
-    return done.is_set()
 
 
 # -- connections -----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +17,8 @@ from tests.distributed import run
 
 
 def save(directory: str, value: float) -> None:
-    state: dict[str, Any] = {"x": torch.arange(1000.0), "n": 1, "s": {"lr": value, "t": (1, 2)}}
-    state["x"][3] = value
+    state = {"x": torch.arange(1000.0), "n": 1, "s": {"lr": value}, "m": nn.Linear(1, 1), 7: "x"}
     accel.save(state, directory)
-
-
-def test_inspect_names_the_step_and_what_loads_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    accel.save({"m": nn.Linear(1, 1), "step": 3, "n": 4, 7: "x"}, tmp_path)
-    assert main(["inspect", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "  step = 3" in out
-    assert "  m: a model" in out
-    assert "  n = 4" in out
 
 
 def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
@@ -46,9 +35,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(2, save, str(tmp_path / "step-1"), 3.0)
     assert main(["inspect", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "by 2 processes" in out
-    assert "x  F32   [1000]\n" in out  # a tensor of the state is written by rank 0
-    assert "n = 1" in out
+    for text in ("by 2 processes", "  x         F32   [1000]\n", "  n = 1", "  m: a model", '  7 = "x"'):
+        assert text in out
     assert main(["inspect", "--values", str(tmp_path)]) == 0
     assert '"lr": 3.0' in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "no")]) == 1

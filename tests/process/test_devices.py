@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,13 @@ from accel.errors import AccelError, DeviceError
 from accel.process import devices, startup, watchdog
 from accel.process.devices import (
     default_backend,
-    identity,
     parse_backend,
     parse_devices,
     pick,
     resolve,
-    why_shared,
 )
+from accel.process.launchers import Place
+from accel.process.rendezvous import Report
 
 CPU = (torch.device("cpu"),)
 
@@ -85,10 +86,20 @@ def test_pick() -> None:
     assert pick(CPU, 1, 2) == CPU
 
 
-def test_shared_device() -> None:
-    owners = [identity(torch.device("mps", 0), host) for host in ("a", "b", "a")]
-    assert not why_shared(owners[:2])
-    assert "ranks [0, 2] would share one device" in why_shared(owners)
+def test_ranks_check_their_devices() -> None:
+    def check(*reports: Report) -> None:
+        process: Any = SimpleNamespace(place=Place(rank=1), shares=lambda device: False, device=None)
+        startup._check_devices(process, list(reports))
+
+    first, second = Report("a", "mps", ["mps:0 of a"], ""), Report("b", "mps", ["mps:0 of b"], "")
+    check(first, second)
+    for reports, words in (
+        ((first, second, first), "ranks 0 and 2 would share one device"),
+        ((first, replace(second, kind="cpu")), "rank 1 uses cpu, but rank 0 mps"),
+        ((first, Report("b", "mps", [], "no mps")), "rank 1: no mps"),
+    ):
+        with pytest.raises(DeviceError, match=words):
+            check(*reports)
 
 
 def test_process_group_backends() -> None:
