@@ -159,7 +159,7 @@ def forget_groups() -> None:
     groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     library("deepspeed.comm.comm").cdb = None
     for owner in gc.get_objects():
-        if "deepspeed" not in str(type(owner).__module__):
+        if not str(type(owner).__module__).startswith(("deepspeed.", "accel.engines.deepspeed.")):
             continue
         attributes = getattr(owner, "__dict__", {})
         for name, value in list(attributes.items()):
