@@ -82,7 +82,7 @@ class Configuration:
         self._offload_param = options.offload_parameters or self._offloads("offload_param")
         #: The optimizer updates fp32 copies of bfloat16 weights.
         self.masters = not _is_off(config.get("bf16"))
-        clipping = config.get("gradient_clipping")
+        clipping: Any = config.get("gradient_clipping")
         #: The norm to which every step clips. 0: no clipping.
         self.clipping = 0.0 if _is_off(clipping) else float(clipping)
 
