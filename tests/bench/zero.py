@@ -55,7 +55,7 @@ def raw_deepspeed(workload: Workload, stage: int, offload: str = "") -> Step:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     model, optimizer = workload.build()
     numel = sum(p.numel() for p in model.parameters())
-    config = Configuration(DeepSpeed(stage=stage)).complete(torch.float32, numel, "gloo")
+    config = Configuration(DeepSpeed(stage=stage)).complete(torch.float32, numel)
     # What makes the library fit a raw loop; its own loop does without.
     del config["managed_gradient_accumulation"]
     if offload:

@@ -100,7 +100,7 @@ _PARAMETER: Final = "deepspeed.runtime.zero.partition_parameters:Init."
 DEEPSPEED: Names = (
     ("deepspeed.accelerator:", "get_accelerator", "which device it runs on"),
     ("deepspeed.utils.debug:", "debug_clear_module_and_param_names", "letting go of models"),
-    ("deepspeed.utils.groups:", "_WORLD_GROUP _ALL_TO_ALL_GROUP", "letting go of process groups"),
+    ("deepspeed.utils.groups:", "_WORLD_GROUP", "letting go of process groups"),
     ("deepspeed.utils.groups:", "_ZERO_PARAM_INTRA_PARALLEL_GROUP", "letting go of process groups"),
     (_ZERO12, "_hp_mapping", "letting go of parameters"),
     ("deepspeed.comm.comm:", "cdb", "letting go of process groups"),

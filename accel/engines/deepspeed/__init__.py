@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import BackendError, PrecisionError
+from ...errors import BackendError
 from ...gradients.totals import average_gradients_
 from ...process import Process
 from ...process.devices import available
@@ -33,8 +31,8 @@ from ..base.placement import Placement, Placements
 from ..base.raw_objects import Override
 from .config import Configuration, check_parameters
 from .flat import Flat
-from .library import probe, release_groups
-from .partitions import Fragment, Partitions
+from .library import probe
+from .partitions import Partitions
 from .stage3 import Stage3
 from .state import DeepSpeedHoldings, watch_zero_grad
 
@@ -78,9 +76,7 @@ class ZeROGradients(Gradients):
 
     def holders(self) -> Sequence[Any]:
         """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
-        zero = self.engine.zero
-        fragments = [] if zero is None else zero.fragments.values()
-        return [*self.engine.parameters, *(fragment.weights for fragment in fragments)]
+        return [*self.engine.parameters, *self.engine.weights_of(self.engine.parameters)]
 
     def pending(self) -> bool:
         zero = self.engine.zero
@@ -104,13 +100,13 @@ class ZeROGradients(Gradients):
             if optimizer is not None and zero.eager:
                 refuse_inside_backward()
             zero.recover()
-            zero.refuse_incomplete()
+            zero.interruption.refuse()
             if self.pending():
                 zero.flush()
                 self.buffers.synchronize()  # a method, or the raw module, may have changed them
         if optimizer is None:
             return
-        self._clip(optimizer)
+        self._clip()
         if zero is not None:
             # The user's hooks before a step edit the gradients of fragments.
             self.engine.steps[id(optimizer)].put_in(optimizer)
@@ -123,25 +119,18 @@ class ZeROGradients(Gradients):
             if average_gradients_(what, engine.parameters, engine.names, self.process):
                 self.buffers.synchronize()
 
-    def _clip(self, optimizer: Optimizer) -> None:
+    def _clip(self) -> None:
         """Clip to the ``gradient_clipping`` of the configuration, as DeepSpeed's own step does."""
         max_norm = self.engine.configuration.clipping
-        if max_norm <= 0:
-            return
-        if vars(optimizer).get("grad_scale") is not None:
-            raise PrecisionError(
-                "gradient_clipping can't clip gradients that a GradScaler has scaled. Call "
-                "scaler.unscale_(optimizer) before scaler.step(optimizer)."
-            )
-        if self.in_parts:
+        if max_norm > 0 and self.in_parts:
             self.clip_parts(max_norm, 2.0)
-        else:
+        elif max_norm > 0:
             nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
     def parts(
         self, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        gradients = [fragment.weights.grad for fragment in self.engine.fragments_of(parameters)]
+        gradients = [weights.grad for weights in self.engine.weights_of(parameters)]
         return [gradient for gradient in gradients if gradient is not None], []
 
     # -- steps ------------------------------------------------------------------------------------
@@ -154,28 +143,12 @@ class ZeROGradients(Gradients):
     def before_step(self, optimizer: Optimizer) -> None:
         if self.engine.zero is not None:
             self.engine.zero.take_edits()
-            self.engine.zero.unpublished = True
             self.announce_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        zero = self.engine.zero
-        if zero is None:
-            return
-        self.engine.steps[id(optimizer)].take_out()
-        for index, fragment in zero.fragments.items():
-            if fragment.weights.grad is not None:
-                zero.used.add(index)
-        # Autograd tells by the version that a graph was made with other values.
-        trainable = [p for p in parameters_of(optimizer) if p.requires_grad]
-        torch.autograd.graph.increment_version(trainable)
-        zero.publish()
-
-
-def _weights_of(owner: weakref.ref[DeepSpeedEngine], parameters: list[Any]) -> list[Any]:
-    engine = owner()
-    if engine is None or engine.zero is None:
-        return parameters
-    return [fragment.weights for fragment in engine.fragments_of(parameters)]
+        if self.engine.zero is not None:
+            self.engine.steps[id(optimizer)].take_out()
+            self.engine.zero.publish()
 
 
 @final
@@ -249,9 +222,7 @@ class DeepSpeedEngine(Engine):
             # All weights that DeepSpeed shards have this dtype.
             dtype = next((p for p in floating if p.requires_grad), floating[0]).dtype
             numel = sum(p.numel() for p in self.parameters)
-            device = self.process.device
-            transport = self.process.backends.get(device.type)
-            self.zero.start(self.configuration.complete(dtype, numel, transport), device)
+            self.zero.start(self.configuration.complete(dtype, numel), self.process.device)
         if self.zero is None:
             return
         for optimizer in optimizers:
@@ -263,22 +234,18 @@ class DeepSpeedEngine(Engine):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a forward or method. At stage 3 each module gathers its weights."""
-        zero = self.zero
-        if zero is None:
-            return function(*args, **kwargs)
-        zero.recover()
-        if zero.unpublished:
-            self.compare("the weights of a step that an exception ended")
-            zero.publish()
-        return zero.call(function, args, kwargs)
+        if self.zero is not None:
+            self.zero.recover()
+        if isinstance(self.zero, Stage3):
+            return self.zero.call(function, args, kwargs)
+        return function(*args, **kwargs)
 
     def attach(self, optimizer: Optimizer) -> None:
         self.gradients.check(optimizer)
         super().attach(optimizer)
         if self.distributed:
             self._zero_grads[id(optimizer)] = watch_zero_grad(self, optimizer)
-            parts_of = functools.partial(_weights_of, weakref.ref(self))
-            self.steps[id(optimizer)] = PartsInGroups(optimizer, parts_of)
+            self.steps[id(optimizer)] = PartsInGroups(optimizer, self.weights_of)
 
     def detach(self, optimizer: Optimizer) -> None:
         if self.distributed:
@@ -286,11 +253,12 @@ class DeepSpeedEngine(Engine):
             self._zero_grads.pop(id(optimizer)).remove()
         super().detach(optimizer)
 
-    def fragments_of(self, parameters: Sequence[torch.Tensor]) -> list[Fragment]:
-        """Return this rank's fragments of these parameters."""
-        assert self.zero is not None
+    def weights_of(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+        """Return what an optimizer updates: the weights of this rank's fragments."""
+        if self.zero is None:
+            return list(parameters)
         fragments = map(self.zero.fragment_of, parameters)
-        return list(filter(None, fragments))
+        return [fragment.weights for fragment in fragments if fragment is not None]
 
     def indices(self, raw: nn.Module | Optimizer) -> list[int]:
         """Return the numbers of the parameters of this model's module or optimizer."""
@@ -307,8 +275,3 @@ class DeepSpeedEngine(Engine):
             self.holdings.leave(zero, optimizers)
             if self.stage == 3:
                 raise lost_weights(self)
-
-    def abandon(self, reason: str) -> None:
-        super().abandon(reason)
-        if self.zero is not None and hasattr(self.zero, "library"):
-            release_groups([self.zero.library, *self.parameters])

@@ -23,25 +23,28 @@ _READ: Final = {
     *("bf16", "gradient_clipping", "zero_allow_untested_optimizer", "zero_optimization"),
     *("steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"),
 }
-#: Other keys raise. For these there is something to write instead.
-_INSTEAD: Final = {
+_QUANTIZES: Final = "Remove it, because quantization changes the result."
+#: Keys that raise, and what to do instead. Unknown keys raise too.
+_REFUSED: Final = {
     "amp": "Use precision='16-mixed'.",
     "fp16": "Use precision='bf16-mixed' or '16-mixed'.",
     "gradient_accumulation_steps": "Call backward() several times before step().",
     "optimizer": "Give accel.setup the optimizer of your loop.",
     "scheduler": "Step a torch scheduler in your loop.",
     "torch_autocast": "Use precision='bf16-mixed'.",
+    "cpu_offload": "Use offload_optimizer.",
+    "cpu_offload_param": "Use offload_param.",
+    "mics_shard_size": "Use zero_hpz_partition_size.",
+    "zenflow": "Remove it, because your optimizer runs the step.",
+    "zero_quantized_gradients": _QUANTIZES,
+    "zero_quantized_nontrainable_weights": _QUANTIZES,
+    "zero_quantized_weights": _QUANTIZES,
 }
-#: Keys of ``zero_optimization`` that need DeepSpeed's own step, or change the result.
-_UNSUPPORTED: Final = {
-    *("cpu_offload", "cpu_offload_param", "mics_shard_size", "zenflow"),
-    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
-}
-#: Elements of a bucket. DeepSpeed allocates all of its 5e8. Gloo is faster with small buckets.
+#: Elements of a bucket. DeepSpeed allocates all of its 5e8.
 _BUCKET: Final = 200_000_000
-_GLOO_BUCKET: Final = 8_000_000
-#: DeepSpeed's optimizers that treat each element alone.
-_ELEMENTWISE: Final = ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion")
+#: DeepSpeed's optimizers that treat each element alone. FusedAdam counts steps per group, which
+#: differ on ranks that lack some parameters.
+_ELEMENTWISE: Final = {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion"}
 
 
 def _refuse(key: str, value: Any, advice: str) -> NoReturn:
@@ -56,12 +59,9 @@ def _is_off(value: Any) -> bool:
 
 
 def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    try:
-        if isinstance(config, str | Path):
-            return dict(json.loads(Path(config).read_text(encoding="utf-8")))
-        return dict(config or {})
-    except (OSError, TypeError, ValueError) as error:
-        raise BackendError(f"DeepSpeed's config {config!r} is no JSON object: {error}") from error
+    if isinstance(config, str | Path):
+        return dict(json.loads(Path(config).read_text(encoding="utf-8")))
+    return dict(config or {})
 
 
 class Configuration:
@@ -70,13 +70,10 @@ class Configuration:
     def __init__(self, options: Any) -> None:
         self._config = config = _read(options.config)
         zero = config.get("zero_optimization") or {}
-        if not isinstance(zero, dict):
-            _refuse("zero_optimization", zero, "Use a dict, such as {'stage': 2}.")
         self._zero = {k: v for k, v in zero.items() if v is not None and v != "auto"}
-        given = self._zero.get("stage")
-        if options.stage is not None and given not in (None, options.stage):
-            _refuse("zero_optimization.stage", given, f"Or remove stage={options.stage}.")
-        self.stage: int = options.stage or self._zero.get("stage", 2)
+        self.stage: int = self._zero.get("stage", options.stage or 2)
+        if options.stage not in (None, self.stage):
+            _refuse("zero_optimization.stage", self.stage, f"Or remove stage={options.stage}.")
         if self.stage not in (1, 2, 3):
             _refuse("stage", self.stage, "Use 1, 2 or 3, or backend='ddp' instead of 0.")
         #: The weights that the optimizer updates are in CPU memory.
@@ -85,31 +82,25 @@ class Configuration:
         self._offload_param = options.offload_parameters or self._offloads("offload_param")
         #: The optimizer updates fp32 copies of bfloat16 weights.
         self.masters = not _is_off(config.get("bf16"))
-        clipping = config.get("gradient_clipping")
+        clipping: Any = config.get("gradient_clipping")
         #: The norm to which every step clips. 0: no clipping.
-        self.clipping: Any = 0.0 if _is_off(clipping) else clipping
-        if not isinstance(self.clipping, int | float) or self.clipping < 0:
-            _refuse("gradient_clipping", clipping, "Pass a number of at least 0.")
+        self.clipping = 0.0 if _is_off(clipping) else float(clipping)
 
     def _offloads(self, key: str) -> bool:
-        section = self._zero.get(key) or {}
-        device = section.get("device", "none") if isinstance(section, dict) else section
+        section = self._zero.get(key, {})
+        device = section.get("device", "none")
         if device not in ("cpu", "none"):
             _refuse(f"zero_optimization.{key}", section, "Use {'device': 'cpu'}.")
         return bool(device == "cpu")
 
     def check(self, world_size: int) -> None:
-        """Raise BackendError for keys that contradict the loop or would be ignored.
-
-        DeepSpeed itself raises for unknown keys of ``zero_optimization``.
-        """
-        for key, value in self._config.items():
+        """Raise BackendError for keys that contradict the loop or would be ignored."""
+        known = _PASSED | _READ | self._zero.keys() - _REFUSED.keys()
+        for key, value in {**self._config, **self._zero}.items():
             accumulates_once = key == "gradient_accumulation_steps" and value == 1
-            if key not in _PASSED | _READ and not _is_off(value) and not accumulates_once:
-                _refuse(key, value, _INSTEAD.get(key, "Remove it, because accel doesn't use it."))
-        for key in _UNSUPPORTED & self._zero.keys():
-            if not _is_off(self._zero[key]):
-                _refuse(f"zero_optimization.{key}", self._zero[key], "Remove it.")
+            if key not in known and not _is_off(value) and not accumulates_once:
+                advice = _REFUSED.get(key, "Remove it, because accel doesn't use it.")
+                _refuse(key, value, advice)
         if self._offload_param and self.stage != 3:
             _refuse("zero_optimization.offload_param", "cpu", "Use stage=3 with it.")
         if world_size == 1 and (self.offload_optimizer or self._offload_param or self.masters):
@@ -126,12 +117,9 @@ class Configuration:
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise OptimizerError if an optimizer can't step one rank's range of each parameter."""
         kind = type(optimizer)
-        if kind.__module__.startswith("deepspeed.ops."):
-            # FusedAdam counts steps per group, which differ on ranks that lack some parameters.
-            fits = kind.__name__ in _ELEMENTWISE
-        else:
-            untested = self._config.get("zero_allow_untested_optimizer") is True
-            fits = untested or elementwise(optimizer)
+        fits = elementwise(optimizer) or kind.__name__ in _ELEMENTWISE
+        if not kind.__module__.startswith("deepspeed.ops."):
+            fits |= self._config.get("zero_allow_untested_optimizer") is True
         if not fits:
             raise OptimizerError(
                 f"{kind.__name__} can't step flat shards. Use an elementwise optimizer such as "
@@ -144,32 +132,26 @@ class Configuration:
         Stage 1 also keeps only its shards of the gradients after they are reduced. Stage 3 keeps
         small weights in full too, and a bucket for gradients.
         """
+        if self.masters:
+            tensors = [t if t.is_buffer else _with_master(t) for t in tensors]
+        full = add_uses(tensor.use() for tensor in tensors)
         if world_size == 1:
-            return add_uses(tensor.use() for tensor in tensors)
+            return full
         threshold = int(self._zero.get("stage3_param_persistence_threshold", 100_000))
         share = 1 / world_size
+        gradients = 2 * share if self.masters else share  # fp32, like the masters
         uses = []
-        numel = itemsize = 0
+        bucket = 0
         for tensor in tensors:
-            if not tensor.is_buffer:
-                if self.masters:
-                    tensor = _with_master(tensor)
-                numel += tensor.numel
-                itemsize = max(itemsize, tensor.itemsize)
-            weights = 1.0
-            if self.stage == 3:
-                weights = share + (tensor.numel <= threshold)
-            gradients = 2 * share if self.masters else share  # fp32, like the masters
+            weights = share + (tensor.numel <= threshold) if self.stage == 3 else 1.0
             uses.append(tensor.use(weights=weights, gradients=gradients, state=share))
-        bucket = min(int(self._zero.get("reduce_bucket_size", _BUCKET)), numel + numel % 2)
-        return replace(add_uses(uses), buckets=bucket * itemsize if self.stage == 3 else 0)
+            if self.stage == 3 and not tensor.is_buffer:
+                bucket = int(self._zero.get("reduce_bucket_size", _BUCKET)) * tensor.itemsize
+        return replace(add_uses(uses), buckets=min(bucket, full.parameters))
 
-    def complete(self, dtype: torch.dtype, numel: int, transport: str | None) -> dict[str, Any]:
-        """Return the configuration for ``deepspeed.initialize`` and weights of this size and dtype.
-
-        ``transport`` is the backend of the process group that reduces gradients.
-        """
-        size = min(_GLOO_BUCKET if transport == "gloo" else _BUCKET, numel + numel % 2)
+    def complete(self, dtype: torch.dtype, numel: int) -> dict[str, Any]:
+        """Return the configuration for ``deepspeed.initialize`` and weights of this size."""
+        size = min(_BUCKET, numel + numel % 2)
         zero = {"reduce_bucket_size": size, "allgather_bucket_size": size, **self._zero}
         zero["stage"] = self.stage
         zero.pop("offload_optimizer", None)  # the user's optimizer steps accel's fragments

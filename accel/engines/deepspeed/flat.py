@@ -19,6 +19,7 @@ class Flat(Partitions):
 
     def arrange(self) -> None:
         zero = self.zero
+        self.snapshot.changed()
         #: The group and the place in the flat memory of each parameter.
         self._groups: dict[int, int] = {}
         self._places: dict[int, torch.Tensor] = {}

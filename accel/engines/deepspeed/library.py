@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from types import FunctionType
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d
 
 from ...gradients.hooks import remove_hooks
 from ...gradients.patches import around, replaced
@@ -65,16 +64,10 @@ def _quietly(device: torch.device) -> Iterator[None]:
         # DeepSpeed takes the device of LOCAL_RANK. SLURM doesn't set it, and MPI's must be equal.
         for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {"LOCAL_RANK", *os.environ}:
             undo.enter_context(replaced(os.environ, name, str(device.index or 0)))
-        logger = logging.getLogger("DeepSpeed")
-        logger.addFilter(_is_error)
-        undo.callback(logger.removeFilter, _is_error)
+        undo.enter_context(replaced(vars(logging.getLogger("DeepSpeed")), "disabled", True))
         undo.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         yield
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
 
 
 # -- building -------------------------------------------------------------------------------------
@@ -96,7 +89,7 @@ def initialize(
     with _quietly(device):
         with unseen_group():
             deepspeed = _import()
-        _prepare_groups()
+        _share_group()
         stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
         # Its shared-memory op takes a minute to compile, and serves only inference.
         no_ops: dict[str, bool] = collections.defaultdict(bool)
@@ -147,12 +140,10 @@ _efficient_linear: Final = around(vars(nn.functional), "linear", _linear)
 # -- process groups -------------------------------------------------------------------------------
 
 
-def _prepare_groups() -> None:
-    """Let DeepSpeed make groups for this process group, and forget them when it ends."""
+def _share_group() -> None:
+    """Let DeepSpeed use the default process group, instead of a copy that has threads too."""
     groups = library("deepspeed.utils.groups")
-    # It keeps process groups for good, also those of a process group that ended.
-    if groups._WORLD_GROUP not in (None, *distributed_c10d._world.pg_map):
-        forget_groups()
+    groups._WORLD_GROUP = dist.group.WORLD
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # it raises if an earlier model has set one
     process = running()
     if process is not None and forget_groups not in process.releases:
@@ -160,32 +151,18 @@ def _prepare_groups() -> None:
 
 
 def forget_groups() -> None:
-    """Let go of the process groups that DeepSpeed holds, and end its copy of the user's group."""
-    groups = library("deepspeed.utils.groups")
-    if groups._WORLD_GROUP in distributed_c10d._world.pg_map:
-        dist.destroy_process_group(groups._WORLD_GROUP)
-    groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    groups._ALL_TO_ALL_GROUP = {}
-    library("deepspeed.comm.comm").cdb = None
+    """Drop the process groups that DeepSpeed's objects and parameters hold.
 
-
-def release_groups(roots: Iterable[Any]) -> None:
-    """Drop the process groups that DeepSpeed's objects hold as attributes or in closures.
-
-    Gloo closes its connections, so that waiting peers wake up, only when nothing holds the group.
+    Gloo ends its threads, which may abort the end of the interpreter, once nothing holds a group.
     """
-    todo, seen = list(roots), set()
-    while todo:
-        owner = todo.pop()
-        if id(owner) in seen:
+    groups = library("deepspeed.utils.groups")
+    groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    library("deepspeed.comm.comm").cdb = None
+    for owner in gc.get_objects():
+        if not str(type(owner).__module__).startswith(("deepspeed.", "accel.engines.deepspeed.")):
             continue
-        seen.add(id(owner))
         attributes = getattr(owner, "__dict__", {})
         for name, value in list(attributes.items()):
             values = value if isinstance(value, list) else [value]
             if any(isinstance(v, dist.ProcessGroup) for v in values):
                 attributes[name] = None
-        cells = [cell.cell_contents for cell in getattr(owner, "__closure__", None) or ()]
-        for value in (*attributes.values(), *cells):
-            if isinstance(value, FunctionType) or type(value).__module__.startswith("deepspeed."):
-                todo.append(value)

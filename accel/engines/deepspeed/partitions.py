@@ -8,7 +8,6 @@ one process.
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,19 +17,17 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...errors import BackendError
 from ...gradients.hooks import at_end_of_backward, remove_hooks
 from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce, require_equal
 from ...process.packing import row_of
 from ..base.absent import plainly
+from ..base.interruption import Interruption
 from ..base.raw_objects import Snapshot
 from .library import accelerator, end, initialize
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
-
-logger = logging.getLogger("accel")
 
 
 @final
@@ -63,7 +60,8 @@ class Partitions(ABC):
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.module, self.process, self.label = engine.module, engine.process, engine.label
-        self.names, self.parameters = engine.names, engine.parameters
+        self.names = engine.names
+        self.parameters: list[Any] = engine.parameters
         self.shapes = [p.shape for p in self.parameters]
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
         #: The parameters that get gradients.
@@ -78,17 +76,11 @@ class Partitions(ABC):
         self._hooks: list[RemovableHandle] = []
         #: Parameters with gradients, in the order of arrival, since the last ``flush``.
         self.arrivals: list[int] = []
-        #: Parameters whose gradients a step has used since ``zero_grad``.
-        self.used: set[int] = set()
-        self._warned = False
         #: Autograd's numbers of the backwards that run, inside of each other.
         self.running: set[int] = set()
-        #: DeepSpeed still has the state of a forward, backward or reduction that raised.
+        #: DeepSpeed still has the state of a forward or backward that raised.
         self.stale = False
-        #: An exception ended a backward or a reduction, and its gradients were not dropped.
-        self.incomplete = False
-        #: A step may have changed fragments that the other ranks don't have yet.
-        self.unpublished = False
+        self.interruption = Interruption()
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
     # -- building ---------------------------------------------------------------------------------
@@ -112,21 +104,17 @@ class Partitions(ABC):
                 self.module, [g for g in groups.values() if g], config, device
             )
             self.zero = self.library.optimizer
-            self.snapshot.changed()
             self.arrange()
             for index, parameter in self.floating.items():
                 # Weakly, because the garbage collector doesn't see what autograd's hooks hold.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         finally:
-            self._restore(trainable)
-
-    @plainly
-    def _restore(self, trainable: Sequence[bool]) -> None:
-        for index, parameter in enumerate(self.parameters):
-            parameter.requires_grad_(trainable[index])
-            if not self.shapes[index] and parameter.numel():
-                parameter.data = parameter.data.view(())
+            with torch._C.DisableTorchFunctionSubclass():
+                for index, parameter in enumerate(self.parameters):
+                    parameter.requires_grad_(trainable[index])
+                    if not self.shapes[index] and parameter.numel():
+                        parameter.data = parameter.data.view(())
 
     @abstractmethod
     def arrange(self) -> None:
@@ -179,7 +167,7 @@ class Partitions(ABC):
         """
         task = torch._C._current_graph_task_id()
         if task not in self.running:
-            self.refuse_incomplete()
+            self.interruption.refuse()
             self.running.add(task)
             at_end_of_backward(lambda: self._end_backward(task))
 
@@ -217,17 +205,8 @@ class Partitions(ABC):
             plainly(held_here)(self.floating.values()),
         )
         for index in assigned:
-            self.used.discard(index)
             if index in self.fragments:
                 self.fragments[index].weights.grad = None
-        # for p in model.parameters(): p.grad = None
-        if not self._warned and not self.used.isdisjoint(self.arrivals):
-            self._warned = True
-            logger.warning(
-                "backend='deepspeed' adds new gradients to those of an earlier step, which "
-                "p.grad = None doesn't drop. Call optimizer.zero_grad() or model.zero_grad()."
-            )
-        self.stale = self.incomplete = True  # until the reduction has ended
         indices = list(self.floating)
         given = held_by_any(what, masks, [self.names[index] for index in indices])
         for number in given:
@@ -235,13 +214,11 @@ class Partitions(ABC):
         if given:
             self.finish()
         self.arrivals.clear()
-        self.stale = self.incomplete = False
 
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Drop the gradients of these parameters, after ``zero_grad`` of the raw object. Local."""
         self.recover()
-        self.incomplete = False
-        self.used.difference_update(indices)
+        self.interruption.incomplete = False
         for index in indices:
             fragment = self.fragments.get(index)
             if fragment is None or fragment.weights.grad is None:
@@ -267,9 +244,9 @@ class Partitions(ABC):
             return
         if self.running:  # their ends did not come
             self.running.clear()
-            self.stale = self.incomplete = True
+            self.stale = self.interruption.incomplete = True
         if self.stale:
-            for parameter in self.parameters if self.incomplete else ():
+            for parameter in self.parameters if self.interruption.incomplete else ():
                 parameter.grad = None
             self.reset()
             self.stale = False
@@ -278,21 +255,11 @@ class Partitions(ABC):
     def reset(self) -> None:
         """Clear DeepSpeed's state of a forward or backward that did not end. Local."""
 
-    def refuse_incomplete(self) -> None:
-        """Raise BackendError if gradients are incomplete."""
-        if self.incomplete:
-            raise BackendError(
-                f"The gradients of {self.label} are incomplete, because a backward or its "
-                "reduction raised. Call zero_grad() on every rank."
-            )
-
     # -- weights ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take_edits(self) -> None:
         """Take over values that the program has written to the model's weights. Local."""
-        if self.unpublished:  # the model's weights are those from before the step
-            return
         self.take_homes()
         for fragment in self.fragments.values() if self.copies else ():
             weights, home = fragment.weights, fragment.home.to(fragment.weights.device)
@@ -312,15 +279,10 @@ class Partitions(ABC):
             torch._foreach_copy_(homes, weights, non_blocking=True)
             self.wait_for_copies()
         self.gather()
-        self.unpublished = False
 
     @abstractmethod
     def gather(self) -> None:
         """Give every rank the values of all homes. Collective."""
-
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the root module, which is a forward, or a method of it."""
-        return function(*args, **kwargs)
 
     @torch.no_grad()
     def end(self, full: Sequence[torch.Tensor]) -> None:

@@ -8,20 +8,19 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from ...errors import BackendError
 from ...trees import map_tensors
-from ..base.absent import plainly
+from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .partitions import Partitions
-from .weights import by_library, mark, unmark
 
-if TYPE_CHECKING:
-    from . import DeepSpeedEngine
+# -- hooks and functions of DeepSpeed --------------------------------------------------------------
 
 
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,25 +52,109 @@ def _nothing(hook: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *_: None
 
 
+def by_library(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of DeepSpeed's that finds plain tensors, and makes tensors for autograd.
+
+    ``inference_mode`` would make tensors with which training can't go on.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if not torch.is_inference_mode_enabled():
+                return function(*args, **kwargs)
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args, **kwargs)
+
+    return _disable_dynamo(call)
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+@final
+class Stage3Weight(Absent, nn.Parameter):
+    """A weight of a model at stage 3.
+
+    A use of its values gathers them if a forward runs. Otherwise it raises BackendError.
+    """
+
+    __slots__ = ()
+    plain = FOR_AUTOGRAD
+    #: DeepSpeed's ``ZeroParamStatus.AVAILABLE``, and its mark inside of ``GatheredParameters``.
+    available: Any
+    by_user: str
+
+    def is_here(self) -> bool:
+        """True if its values are here, and stay until the code that uses them has ended.
+
+        After a forward, values that no module needs may still be here. But a backward would find
+        them gone.
+        """
+        facts = self.__dict__
+        if facts["ds_status"] is not self.available:
+            return False
+        needed = facts["ds_persist"] or facts["ds_active_sub_modules"] or self.by_user in facts
+        return bool(needed) or torch._C._current_graph_task_id() != -1
+
+    def full_shape(self) -> torch.Size:
+        return torch.Size(vars(self)["ds_shape"])
+
+    def fetch(self, function: Any) -> None:
+        if self.is_here():
+            return
+        stage3: Stage3 | None = vars(self)["ds_owner"]()
+        if stage3 is None or not stage3.gather_for_forward(self):
+            raise BackendError(
+                f"{vars(self)['ds_name']} is sharded, so {name_of(function)}() can't use it "
+                "outside of a forward. Use accel.full_state_dict(model), or a method of the model."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+
+def mark(weight: Any, name: str, stage3: Stage3) -> None:
+    """Give a weight its class and announce each gathering of it."""
+    home = library("deepspeed.runtime.zero.partition_parameters")
+    Stage3Weight.available = home.ZeroParamStatus.AVAILABLE
+    Stage3Weight.by_user = home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
+    facts, partition = vars(weight), vars(weight)["partition"]
+
+    def release(param_list: Any = None, **options: Any) -> None:
+        # Small weights stay gathered, so that a penalty outside of forward can read them.
+        partition([w for w in param_list or [weight] if not w.ds_persist], **options)
+
+    facts.update(
+        ds_owner=weakref.ref(stage3),
+        ds_name=name,
+        all_gather=by_library(stage3.announced(facts["all_gather"], f"the gathering of {name}")),
+        all_gather_coalesced=by_library(facts["all_gather_coalesced"]),
+        partition=by_library(release),
+    )
+    facts.pop("item", None)  # it gathers, which hangs if one rank asks for a number to print
+    weight.__class__ = Stage3Weight
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
 @final
 class Stage3(Partitions):
     """The parameters of a model at stage 3."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
+    # -- building ---------------------------------------------------------------------------------
+
+    def arrange(self) -> None:
         #: Forwards that run, inside of each other.
         self._forwards = 0
         #: Modules and the weights that they read from other modules, by DeepSpeed's numbers.
         self._external: set[tuple[int, int]] = set()
-
-    # -- building ---------------------------------------------------------------------------------
-
-    def arrange(self) -> None:
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
         #: Weights that are being gathered, with what to wait for.
         self._inflight: Any = self.module.ds_inflight_param_registry
-        parameters: Sequence[Any] = self.parameters
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(self.parameters):
             shard, shape = parameter.ds_tensor, self.shapes[index]
             start = shard.ds_numel * parameter.ds_zero_partition_rank
             parameter.ds_shape = shape  # a scalar was shown with one dimension
@@ -80,15 +163,16 @@ class Stage3(Partitions):
                 self.own(index, start, shard.data.narrow(0, 0, numel))
         self._take_over_gradients()
         self._watch_modules()
-        # If all weights are small, they stay gathered, and nothing has to be done for a module.
-        change = _nothing if all(p.ds_persist for p in parameters) else among_tensors
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            self.snapshot.change_hooks(name, change)
         # A module that stays on DeepSpeed's global stack would never be freed.
         self._stack = library("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
         self._stack[:] = [m for m in self._stack if m is not self.module]
         for name, weight in zip(self.names, self.parameters, strict=True):
             mark(weight, name, self)
+        self.snapshot.changed()
+        # If all weights are small, they stay gathered, and nothing has to be done for a module.
+        change = _nothing if all(p.ds_persist for p in self.parameters) else among_tensors
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            self.snapshot.change_hooks(name, change)
         self.gather()
 
     def _take_over_gradients(self) -> None:
@@ -107,19 +191,14 @@ class Stage3(Partitions):
 
     def _watch_modules(self) -> None:
         """Announce the gathers for each module, and notice backward passes."""
-        offload, coordinator, owner = (
-            self.zero.parameter_offload,
-            self._coordinator,
-            weakref.ref(self),
-        )
+        offload, coordinator = self.zero.parameter_offload, self._coordinator
         names = {id(m): name or "the model itself" for name, m in self.module.named_modules()}
 
         def describe(module: Any) -> str:
             return f"the gathering of {names[id(module)]}"
 
         def before_backward(module: Any) -> None:
-            if (stage3 := owner()) is not None:
-                stage3.enter_backward()
+            self.enter_backward()
             gather_for_backward(module)
 
         before_forward = self.announced(offload.pre_sub_module_forward_function, describe)
@@ -128,8 +207,7 @@ class Stage3(Partitions):
         offload.pre_sub_module_backward_function = by_library(before_backward)
         for name in ("post_sub_module_forward_function", "post_sub_module_backward_function"):
             setattr(offload, name, by_library(getattr(offload, name)))
-        reset_step = self.announced(coordinator.reset_step, "the start of a forward")
-        coordinator.reset_step = by_library(reset_step)
+        coordinator.reset_step = by_library(coordinator.reset_step)
         # A cache of its own, because DeepSpeed's would keep the coordinator and its model for good.
         name = f"{OF_COORDINATOR}params_to_release"
         cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
@@ -210,14 +288,16 @@ class Stage3(Partitions):
             gather(small).wait()
         self._order_gathers()
 
-    def _release_weights(self) -> None:
-        """Release all but the small weights, also those that are being gathered."""
+    def _wait_for_gathers(self) -> None:
         while self._inflight:
-            # If its connections are lost for good, what follows fails.
+            # The process groups may have ended.
             with contextlib.suppress(RuntimeError, AssertionError):
                 self._inflight.popitem()[1].wait()
-        weights: Sequence[Any] = self.parameters
-        for weight in weights:
+
+    def _release_weights(self) -> None:
+        """Release all but the small weights, also those that are being gathered."""
+        self._wait_for_gathers()
+        for weight in self.parameters:
             if weight.ds_status is type(weight.available).INFLIGHT:  # a gather ended half-way
                 weight.ds_status = type(weight.available).NOT_AVAILABLE
             weight.ds_active_sub_modules.clear()
@@ -236,12 +316,12 @@ class Stage3(Partitions):
             gathering.wait()
         # From now on DeepSpeed gathers it with this module, in backward too.
         library("deepspeed.runtime.zero").register_external_parameter(module, weight)
-        if weight.ds_status is not weight.available:
-            weight.all_gather()  # announced by its own method
-        weight.ds_active_sub_modules.add(module.ds_id)
         if (module.ds_id, weight.ds_id) not in self._external:
             self._external.add((module.ds_id, weight.ds_id))
             self._forget_trace()
+        if weight.ds_status is not weight.available:
+            weight.all_gather()  # announced by its own method
+        weight.ds_active_sub_modules.add(module.ds_id)
         return True
 
     def _forget_trace(self) -> None:
@@ -279,8 +359,7 @@ class Stage3(Partitions):
                 out = changed
         return out
 
+    @plainly
     def end(self, full: Sequence[torch.Tensor]) -> None:
-        plainly(self._release_weights)()
-        for weight in self.parameters:
-            unmark(weight)
+        self._wait_for_gathers()
         super().end(full)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -57,13 +56,12 @@ class DeepSpeedHoldings(Holdings):
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         zero = self.engine.zero
-        parameter = self.engine.named.get(name)
-        if zero is None or parameter is None:
+        if zero is None or name not in self.engine.named:
             return super().part(name, tensor, key)
-        if self.engine.stage < 3 and not parameter.is_floating_point():  # on every rank
-            return super().part(name, tensor, key)
-        shape, fragment = tuple(self.shapes[name]), zero.fragment_of(parameter)
-        if not key:
+        parameter, shape = self.engine.named[name], tuple(self.shapes[name])
+        fragment = zero.fragment_of(parameter)
+        # Below stage 3, integers such as 4-bit weights are on every rank.
+        if not key and (self.engine.stage == 3 or parameter.is_floating_point()):
             return fragment and flat_shard(name, shape, fragment.start, fragment.weights)
         is_step = key == "step" and tensor.numel() == 1
         if fragment is None or tensor.shape != fragment.weights.shape or is_step:
@@ -75,12 +73,11 @@ class DeepSpeedHoldings(Holdings):
         if zero is None:
             return super().entries(optimizer)
         entries = []
-        for index in self.engine.indices(optimizer):
-            fragment = zero.fragments.get(index)
+        for entry in super().entries(optimizer):
+            fragment = zero.fragment_of(entry.parameter)
             if fragment is not None:
-                name, shape = self.engine.names[index], tuple(zero.shapes[index])
                 state = optimizer.state.get(fragment.weights, {})
-                entries.append(StateEntry(name, shape, fragment.weights, state))
+                entries.append(replace(entry, parameter=fragment.weights, state=state))
         return entries
 
     def new_state(
@@ -88,14 +85,6 @@ class DeepSpeedHoldings(Holdings):
     ) -> torch.Tensor:
         shape = tuple(entry.parameter.shape) if shape == entry.shape else shape
         return super().new_state(entry, key, shape, dtype)
-
-    def gradients(self) -> Iterator[Item]:
-        zero = self.engine.zero
-        assert zero is not None  # `restore` calls it
-        for index, fragment in zero.fragments.items():
-            grad = fragment.weights.grad
-            if grad is not None and not zero.incomplete:
-                yield self.engine.names[index], "grad", grad
 
     def filled(self) -> None:
         if self.engine.zero is not None:
@@ -106,8 +95,11 @@ class DeepSpeedHoldings(Holdings):
         engine, what = self.engine, "the end of a sharded model"
         zero.take_edits()
         named = engine.named
-        tensors = [*((name, "", p) for name, p in named.items()), *self.gradients()]
-        full = self.gather(what, tensors, device=torch.device("cpu"))
+        held: list[Item] = [(name, "", parameter) for name, parameter in named.items()]
+        for index, fragment in zero.fragments.items():
+            if fragment.weights.grad is not None and not zero.interruption.incomplete:
+                held.append((engine.names[index], "grad", fragment.weights.grad))
+        full = self.gather(what, held, device=torch.device("cpu"))
         device, dtypes = engine.process.device, [p.dtype for p in named.values()]
         zero.end([full.pop((name, "")) for name in named])
         # Only now, when the fragments have made room on the device.
@@ -115,33 +107,27 @@ class DeepSpeedHoldings(Holdings):
             parameter.data = parameter.data.to(device, dtype)
             if (name, "grad") in full:
                 parameter.grad = full.pop((name, "grad")).to(device, parameter.dtype)
-        with contextlib.ExitStack() as for_good:
-            for optimizer in optimizers:
-                convert_optimizer(optimizer, for_good)
-            for_good.pop_all()
+        for optimizer in optimizers:
+            convert_optimizer(optimizer, contextlib.ExitStack())  # nothing closes it, so for good
 
     def leave(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
         """Do it without the other ranks: sharded weights are nan, and the optimizers don't step."""
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
-        if self.engine.stage == 3:
-            zero.end([without_values(p, p.device) for p in self.engine.parameters])
-        else:
-            zero.end([p.detach().clone() for p in self.engine.parameters])
+        lost = self.engine.stage == 3
+        parameters = self.engine.parameters
+        zero.end([without_values(p, p.device) if lost else p.detach().clone() for p in parameters])
 
 
 def watch_zero_grad(engine: DeepSpeedEngine, raw: nn.Module | Optimizer) -> Override:
     """Let ``raw.zero_grad()`` drop the gradients of fragments too."""
-    return Override(raw, "zero_grad", functools.partial(_zero_grad, weakref.ref(engine)))
 
+    def zero_grad(owner: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plainly(original)(*args, **kwargs)
+        if engine.zero is not None:
+            set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+            engine.zero.drop(engine.indices(owner), set_to_none)
+        return result
 
-def _zero_grad(
-    reference: weakref.ref[DeepSpeedEngine], raw: Any, original: Any, *args: Any, **kwargs: Any
-) -> Any:
-    result = plainly(original)(*args, **kwargs)
-    engine = reference()
-    if engine is not None and engine.zero is not None:
-        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-        engine.zero.drop(engine.indices(raw), set_to_none)
-    return result
+    return Override(raw, "zero_grad", zero_grad)

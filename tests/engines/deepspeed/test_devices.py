@@ -11,7 +11,6 @@ import torch
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
-from accel.engines.deepspeed.config import Configuration
 from accel.engines.deepspeed.library import _quietly, accelerator, library
 from accel.registry import registry
 from tests.distributed import run
@@ -42,18 +41,6 @@ def test_deepspeed_takes_accels_device() -> None:
         with _quietly(torch.device("cuda", 5)):
             assert os.environ["LOCAL_RANK"] == "5"
         assert os.environ["LOCAL_RANK"] == "0"
-
-
-def test_buckets_are_small_over_gloo_only() -> None:
-    def sizes(numel: int, transport: str, **own: int) -> set[int]:
-        configuration = Configuration(DeepSpeed(stage=2, config={"zero_optimization": own}))
-        found = configuration.complete(torch.float32, numel, transport)["zero_optimization"]
-        return {found["reduce_bucket_size"], found["allgather_bucket_size"]}
-
-    assert sizes(10**9, "gloo") == {8_000_000}
-    assert sizes(10**9, "nccl") == {200_000_000}
-    assert sizes(1001, "gloo") == sizes(1001, "nccl") == {1002}
-    assert sizes(10**9, "nccl", reduce_bucket_size=7, allgather_bucket_size=7) == {7}
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
+from accel.process import end_groups
 from accel.registry import registry
 from tests.distributed import refusals, run
 from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, loss_of, whole, zero
@@ -197,10 +198,6 @@ def fail(*_: Any) -> None:
     raise ValueError("boom")
 
 
-def stop(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def fail_in_backward(pair: Pair) -> None:
     hook = pair.raw.body[1].register_forward_hook(lambda m, a, out: FailingBackward.apply(out))
     loss = loss_of(pair.model(data(0, accel.rank())))
@@ -262,38 +259,34 @@ def stepped_without_a_forward(stage: int) -> None:
     assert not any(p.grad is not None and p.grad.any() for p in raw.parameters())
 
 
-def cut_reduction(stage: int) -> None:
-    """A reduction is stopped, in the step at stage 1: its gradients are refused until they are dropped."""
-    pair = Pair(zero(stage))
-    pair.train(range(1))
-    pair.optimizer.zero_grad()
-    kind = type(registry.find_engine(pair.model).zero)
-
-    def act() -> None:
-        loss = loss_of(pair.model(data(1, accel.rank())))
-        if stage > 1:
-            loss.backward()
-            return
-        loss.backward()
-        pair.optimizer.step()
-
-    with mock.patch.object(kind, "finish", stop), pytest.raises(KeyboardInterrupt):
-        act()
-    with pytest.raises(accel.BackendError, match="are incomplete"):
-        act()
-    pair.train(range(1, 3))
-    # A step is stopped while the ranks give each other their weights: the next forward has all of them.
-    with mock.patch.object(kind, "gather", stop), pytest.raises(KeyboardInterrupt):
-        pair.train(range(3, 4))
-    pair.plain_optimizer.step()
-    pair.train(range(4, 6))
-    pair.check()
-
-
-@pytest.mark.parametrize("program", [exceptions, kept_gradients, stepped_without_a_forward, cut_reduction])
+@pytest.mark.parametrize("program", [exceptions, kept_gradients, stepped_without_a_forward])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_exception_leaves_a_usable_engine(stage: int, program: Any) -> None:
     run(2, program, stage)
+
+
+def ended_in_backward() -> None:
+    """The weights are gathered when the process groups end, as if another rank was killed."""
+    pair = Pair(zero(3))
+    pair.train()
+    loss = loss_of(pair.model(data(0, accel.rank())))
+
+    def end(_: torch.Tensor) -> None:
+        end_groups("rank 7 is gone")
+        raise ValueError("boom")
+
+    pair.raw.body[2].weight.register_hook(end)
+    with pytest.raises((ValueError, RuntimeError, accel.AccelError)):
+        loss.backward()
+    try:
+        accel.teardown(pair.model)
+    finally:
+        assert all(p.isnan().all() for p in pair.raw.parameters())
+
+
+def test_teardown_after_the_groups_ended() -> None:
+    for message in refusals(2, ended_in_backward, error="AccelError", breaks=True):
+        assert "are lost (now nan)" in message
 
 
 def other_branches(stage: int) -> None:

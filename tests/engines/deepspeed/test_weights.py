@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -260,17 +258,6 @@ def test_other_weights_that_stay_gathered(name: str, backend: Any) -> None:
     run(2, train_model, name, backend)
 
 
-def shown() -> None:
-    raw = nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2))
-    plain = repr(nn.Sequential(nn.EmbeddingBag(10, 5), nn.Linear(5, 2)))
-    accel.setup(raw, sgd(raw), backend=zero(2))
-    assert repr(raw) == plain
-
-
-def test_embedding_bag_can_be_shown() -> None:
-    run(2, shown)
-
-
 # -- gradients of weights ---------------------------------------------------------------------------------------------
 
 
@@ -313,10 +300,6 @@ def test_a_backward_for_some_weights(backend: Any) -> None:
 # -- what modules and methods return ----------------------------------------------------------------------------------
 
 
-class Color(Enum):
-    RED = 1
-
-
 class Named(NamedTuple):
     y: Any
     n: int = 3
@@ -328,9 +311,6 @@ class Closed:
     n: int = 3
 
 
-#: Without a tensor: every one comes back as it is.
-VALUES: tuple[Any, ...] = (5, 0.5, "s", True, None, {1}, torch.float32, numpy.ones(2), {1: 2, (3,): {4}},
-    Color.RED, Closed(1), len, int, object(), torch.Size([2]))  # fmt: skip
 #: Around a tensor, and how to get at it.
 AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "numbers": (lambda y: {1: y, 2: None}, lambda out: out[1]),
@@ -352,18 +332,8 @@ class Returning(nn.Module):
     def forward(self, x: torch.Tensor, give: Callable[[Any], Any]) -> Any:
         return give(torch.tanh(self.child(x) @ self.w) @ self.w)
 
-    def value(self, number: int) -> Any:
-        return VALUES[number]
-
     def computed(self, x: torch.Tensor, give: Callable[[Any], Any]) -> Any:
         return self.forward(x, give)
-
-
-def return_values() -> None:
-    model, _, _ = accel.setup(Returning(), backend=zero(3))
-    for number, value in enumerate(VALUES):
-        assert model.value(number) is value
-        assert model(torch.ones(2, 5), lambda y, value=value: value) is value
 
 
 def return_tensors(name: str) -> None:
@@ -377,10 +347,6 @@ def return_tensors(name: str) -> None:
 
     pair.train(forward=forward)
     pair.check()
-
-
-def test_modules_and_methods_return_any_value() -> None:
-    run(2, return_values)
 
 
 @pytest.mark.parametrize("name", AROUND)
