@@ -16,6 +16,7 @@ import warnings
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONWARNINGS"] = "ignore"
+os.environ["DS_ACCELERATOR"] = "cpu"
 warnings.filterwarnings("ignore")
 
 from . import checkpoints, costs, during, fsdp, loops, memory, pipeline, report  # noqa: E402, I001

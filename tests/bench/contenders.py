@@ -95,8 +95,8 @@ class Accelerate(Raw):
             raise NotImplementedError("Accelerate has no FSDP on CPU: given its plugin, it silently takes DDP")
         self.library = Accelerator(cpu=True)
         self.library.register_for_checkpointing(Counter())
-        self.backward, self.schedule = self.library.backward, self.library.prepare  # type: ignore[method-assign]
-        self.setup, self.inner = self.library.prepare, self.library.unwrap_model  # type: ignore[method-assign]
+        self.backward, self.schedule = self.library.backward, self.library.prepare
+        self.setup, self.inner = self.library.prepare, self.library.unwrap_model
 
     def evaluation(self, model: Any) -> Any:
         return self.library.prepare_model(model, evaluation_mode=True)
@@ -122,7 +122,7 @@ class Fabric(Raw):
             warnings.simplefilter("ignore")
             self.library = Fabric(accelerator="cpu", devices=world, strategy=strategy)
             self.library.launch()
-        self.backward, self.evaluation = self.library.backward, self.library.setup  # type: ignore[method-assign]
+        self.backward, self.evaluation = self.library.backward, self.library.setup
 
     def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         if not self.sharded:
@@ -149,6 +149,8 @@ LIBRARIES: dict[str, type[Any]] = {"accel": Accel, "Accelerate": Accelerate, "Fa
 
 
 def plain_step(workload: Workload, model: Any, optimizer: Any, backward: Callable[[Any], Any] = Raw.backward) -> Step:
+    # Ranks with the same data would make accel warn.
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     inputs, targets = workload.batch()
     loss_of = workload.loss
 

@@ -41,10 +41,10 @@ def _timed(workload: Workload, part: str, name: str) -> Step:
         return step
     step()
     if part == STEP:
-        return optimizer.step  # type: ignore[no-any-return]
+        return optimizer.step
     if name == ACCEL:
         return partial(accel.clip_grad_norm_, model, 1e9)
-    return lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()  # type: ignore[operator]
+    return lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
 
 
 def _makers(workload: Workload, part: str) -> Makers:

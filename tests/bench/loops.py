@@ -40,7 +40,7 @@ def _compiled() -> Makers:
         model, optimizer, _ = accel.setup(*SMALL_GPT.build(), devices="cpu")
         return plain_step(SMALL_GPT, torch.compile(model), optimizer)
 
-    return {RAW: raw, TUNED: partial(raw, **accel_settings()), ACCEL: handle}  # type: ignore[dict-item]
+    return {RAW: raw, TUNED: partial(raw, **accel_settings()), ACCEL: handle}
 
 
 def _comparison(workload: Workload, world: int, share: float = 1.0) -> Comparison:

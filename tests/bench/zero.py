@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ CPU_ADAM, ADAMW = "DeepSpeed's Adam", "torch's AdamW"
 
 
 def _build(workload: Workload, offload: str) -> tuple[Any, Any]:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     model, optimizer = workload.build()
     if offload == CPU_ADAM:
         adam = quiet.library("deepspeed.ops.adam").DeepSpeedCPUAdam
