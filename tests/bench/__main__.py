@@ -16,49 +16,20 @@ import warnings
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONWARNINGS"] = "ignore"
+os.environ["DS_ACCELERATOR"] = "cpu"
 warnings.filterwarnings("ignore")
 
-from . import (  # noqa: E402
-    checkpoints,
-    costs,
-    during,
-    fsdp,
-    loops,
-    memory,
-    pipeline,
-    report,
-    restart,
-    rivals,
-    scale,
-    settings,
-    sharded,
-    zero,
-)
+from . import checkpoints, costs, during, fsdp, loops, memory, pipeline, report  # noqa: E402, I001
+from . import restart, rivals, scale, sharded, zero  # noqa: E402
 from .section import Section  # noqa: E402
 
-SECTIONS = {
-    section.name: section
-    for section in (
-        loops.SINGLE,
-        loops.DDP,
-        settings.SECTION,
-        costs.SECTION,
-        fsdp.SECTION,
-        sharded.SECTION,
-        zero.SECTION,
-        checkpoints.SECTION,
-        during.SECTION,
-        scale.SECTION,
-        restart.SECTION,
-        memory.SECTION,
-        pipeline.SECTION,
-        rivals.SECTION,
-    )
-}
+ALL = [loops.SINGLE, loops.DDP, loops.SETTINGS, costs.SECTION, fsdp.SECTION, sharded.SECTION, zero.SECTION]
+ALL += [checkpoints.SECTION, during.SECTION, scale.SECTION, restart.SECTION]
+ALL += [memory.SECTION, pipeline.SECTION, rivals.SECTION]
 
 
-def take(section: Section, quick: bool) -> bool:
-    """Measure a section, print it, and keep it unless it was a try; whether it worked."""
+def measure(section: Section, quick: bool) -> bool:
+    """Measure a section and print it. Unless it was a try, keep it and put it on the page. Return whether it worked."""
     print(f"{section.name}: measuring", flush=True)
     start = time.perf_counter()
     try:
@@ -69,33 +40,25 @@ def take(section: Section, quick: bool) -> bool:
         return False
     if not quick:
         report.keep(section, record)
+        report.write(ALL, [section.name])
     return True
 
 
-def _names(value: str) -> list[str]:
-    names = value.split(",")
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {', '.join(SECTIONS)}")
-    return names
-
-
 def main() -> None:
+    names = [section.name for section in ALL]
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short; prints rough figures and leaves the page as it is")
-    parser.add_argument("--only", type=_names, default=list(SECTIONS), help=f"some of {','.join(SECTIONS)}")
+    parser.add_argument("--only", default=",".join(names), help="some of %(default)s")
     parser.add_argument("--render", action="store_true", help="measure nothing: the page from the last figures")
     arguments = parser.parse_args()
-    sections = list(SECTIONS.values())
+    only = arguments.only.split(",")
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}: expected some of {', '.join(names)}")
     if arguments.render:
-        report.write(sections, arguments.only)
+        report.write(ALL, only)
         return
-    failed = []
-    for name in arguments.only:
-        if not take(SECTIONS[name], arguments.quick):
-            failed.append(name)
-        elif not arguments.quick:
-            report.write(sections, [name])
+    failed = [section.name for section in ALL if section.name in only and not measure(section, arguments.quick)]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -3,199 +3,117 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
-
-import torch.distributed as dist
 
 import accel
 
-from . import movers, placed
-from .movers import ACCEL, Movers
-from .ranks import run
-from .section import Data, Panel, Section, Verdict, answer, brief, failures, table
-from .timing import Row, Times, over_ranks, summarise
+from .movers import BASES, Movers
+from .ranks import attempt, restart_peak, status
+from .section import Data, Panel, Section, Verdict, judged, table
+from .timing import Times, clocked, note, over_ranks, summarise
 
 WORLD = 2
-LAYOUTS = {"ddp": "replicated", "fsdp": "FSDP2"}
-GROUPS = {"save": "Saving", "load": "Loading", "async": "Stall of a background save", "verify": "Verifying"}
+LAYOUTS = {"replicated": "ddp", "FSDP2": "fsdp"}
+#: By group, the most of the first contender's time that accel may take.
+LIMITS = {"save": 1.0, "load, warm": 1.05, "verify": 1.25, "load, cold": 1.05, "stall": 1.1}
 MIB = 2**20
-LIMIT_SECONDS = 3600.0
-ABOUT = """A transformer's weights and AdamW's state, on 2 ranks over gloo, replicated and in FSDP2's shards; medians of \
-rounds in which all take turns, each round beginning with another, the disk idle before each. A time ends when all ranks \
-are done. *Raw write* writes this rank's share of the bytes and syncs it; all others are durable as well (where a library \
-does not sync its files, that is done within its time). Loads are from a warm page cache, and a load that does not bring \
-the saved values back counts as failed; only accel's compares checksums. *memcpy* copies what accel copies, this rank's \
-share; DCP copies all that the rank has. *extra* is what a rank's resident memory rises by, in a round that is not timed."""
 
 
-class _Clock:
-    """Times acts on this rank; one that fails on any rank is out from then on."""
-
-    def __init__(self, times: dict[str, Times], failed: dict[str, str]) -> None:
-        self.times, self.failed = times, failed
-
-    def take(self, name: str, act: movers.Act) -> None:
-        accel.barrier()
-        error, after = "", None
-        thread, cpu, wall = time.thread_time(), time.process_time(), time.perf_counter()
-        try:
-            after = act()
-        except Exception as problem:
-            error = brief(problem)
-        accel.barrier()
-        spent = time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - thread
-        if after is not None:
-            after.result()
-        self.agree(name, error)
-        if name not in self.failed:
-            times = self.times.setdefault(name, Times())
-            for clock, value in zip((times.wall, times.cpu, times.thread), spent, strict=True):
-                clock.append(value)
-
-    def agree(self, name: str, error: str) -> None:
-        errors: list[Any] = [None] * accel.world_size()
-        dist.all_gather_object(errors, error)
-        if any(errors):
-            self.failed.setdefault(name, next(e for e in errors if e))
-            self.times.pop(name, None)
+def _prepare(moving: Movers, group: str, name: str, cold: bool) -> None:
+    if group == "save" and name.startswith("raw"):
+        # accel's files are new ones in each round.
+        moving.raw(moving.rank).unlink(missing_ok=True)
+    if not accel.is_main():
+        return
+    if group in ("save", "stall") and cold:
+        os.sync()
+    for path in moving.directory.rglob("*") if group == "load, cold" else ():
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
 
 
-def _noting(name: str, act: movers.Act, extra: dict[str, int]) -> movers.Act:
-    """The act, noting by how many bytes this process's resident memory was higher, at the most, than before."""
-
-    def watched() -> Any:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-        after = act()
-        extra[name] = max(_status("VmHWM") - before, 0)
-        return after
-
-    return watched
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
-
-
-def _rounds(directory: str, backend: str, layers: int, rounds: int) -> tuple[int, dict[str, Any]]:
+def _rounds(directory: str, backend: str, layers: int, rounds: int, cold: bool) -> dict[str, Any]:
+    """Return times and extra memory of this rank by group, and its bytes."""
     moving = Movers(directory, backend, layers)
     expected = moving.digest()
-    groups: dict[str, Any] = {g: {"times": {}, "failed": {}, "extra": {}} for g in GROUPS}
+    groups = [group for group in LIMITS if cold or group != "load, cold"]
+    times: dict[str, dict[str, Times]] = {group: {} for group in groups}
+    extra: dict[str, dict[str, int]] = {group: {} for group in groups}
     for number in range(rounds + 1):
-        accel.barrier()
-        if accel.is_main():
-            shutil.rmtree(directory)
-            os.makedirs(directory)
-        for group, found in groups.items():
-            clock = _Clock(found["times"], found["failed"])
-            _round(moving, group, number, clock, found["extra"], expected)
-        if number == 0:  # the first round is for memory, and for what a library does only once
-            for group, found in groups.items():
-                found["times"] = {name: Times() for name in moving.acts(group) if name not in found["failed"]}
-    return moving.nbytes, groups
-
-
-def _round(moving: Movers, group: str, number: int, clock: _Clock, extra: dict[str, int], expected: list[int]) -> None:
-    acts = list(moving.acts(group).items())
-    turn = number % len(acts)
-    for name, act in (*acts[turn:], *acts[:turn]):
-        if name in clock.failed:
-            continue
-        loads = group == "load" and name != "Accelerate"
-        if loads:
-            for tensor in moving.tensors:
-                tensor.zero_()
-        elif accel.is_main():
-            os.sync()
-        clock.take(name, act if number else _noting(name, act, extra))
-        if loads:
-            clock.agree(name, "" if moving.digest() == expected else "the values are not those that were saved")
-            if name in clock.failed:
-                moving.raw_load()  # for those who come after
-
-
-def _run(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    with tempfile.TemporaryDirectory(prefix="accel-bench-", dir=os.environ.get("ACCEL_BENCH_DIR")) as directory:
-        return run(WORLD, fn, directory, *args, seconds=LIMIT_SECONDS)
+        for group in groups:
+            acts = list(moving.acts(group).items())
+            turn = number % len(acts)
+            for name, act in (*acts[turn:], *acts[:turn]):
+                loads = group.startswith("load")
+                for tensor in moving.tensors if loads else ():
+                    tensor.zero_()
+                _prepare(moving, group, name, cold)
+                accel.barrier()
+                before = restart_peak()
+                seconds, pending = clocked(lambda act=act: (act(), accel.barrier())[0])
+                if number > 0:
+                    note(times[group].setdefault(name, {}), seconds)
+                else:
+                    # The first round is for memory, and for what a library does only once.
+                    extra[group][name] = max(status("VmHWM") - before, 0)
+                if group == "stall" and pending is not None:
+                    pending.result()
+                if loads and moving.digest() != expected:
+                    raise RuntimeError(f"{name} does not bring back the values that were saved")
+    return {"times": times, "extra": extra, "nbytes": moving.nbytes}
 
 
 def _measure(quick: bool) -> Data:
-    layers, rounds = (1, 3) if quick else (4, 5)
-    found: Data = {"rounds": rounds, "failed": {}, "layouts": {}}
-    for backend, layout in LAYOUTS.items():
-        try:
-            results = _run(_rounds, backend, layers, rounds)
-        except RuntimeError as error:
-            found["failed"][layout] = brief(error)
-            continue
-        told: Data = {"nbytes": sum(n for n, _ in results) // (WORLD if backend == "ddp" else 1)}
-        for group in GROUPS:
-            parts = [groups[group] for _, groups in results]
-            # The first act of each group is what the others are compared with.
-            rows = [asdict(row) for row in summarise(over_ranks([part["times"] for part in parts]))]
-            extra = {name: max(part["extra"].get(name, 0) for part in parts) for name in parts[0]["extra"]}
-            told[group] = {"rows": rows, "failed": parts[0]["failed"], "extra": extra}
-        found["layouts"][layout] = told
-    try:
-        found["placed"] = placed.measure(
-            lambda fn, *args: run(WORLD, fn, *args, seconds=LIMIT_SECONDS), _Clock, LAYOUTS, quick=quick
-        )
-    except RuntimeError as error:
-        found["failed"]["tmpfs and disk apart"] = brief(error)
-    return found
-
-
-def _rows(told: Data, group: str) -> dict[str, Row]:
-    return {row["name"]: Row(**row) for row in told[group]["rows"]}
+    layers, rounds = (1, 3) if quick else (3, 11)
+    data: Data = {"rounds": rounds, "failed": {}, "tables": {}}
+    disk = os.environ.get("ACCEL_BENCH_DIR") or tempfile.gettempdir()
+    for place, root in (("tmpfs", "/dev/shm"), ("disk", disk)):
+        for layout, backend in LAYOUTS.items():
+            where = f"{layout}, {place}"
+            with tempfile.TemporaryDirectory(prefix="accel-bench-", dir=root) as directory:
+                ranks = attempt(data, where, WORLD, _rounds, directory, backend, layers, rounds, place == "disk")
+            for group in ranks[0]["times"] if ranks else ():
+                rows = summarise(over_ranks([rank["times"][group] for rank in ranks]), BASES[group])
+                extra = {name: max(rank["extra"][group][name] for rank in ranks) for name in rows}
+                told = {"nbytes": ranks[0]["nbytes"], "group": group, "where": where, "rows": rows, "extra": extra}
+                data["tables"][f"{group}: {where}"] = told
+    return data
 
 
 def _tell(data: Data) -> list[str]:
-    parts = [ABOUT, *failures(data["failed"])]
-    for layout, told in data["layouts"].items():
-        for group, title in GROUPS.items():
-            parts.append(f"### {title}: {layout}, {told['nbytes'] / 1e6:.0f} MB, {data['rounds']} rounds")
-            lines = []
-            for row in _rows(told, group).values():
-                extra = told[group]["extra"].get(row.name, 0) / MIB
-                times = [f"{row.wall / 1e6:.3f}", f"{row.cpu / 1e6:.3f}"]
-                lines.append([row.name, *times, f"{row.wall_ratio:.2f}", f"{row.cpu_ratio:.2f}", f"{extra:.0f}"])
-            parts.append(table(["", "wall, s", "cpu, s", "wall ratio", "cpu ratio", "extra, MiB a rank"], lines))
-            parts += failures(told[group]["failed"])
-    return parts + placed.tell(data.get("placed", {}))
+    parts = []
+    for key, told in data["tables"].items():
+        parts.append(f"### {key}, {told['nbytes'] / 1e6:.0f} MB a rank, {data['rounds']} rounds")
+        lines = []
+        for name, row in told["rows"].items():
+            wall, cpu = row["wall"], row["cpu"]
+            line = [name, f"{wall['median']:.4f}", f"{cpu['median']:.4f}", f"{wall['ratio']:.2f}"]
+            lines.append([*line, f"{cpu['ratio']:.2f}", f"{told['extra'][name] / MIB:.0f}"])
+        parts.append(table(["", "wall, s", "cpu, s", "wall ratio", "cpu ratio", "extra, MiB a rank"], lines))
+    return parts
 
 
 def _judge(data: Data) -> Iterator[Verdict]:
-    for name, error in data["failed"].items():
-        yield Verdict(f"checkpoints, {name}", "", "none", f"**not measured**: {error}")
-    for layout, told in data["layouts"].items():
-        yield from _judge_layout(layout, told)
-    yield from placed.judge(data.get("placed", {}))
-
-
-def _judge_layout(layout: str, told: Data) -> Iterator[Verdict]:
-    """What the rounds of one layout alone decide; times `placed.judge` decides."""
-    for group, name in (("save", ACCEL), ("load", ACCEL)):
-        extra = told[group]["extra"].get(name)
-        if extra is not None:
-            what = f"extra memory of a {group} ({name}), {layout}"
-            yield Verdict(what, "64 MiB", f"{extra / MIB:.0f} MiB", answer(extra / MIB, 64))
+    for key, told in data["tables"].items():
+        rows, group = told["rows"], told["group"]
+        yield judged(f"{group}: accel, {told['where']}", rows["accel"]["wall"]["ratio"], LIMITS[group])
+        if group in ("save", "load, warm"):
+            yield judged(f"extra memory of a {key}", told["extra"]["accel"] / MIB, 64, "{:.0f} MiB")
 
 
 def _draw(data: Data) -> list[Panel]:
     panels = []
-    for group, title in GROUPS.items():
-        found = {layout: _rows(told, group) for layout, told in data["layouts"].items()}
-        names = list(dict.fromkeys(name for rows in found.values() for name in rows))
-        bars = {n: [rows[n].wall_ratio if n in rows else None for rows in found.values()] for n in names}
+    for group, limit in LIMITS.items():
+        tables = {told["where"]: told["rows"] for told in data["tables"].values() if told["group"] == group}
+        names = dict.fromkeys(name for rows in tables.values() for name in rows)
+        bars = {n: [rows[n]["wall"]["ratio"] for rows in tables.values()] for n in names}
         if bars:
-            panels.append(Panel(title, f"wall time, multiple of {names[0]}", list(found), bars, 1.0))
+            panels.append(Panel(group, f"wall time, multiple of {BASES[group]}", list(tables), bars, limit))
     return panels
 
 

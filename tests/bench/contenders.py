@@ -1,4 +1,4 @@
-"""The same training step by raw torch, accel, Accelerate and Fabric, each in the loop that its own documentation shows."""
+"""Raw torch, accel, Accelerate and Fabric, each as its own documentation shows it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
 
-from .steps import Makers, Step
-from .workloads import Workload, workload_of
+from .steps import Step
+from .workloads import Workload
 
 #: Packages of the rivals, by the names that the tables give them.
 RIVALS = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
@@ -29,30 +33,138 @@ def installed_rivals() -> list[str]:
 
 
 def accel_settings() -> dict[str, Any]:
-    """accel's defaults, as arguments of torch's own class."""
+    """Return accel's defaults, as arguments of torch's own class."""
     values = dataclasses.asdict(accel.DDP())
     return {k: v for k, v in values.items() if k in DDP_PARAMETERS and k not in _OTHERWISE}
 
 
-def plain_step(workload: Workload, model: Any, optimizer: Any, backward: Callable[[Any], Any] | None = None) -> Step:
+class Counter:
+    """A part of a loop's state that is neither model nor optimizer."""
+
+    value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+class Raw:
+    """One process in plain torch. ``sharded`` asks for FSDP2."""
+
+    backward: Callable[..., Any] = staticmethod(torch.Tensor.backward)
+
+    def __init__(self, sharded: bool = False) -> None:
+        self.sharded = sharded
+
+    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        return model, optimizer
+
+    def evaluation(self, model: Any) -> Any:
+        return model
+
+    def schedule(self, scheduler: Any) -> Any:
+        return scheduler
+
+    def inner(self, model: Any) -> Any:
+        """Give the model with its submodules to the loop."""
+        return model
+
+
+class Accel(Raw):
+    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        backend = accel.FSDP(wrap=(nn.Linear,)) if self.sharded else "auto"
+        return accel.setup(model, optimizer, backend=backend, devices="cpu")[:2]
+
+    def evaluation(self, model: Any) -> Any:
+        return accel.setup(model, devices="cpu").model
+
+    def save(self, folder: Path, model: Any, optimizer: Any) -> None:
+        accel.save({"model": model, "optimizer": optimizer, "counter": Counter()}, folder)
+
+    def load(self, folder: Path, model: Any, optimizer: Any) -> None:
+        accel.load(folder, {"model": model, "optimizer": optimizer, "counter": Counter()})
+
+
+class Accelerate(Raw):
+    def __init__(self, sharded: bool = False) -> None:
+        from accelerate import Accelerator
+
+        if sharded:
+            raise NotImplementedError("Accelerate has no FSDP on CPU: given its plugin, it silently takes DDP")
+        self.library = Accelerator(cpu=True)
+        self.library.register_for_checkpointing(Counter())
+        self.backward, self.schedule = self.library.backward, self.library.prepare
+        self.setup, self.inner = self.library.prepare, self.library.unwrap_model
+
+    def evaluation(self, model: Any) -> Any:
+        return self.library.prepare_model(model, evaluation_mode=True)
+
+    def save(self, folder: Path, model: Any, optimizer: Any) -> None:
+        self.library.save_state(str(folder))
+
+    def load(self, folder: Path, model: Any, optimizer: Any) -> None:
+        self.library.load_state(str(folder))
+
+
+class Fabric(Raw):
+    def __init__(self, sharded: bool = False) -> None:
+        from lightning_fabric import Fabric
+        from lightning_fabric.strategies import ModelParallelStrategy
+
+        super().__init__(sharded)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        strategy: Any = "ddp" if world > 1 else "auto"
+        if sharded:
+            strategy = ModelParallelStrategy(_shard, data_parallel_size=world, tensor_parallel_size=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.library = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+            self.library.launch()
+        self.backward, self.evaluation = self.library.backward, self.library.setup
+
+    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        if not self.sharded:
+            return self.library.setup(model, optimizer)
+        # FSDP2 replaces the parameters. Its documentation makes the optimizer afterwards.
+        model = self.library.setup(model)
+        optimizer = type(optimizer)(model.parameters(), lr=optimizer.defaults["lr"])
+        return model, self.library.setup_optimizers(optimizer)
+
+    def save(self, folder: Path, model: Any, optimizer: Any) -> None:
+        self.library.save(folder / "state.ckpt", {"model": model, "optimizer": optimizer, "counter": Counter()})
+
+    def load(self, folder: Path, model: Any, optimizer: Any) -> None:
+        self.library.load(folder / "state.ckpt", {"model": model, "optimizer": optimizer, "counter": Counter()})
+
+
+def _shard(model: nn.Module, mesh: Any) -> nn.Module:
+    for layer in [child for child in model.children() if isinstance(child, nn.Linear)]:
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+LIBRARIES: dict[str, type[Any]] = {"accel": Accel, "Accelerate": Accelerate, "Fabric": Fabric}
+
+
+def plain_step(workload: Workload, model: Any, optimizer: Any, backward: Callable[[Any], Any] = Raw.backward) -> Step:
+    # Ranks with the same data would make accel warn.
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     inputs, targets = workload.batch()
     loss_of = workload.loss
 
     def step() -> None:
         optimizer.zero_grad()
-        loss_of(model(inputs), targets).backward()
+        backward(loss_of(model(inputs), targets))
         optimizer.step()
 
-    def step_by_library() -> None:
-        optimizer.zero_grad()
-        backward(loss_of(model(inputs), targets))  # type: ignore[misc]
-        optimizer.step()
-
-    return step if backward is None else step_by_library
+    return step
 
 
-def raw(workload: Workload) -> Step:
-    return plain_step(workload, *workload.build())
+def by_library(name: str, workload: Workload) -> Step:
+    library = LIBRARIES[name]()
+    return plain_step(workload, *library.setup(*workload.build()), library.backward)
 
 
 def raw_ddp(workload: Workload, **settings: Any) -> Step:
@@ -63,53 +175,3 @@ def raw_ddp(workload: Workload, **settings: Any) -> Step:
 def by_accel(workload: Workload, backend: Any = "auto") -> Step:
     handles = accel.setup(*workload.build(), backend=backend, devices="cpu")
     return plain_step(workload, handles.model, handles.optimizers)
-
-
-def by_accelerate(workload: Workload) -> Step:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(*workload.build())
-    return plain_step(workload, model, optimizer, accelerator.backward)
-
-
-def by_fabric(workload: Workload, world: int) -> Step:
-    from lightning_fabric import Fabric
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto")
-        fabric.launch()
-        model, optimizer = fabric.setup(*workload.build())
-    return plain_step(workload, model, optimizer, fabric.backward)
-
-
-RAW, RAW_AGAIN, RAW_TUNED, ACCEL = "raw torch", "raw torch, again", "raw torch, accel's settings", "accel"
-
-
-def loops(name: str, world: int) -> Makers:
-    """All that take part; the first is raw torch with its defaults, the second the same again, which shows the noise."""
-    workload = workload_of(name)
-    plain = raw_ddp if world > 1 else raw
-    makers: Makers = {RAW: lambda: plain(workload), RAW_AGAIN: lambda: plain(workload)}
-    if world > 1:
-        makers[RAW_TUNED] = lambda: raw_ddp(workload, **accel_settings())
-    makers[ACCEL] = lambda: by_accel(workload)
-    makers["Accelerate"] = lambda: by_accelerate(workload)
-    makers["Fabric"] = lambda: by_fabric(workload, world)
-    return makers
-
-
-def compiled(name: str) -> Makers:
-    """Raw DDP and accel, given to ``torch.compile`` by the same line after they were made."""
-    workload = workload_of(name)
-
-    def by_raw(**settings: Any) -> Step:
-        model, optimizer = workload.build()
-        return plain_step(workload, torch.compile(DistributedDataParallel(model, **settings)), optimizer)
-
-    def by_handle() -> Step:
-        model, optimizer, _ = accel.setup(*workload.build(), devices="cpu")
-        return plain_step(workload, torch.compile(model), optimizer)
-
-    return {RAW: by_raw, RAW_AGAIN: by_raw, RAW_TUNED: lambda: by_raw(**accel_settings()), ACCEL: by_handle}

@@ -2,123 +2,68 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim import AdamW, Optimizer
 
 import accel
 from accel.engines.fsdp.plan import blocks
 
 from .contenders import plain_step
-from .section import Data, Panel, Section, Verdict
-from .steps import Comparison, Makers, Step, compare, ratio_panel, ratio_verdicts, tell
-from .workloads import Workload, with_adamw
+from .steps import ACCEL, Comparison, Makers, Step, Target, section
+from .workloads import MANY, SMALL_GPT, Workload, with_adamw
 
-RAW, AGAIN, ACCEL = "raw `fully_shard`", "raw `fully_shard`, again", 'accel, `backend="fsdp"`'
-PLAIN = "the same tensors without DTensor"
-WORLD = 2
-#: What is timed: a title, a workload, arguments of AdamW, what of a training step, the most of raw FSDP2 that accel may take,
-#: and the table's share of the time.
-ROWS: dict[str, tuple[str, str, dict[str, bool], str, float, float]] = {
-    "many": ("whole step", "many", {}, "all", 1.0, 0.4),
-    "gpt": ("whole step", "gpt", {}, "all", 0.98, 1.0),
-    "step": ("`optimizer.step()`, for-loop", "many", {"foreach": False}, "step", 0.35, 0.4),
-    "fused": ("`optimizer.step()`, fused", "many", {"fused": True}, "step", 0.5, 1.0),
-    "clip": ("clipping", "many", {}, "clip", 0.4, 0.4),
-}
-ABOUT = """`fully_shard` on the modules that accel's rule chooses (the blocks of the GPT, and the whole), AdamW on the \
-sharded parameters, 2 ranks over gloo, fp32; times in microseconds per step. Clipping is `accel.clip_grad_norm_` beside \
-torch's own, whose norm is then read as a whole. The last line of a table is this rank's part of everything in plain \
-tensors: AdamW, or torch's clipping by a norm that is this rank's alone."""
+RAW = "raw `fully_shard`"
+WHOLE, STEP, CLIP = "whole step", "`optimizer.step()`", "clipping"
 
 
-def raw_fsdp(workload: Workload) -> tuple[nn.Module, Optimizer]:
+def _raw_fsdp(workload: Workload) -> tuple[Any, Any]:
     model, _ = workload.build()
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh("cpu", (2,))
     for _, block in blocks(model, None):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, workload.optimizer(model)
 
 
-def by_accel(workload: Workload) -> tuple[Any, Any]:
+def _by_accel(workload: Workload) -> tuple[Any, Any]:
     handles = accel.setup(*workload.build(), backend=accel.FSDP(), devices="cpu")
     return handles.model, handles.optimizers
 
 
-def _raw_clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()  # type: ignore[operator]
+def _timed(workload: Workload, part: str, name: str) -> Step:
+    model, optimizer = _raw_fsdp(workload) if name == RAW else _by_accel(workload)
+    step = plain_step(workload, model, optimizer)
+    if part == WHOLE:
+        return step
+    step()
+    if part == STEP:
+        return optimizer.step
+    if name == ACCEL:
+        return partial(accel.clip_grad_norm_, model, 1e9)
+    return lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor()
 
 
-def _plain_clip(model: nn.Module) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+def _makers(workload: Workload, part: str) -> Makers:
+    return {name: partial(_timed, workload, part, name) for name in (RAW, ACCEL)}
 
 
-def _accel_clip(model: Any) -> None:
-    accel.clip_grad_norm_(model, 1e9)
+def _row(workload: Workload, part: str, limit: float, share: float = 1.0, **options: bool) -> Comparison:
+    """A comparison by one part of a training step, with options of AdamW."""
+    name = ", ".join([part, *options])
+    workload = with_adamw(workload, **options)
+    targets = (Target(f"{name} against raw FSDP2, {workload.name}", limit),)
+    return Comparison(f"{workload.name}, {name}", 2, _makers, (workload, part), targets, share=share)
 
 
-def plain(workload: Workload) -> tuple[nn.Module, Optimizer]:
-    """This rank's part of each parameter and gradient of a sharded model, in a module that computes nothing."""
-    sharded, optimizer = raw_fsdp(workload)
-    plain_step(workload, sharded, optimizer)()
-    model = nn.Module()
-    model.parts = nn.ParameterList(p.to_local().detach().clone() for p in sharded.parameters())  # type: ignore[operator]
-    for part, p in zip(model.parts, sharded.parameters(), strict=True):
-        part.grad = p.grad.to_local().clone()  # type: ignore[union-attr, operator]
-    return model, workload.optimizer(model)
-
-
-def _timed(workload: Workload, what: str, build: Callable[..., Any], clip: Callable[[Any], None]) -> Step:
-    model, optimizer = build(workload)
-    if what == "all":
-        return plain_step(workload, model, optimizer)
-    if build is not plain:
-        plain_step(workload, model, optimizer)()
-    step: Step = optimizer.step if what == "step" else functools.partial(clip, model)
-    return step
-
-
-def _makers(key: str) -> Makers:
-    _, name, kwargs, what, *_ = ROWS[key]
-    # So small that thousands of steps on one batch change nothing about the cost of a step.
-    adamw = lambda model: AdamW(model.parameters(), lr=1e-9, **kwargs)  # noqa: E731
-    workload = dataclasses.replace(with_adamw(name), optimizer=adamw)
-    makers: Makers = {
-        RAW: lambda: _timed(workload, what, raw_fsdp, _raw_clip),
-        AGAIN: lambda: _timed(workload, what, raw_fsdp, _raw_clip),
-        ACCEL: lambda: _timed(workload, what, by_accel, _accel_clip),
-    }
-    if what != "all":
-        makers[PLAIN] = lambda: _timed(workload, what, plain, _plain_clip)
-    return makers
-
-
-def _title(key: str) -> str:
-    what, name, *_ = ROWS[key]
-    return f"{with_adamw(name).title}: {what}"
-
-
-def _measure(quick: bool) -> Data:
-    return compare(
-        {k: Comparison(_title(k), WORLD, _makers, (k,), share=row[-1]) for k, row in ROWS.items()},
-        6.0 if quick else 60.0,
-    )
-
-
-def _judge(data: Data) -> Iterator[Verdict]:
-    for key, (what, name, _, _, limit, _) in ROWS.items():
-        yield from ratio_verdicts(data, key, f"{what} against raw FSDP2, {name}", ACCEL, RAW, AGAIN, limit)
-
-
-def _draw(data: Data) -> list[Panel]:
-    return [ratio_panel(data, "FSDP2, 2 ranks", [RAW, AGAIN, ACCEL, PLAIN], 1.0)]
-
-
-SECTION = Section("fsdp", "FSDP2, 2 ranks over gloo", _measure, lambda data: [ABOUT, *tell(data)], _judge, _draw)
+ROWS = {
+    "many": _row(MANY, WHOLE, 1.0, 0.4),
+    "gpt": _row(SMALL_GPT, WHOLE, 0.98),
+    "step": _row(MANY, STEP, 0.35, 0.4, foreach=False),
+    "fused": _row(MANY, STEP, 0.5, fused=True),
+    "clip": _row(MANY, CLIP, 0.4, 0.4),
+}
+SECTION = section("fsdp", "FSDP2, 2 ranks over gloo", ROWS, (6.0, 60.0))

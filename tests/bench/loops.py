@@ -1,93 +1,98 @@
-"""Sections ``single`` and ``ddp``: what a library adds to a raw loop's step."""
+"""Sections ``single`` and ``ddp``: what a library adds to a step of a raw loop. ``settings``: those of DDP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
-from .contenders import ACCEL, RAW, RAW_AGAIN, RAW_TUNED, RIVALS, compiled, loops
-from .section import Data, Panel, Section, Verdict, answer
-from .steps import Comparison, compare, ratio_panel, rows, tell
-from .workloads import WORKLOADS
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
-STEP_CAUSE = "the calls of the handles, of the engine and of the optimizer's hooks around raw torch's own"
-COMPILED = "compiled gpt"
-DDP_CAUSE = (
-    "these calls, and `requires_grad` of each parameter, which is looked at before a forward and after its backward"
-)
-ABOUT = """zero_grad, forward, loss, backward and step in fp32, by each library's own loop (`accelerator.backward`, \
-`fabric.backward`); times in microseconds per step. Overheads are held against their targets in *thread* time: all that \
-a library adds to a step in Python runs there, and gloo's waiting threads, whose cpu time varies by more than any \
-overhead, do not."""
+import accel
+
+from .contenders import DDP_PARAMETERS, LIBRARIES, RIVALS, accel_settings, by_library, plain_step, raw_ddp
+from .section import Data, Verdict, judged
+from .steps import ACCEL, Comparison, Makers, Target, judge, rows_of, section
+from .workloads import MANY, SMALL_GPT, TINY, WORKLOADS, Workload
+
+RAW, TUNED = "raw torch", "raw torch, accel's settings"
+CAUSE = "the calls of the handles, of the engine and of the optimizer's hooks around raw torch's own"
 
 
-#: Of the time, on one rank and over several: what varies most takes longest to decide.
-_SHARES = {1: {"gpt": 3.0}, 2: {"tiny": 0.7, "many": 3.0, "gpt": 2.0, COMPILED: 0.6}}
-_LAUNCHES: dict[int, dict[str, int]] = {1: {}, 2: {"many": 4, "gpt": 2}}
+def makers(workload: Workload, world: int) -> Makers:
+    """All contenders. The first is raw torch with its defaults."""
+    if world == 1:
+        found: Makers = {RAW: lambda: plain_step(workload, *workload.build())}
+    else:
+        found = {RAW: partial(raw_ddp, workload), TUNED: partial(raw_ddp, workload, **accel_settings())}
+    return found | {name: partial(by_library, name, workload) for name in LIBRARIES}
 
 
-def _measure(world: int, quick: bool) -> Data:
-    seconds = (2.0 if world == 1 else 3.0) if quick else (30.0 if world == 1 else 60.0)
-    shares = _SHARES[world]
-    comparisons = {
-        w.name: Comparison(
-            w.title, world, loops, (w.name, world), w.steps, shares.get(w.name, 1.0), _LAUNCHES[world].get(w.name, 1)
-        )
-        for w in WORKLOADS
-    }
-    if world > 1:
-        title = "small GPT, AdamW, both by torch.compile (inductor)"
-        comparisons[COMPILED] = Comparison(title, world, compiled, ("gpt",), share=shares[COMPILED])
-    return compare(comparisons, seconds)
+def _compiled() -> Makers:
+    """Raw DDP and accel, given to ``torch.compile`` by the same line after they were built."""
+
+    def raw(**settings: bool) -> object:
+        model, optimizer = SMALL_GPT.build()
+        return plain_step(SMALL_GPT, torch.compile(DistributedDataParallel(model, **settings)), optimizer)
+
+    def handle() -> object:
+        model, optimizer, _ = accel.setup(*SMALL_GPT.build(), devices="cpu")
+        return plain_step(SMALL_GPT, torch.compile(model), optimizer)
+
+    return {RAW: raw, TUNED: partial(raw, **accel_settings()), ACCEL: handle}
 
 
-def _judge(world: int, data: Data) -> Iterator[Verdict]:
-    for name in [*(w.name for w in WORKLOADS), *([COMPILED] if world > 1 else [])]:
-        found = rows(data, name)
-        if ACCEL not in found:
-            lost = "; ".join(data["tables"].get(name, {}).get("failed", {}).values())
-            yield Verdict(f"step over raw torch, {name}", "", "none", f"**not measured**: {lost}")
+def _comparison(workload: Workload, world: int, share: float = 1.0) -> Comparison:
+    args, repeat = (workload, world), workload.steps
+    return Comparison(workload.title, world, makers, args, repeat=repeat, share=share)
+
+
+LEAST_CPU = Target("accel's default DDP step below raw DDP's, 500 tensors", 1.0, clocks=("cpu",))
+ONE = {w.name: _comparison(w, 1, share=3.0 if w is SMALL_GPT else 1.0) for w in WORKLOADS}
+TWO = {
+    "tiny": _comparison(TINY, 2, 0.7),
+    "many": replace(_comparison(MANY, 2, 3.0), targets=(LEAST_CPU,)),
+    "gpt": _comparison(SMALL_GPT, 2, 2.0),
+    "compiled gpt": Comparison("compiled GPT: both by torch.compile (inductor)", 2, _compiled, share=0.6),
+}
+
+
+def _judge(data: Data) -> Iterator[Verdict]:
+    for name in data["tables"]:
+        rows = rows_of(data, name)
+        if ACCEL not in rows:
             continue
-        own, again = found[ACCEL], found[RAW_AGAIN]
-        noise = max(own.thread_noise, abs(again.thread_over), again.thread_noise)
-        limit = 10.0 if world == 1 else max(20.0, found[RAW].cpu / 100)
-        cause = STEP_CAUSE if world == 1 else DDP_CAUSE
-        lines = [("step over raw torch", own.thread_over, limit)]
-        if world > 1:
-            over = own.thread_over - found[RAW_TUNED].thread_over
-            lines.append(("the same over raw torch with accel's settings", over, max(15.0, found[RAW_TUNED].cpu / 200)))
-        for what, over, most in lines:
-            verdict = answer(over, most, noise, cause)
-            yield Verdict(f"{what}, {name}", f"{most:.0f} us", f"{over:+.1f} us", verdict)
-        others = {rival: found[rival].thread_over for rival in RIVALS if rival in found}
-        if others:
-            told = ", ".join(f"{k} {v:+.1f} us" for k, v in others.items())
-            verdict = answer(own.thread_over, min(others.values()), noise, cause)
-            yield Verdict(f"overhead below the rivals', {name}", told, f"{own.thread_over:+.1f} us", verdict)
-    if world > 1:
-        yield from _least_cpu(data)
+        own, again = rows[ACCEL]["thread"], rows[f"{RAW}, again"]["thread"]
+        noise = 1e6 * max(own["noise"], abs(again["over"]), again["noise"])
+        bases: list[tuple[str, float, float]] = [("raw torch", 0.0, 10.0)]
+        if TUNED in rows:
+            bases = [("raw torch", 0.0, max(20.0, 1e4 * rows[RAW]["cpu"]["median"]))]
+            tuned = max(15.0, 5e3 * rows[TUNED]["cpu"]["median"])
+            bases.append(("raw torch with accel's settings", 1e6 * rows[TUNED]["thread"]["over"], tuned))
+        for base, over, limit in bases:
+            yield judged(f"step over {base}, {name}", 1e6 * own["over"] - over, limit, "{:+.1f} us", noise, CAUSE)
+        for rival in RIVALS:
+            if rival in rows:
+                target, limit = f"overhead below {rival}'s, {name}", 1e6 * rows[rival]["thread"]["over"]
+                yield judged(target, 1e6 * own["over"], limit, "{:+.1f} us", noise, CAUSE)
 
 
-def _least_cpu(data: Data) -> Iterator[Verdict]:
-    found = rows(data, "many")
-    if ACCEL in found:
-        own = found[ACCEL]
-        noise = max(abs(found[RAW_AGAIN].cpu_ratio - 1), own.noise / own.cpu)
-        what = "cpu of accel's default DDP step below raw DDP's with its defaults, 500 tensors"
-        yield Verdict(what, "1", f"{own.cpu_ratio:.3f}", answer(own.cpu_ratio, 1.0, noise, DDP_CAUSE))
+SINGLE = replace(section("single", "One process", ONE, (2.0, 30.0)), judge=_judge)
+DDP = section("ddp", "DDP, 2 ranks over gloo", TWO, (3.0, 60.0))
+DDP = replace(DDP, judge=lambda data: [*_judge(data), *judge(TWO, data)])
 
 
-def _tell(data: Data) -> list[str]:
-    return [ABOUT, *tell(data)]
+def _grid() -> Makers:
+    """DDP by its settings. The first are torch's defaults."""
+    found: Makers = {}
+    for batched in ({}, {"batched_grad_copy": True}) if "batched_grad_copy" in DDP_PARAMETERS else ({},):
+        for view in (False, True):
+            for cap in (None, 5, 25) if batched else (None, 1, 5, 25, 100):
+                settings = {"gradient_as_bucket_view": view, "bucket_cap_mb": cap, **batched}
+                name = ", ".join(f"{k}={v}" for k, v in settings.items())
+                found[name] = partial(raw_ddp, MANY, **settings)
+    return found
 
 
-def _draw(title: str, data: Data) -> list[Panel]:
-    return [ratio_panel(data, title, [ACCEL, *RIVALS], 1.0)]
-
-
-SINGLE = Section(
-    "single", "One process", partial(_measure, 1), _tell, partial(_judge, 1), partial(_draw, "one process")
-)
-DDP = Section(
-    "ddp", "DDP, 2 ranks over gloo", partial(_measure, 2), _tell, partial(_judge, 2), partial(_draw, "DDP, 2 ranks")
-)
+SETTINGS = section("settings", "Settings of DDP", {"grid": Comparison("500 tensors: raw DDP", 2, _grid)}, (8.0, 150.0))

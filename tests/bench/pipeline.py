@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,107 +11,61 @@ from torch import nn
 
 import accel
 
-from .ranks import run
-from .section import Data, Panel, Section, Verdict, answer, brief, failures, table
+from .ranks import attempt, restart_peak, status
+from .section import Data, Panel, Section, Verdict, judged, table
 
 WIDTH, PAIRS, ROWS, STEPS = 1024, 8, 1024, 3
 MIB = 2**20
 #: The largest difference of a weight from the plain loop's.
 CLOSE = 1e-5
-ABOUT = f"""{PAIRS} pairs of `Linear({WIDTH}, {WIDTH})` and `GELU`, AdamW, fp32, {ROWS} rows, on CPU; MiB of each process, by \
-what its allocator has given out. *State* is weights and optimizer state between steps; *activations* what the forward adds; \
-*peak* the most during a step, gradients included. *Distance* is the largest difference of a weight from the plain \
-loop's after {STEPS} steps."""
+FIGURES = ("state", "activations", "peak")
 
 
-class _Heap(ctypes.Structure):
-    """glibc's ``struct mallinfo2``."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
+def give_back() -> None:
+    """Let glibc give each freed tensor back to the kernel (M_MMAP_THRESHOLD), so that resident bytes are those in use."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
 
-def in_use() -> int:
-    """Bytes that this process has allocated and not freed."""
-    function = ctypes.CDLL("libc.so.6").mallinfo2
-    function.restype = _Heap
-    heap = function()
-    return int(heap.uordblks + heap.hblkhd)
-
-
-def build() -> nn.Sequential:
+def _build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(PAIRS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    model = nn.Sequential(*(layer for _ in range(PAIRS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def batch(step: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
-
-
-class _Peak(threading.Thread):
-    """Looks at the heap again and again."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.bytes, self.going = 0, True
-
-    def run(self) -> None:
-        while self.going:
-            self.bytes = max(self.bytes, in_use())
-            time.sleep(0.001)
-
-
-def measure(options: dict[str, Any] | None) -> tuple[list[float], float]:
-    """MiB of state, of activations after the forward and at the peak of a step; and the distance to the plain loop."""
-    _distance(build(), 1)  # what the first step of a process allocates for good
-    gc.collect()
-    start = in_use()
-    raw = build()
-    backend = accel.Single() if options is None else accel.Pipeline(**options)
-    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters(), lr=1e-3), backend=backend)
-    for step in range(STEPS):
-        x = batch(step)
-        peak = _Peak()
+def _train(model: Any, optimizer: Any, batches: list[torch.Tensor]) -> dict[str, float]:
+    """Return the resident bytes in the last step: before and after the forward, and the most."""
+    sizes = {}
+    for x in batches:
         optimizer.zero_grad()
-        before = in_use()
-        if step == STEPS - 1:
-            peak.start()
+        sizes["state"] = restart_peak()
         out = model(x)
-        after = in_use()
+        sizes["activations"] = status("VmRSS") - sizes["state"]
         out.square().mean().backward()
         del out
         optimizer.step()
-        peak.going = False
-    optimizer.zero_grad()
-    sizes = [in_use() - start - x.nbytes, after - before, peak.bytes - start]
+        sizes["peak"] = status("VmHWM")
+    return sizes
+
+
+def _stage(options: dict[str, Any] | None) -> dict[str, float]:
+    """Return MiB of this process, and the distance to the plain loop."""
+    give_back()
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(STEPS)]
+    plain, optimizer = _build()
+    _train(plain, optimizer, batches)
+    weights = [p.detach() for p in plain.parameters()]
+    del plain, optimizer
+    start = status("VmRSS")
+    raw, optimizer = _build()
+    backend = accel.Single() if options is None else accel.Pipeline(**options)
+    model, optimizer, _ = accel.setup(raw, optimizer, backend=backend)
+    sizes = _train(model, optimizer, batches)
+    sizes["state"] -= start
+    sizes["peak"] -= start
     accel.teardown(model)
-    return [size / MIB for size in sizes], _distance(raw, STEPS)
-
-
-@torch.no_grad()
-def _distance(trained: nn.Module, steps: int) -> float:
-    """To the plain loop."""
-    plain = build()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    for step in range(steps):
-        optimizer.zero_grad()
-        with torch.enable_grad():
-            plain(batch(step)).square().mean().backward()
-        optimizer.step()
-    return max(float((p - q).abs().max()) for p, q in zip(trained.parameters(), plain.parameters(), strict=True))
+    distance = max(float((p - q).abs().max()) for p, q in zip(raw.parameters(), weights, strict=True))
+    return {name: size / MIB for name, size in sizes.items()} | {"distance": distance}
 
 
 CASES: list[tuple[int, dict[str, Any] | None]] = [
@@ -131,49 +82,37 @@ CASES: list[tuple[int, dict[str, Any] | None]] = [
 ]
 
 
-def _name(options: dict[str, Any] | None) -> str:
-    return "plain loop" if options is None else ", ".join(f"{k}={v!r}" for k, v in options.items())
-
-
 def _measure(quick: bool) -> Data:
-    found: Data = {"rows": [], "failed": {}}
+    data: Data = {"rows": [], "failed": {}}
     for world, options in CASES[:1] + CASES[-3:-2] if quick else CASES:
-        try:
-            results = run(world, measure, options)
-        except RuntimeError as error:
-            found["failed"][f"{_name(options)} on {world}"] = brief(error)
-            continue
-        sizes = [[result[0][i] for result in results] for i in range(3)]
-        found["rows"].append(
-            {"world": world, "options": _name(options), "sizes": sizes, "distance": max(r[1] for r in results)}
-        )
-    return found
+        name = "plain loop" if options is None else ", ".join(f"{k}={v!r}" for k, v in options.items())
+        stages = attempt(data, f"{name} on {world}", world, _stage, options)
+        if stages:
+            data["rows"].append({"world": world, "options": name, "stages": stages})
+    return data
 
 
 def _tell(data: Data) -> list[str]:
     rows = []
     for row in data["rows"]:
-        cells = [" / ".join(f"{size:.0f}" for size in sizes) for sizes in row["sizes"]]
-        rows.append([f"`{row['options']}`", str(row["world"]), *cells, f"{row['distance']:.0e}"])
-    return [
-        ABOUT,
-        table(["options", "processes", "state", "activations", "peak", "distance"], rows),
-        *failures(data["failed"]),
-    ]
+        cells = [" / ".join(f"{stage[name]:.0f}" for stage in row["stages"]) for name in FIGURES]
+        rows.append([f"`{row['options']}`", str(row["world"]), *cells, f"{_distance(row):.0e}"])
+    return [table(["options", "processes", *FIGURES, "distance"], rows)]
+
+
+def _distance(row: Data) -> float:
+    return max(stage["distance"] for stage in row["stages"])
 
 
 def _judge(data: Data) -> Iterator[Verdict]:
     for row in data["rows"]:
-        what = f"weights as the plain loop's: {row['options']}, {row['world']}"
-        yield Verdict(what, f"{CLOSE:.0e}", f"{row['distance']:.0e}", answer(row["distance"], CLOSE))
-    for name, error in data["failed"].items():
-        yield Verdict(f"weights as the plain loop's: {name}", f"{CLOSE:.0e}", "none", f"**not measured**: {error}")
+        target = f"weights as the plain loop's: {row['options']}, {row['world']}"
+        yield judged(target, _distance(row), CLOSE, "{:.0e}")
 
 
 def _draw(data: Data) -> list[Panel]:
     groups = [f"{row['world']}: {row['options']}" for row in data["rows"]]
-    most = [[max(sizes) for sizes in row["sizes"]] for row in data["rows"]]
-    bars = {name: [m[i] for m in most] for i, name in enumerate(("state", "activations", "peak"))}
+    bars = {name: [max(stage[name] for stage in row["stages"]) for row in data["rows"]] for name in FIGURES}
     return [Panel("The fullest process of a pipeline", "MiB", groups, bars)]
 
 

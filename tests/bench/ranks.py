@@ -1,80 +1,67 @@
-"""Runs a function in fresh processes, as the only one or as the ranks of a gloo group."""
+"""Runs a function in fresh processes, as the only one or as the ranks of a gloo group, and reads their memory."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
 import tempfile
-import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("spawn")
-LIMIT_SECONDS = 600.0
-GROUP_SECONDS = 120.0
+from tests.distributed import outcomes
+
+from .section import Data, brief
+
+LIMIT_SECONDS = 3600.0
 
 
-def _serve(rank: int, world: int, store: str, answer: Connection, work: bytes) -> None:
-    # What torchrun would set; one process alone has none of it.
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+def _call(world: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     if world > 1:
-        os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    try:
-        if world > 1:
-            limit = timedelta(seconds=GROUP_SECONDS)
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
-        fn, args = pickle.loads(work)
-        answer.send((True, fn(*args)))
-    except BaseException:
-        answer.send((False, traceback.format_exc()))
-    answer.close()
-    # Threads of the libraries must not keep the process.
-    os._exit(0)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    else:
+        # Accelerate takes them for a group.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    return fn(*args)
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any, seconds: float = LIMIT_SECONDS) -> list[Any]:
-    """The results of ``fn(*args)`` on each rank, within ``seconds``; ``fn`` lives at the top level of a module.
+    """Return the results of ``fn(*args)`` on each rank. ``fn`` is at the top level of a module.
 
     Raises:
-        RuntimeError: a rank failed (with its traceback) or was late.
+        RuntimeError: a rank failed (with its traceback), died or was late.
     """
-    work = pickle.dumps((fn, args))
-    deadline = time.monotonic() + seconds
-    processes, pipes = [], []
-    with tempfile.TemporaryDirectory(prefix="accel-bench-") as folder:
-        try:
-            for rank in range(world):
-                ours, theirs = _context.Pipe(duplex=False)
-                process = _context.Process(
-                    target=_serve, args=(rank, world, os.path.join(folder, "store"), theirs, work), daemon=True
-                )
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            results = [_receive(rank, pipe, deadline) for rank, pipe in enumerate(pipes)]
-        finally:
-            for process in processes:
-                process.join(2)
-                process.kill()
-    return results
-
-
-def _receive(rank: int, pipe: Connection, deadline: float) -> Any:
-    if not pipe.poll(max(0.0, deadline - time.monotonic())):
-        raise RuntimeError(f"rank {rank} of a benchmark gave nothing in time")
     try:
-        good, value = pipe.recv()
-    except EOFError:
-        raise RuntimeError(f"rank {rank} of a benchmark died") from None
-    if not good:
-        raise RuntimeError(f"rank {rank} of a benchmark failed:\n{value}")
-    return value
+        results = outcomes(world, _call, world, fn, args, timeout=seconds, breaks=True)
+    except AssertionError as error:
+        raise RuntimeError(str(error)) from None
+    for result in results:
+        if result.error:
+            raise RuntimeError(result.trace or result.message)
+    return [result.value for result in results]
+
+
+def attempt(data: Data, name: str, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a function as `run` does. If it fails, note that in the section's figures and return nothing."""
+    try:
+        return run(world, fn, *args)
+    except RuntimeError as error:
+        data["failed"][name] = brief(str(error))
+        return []
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for files of a benchmark, in ``ACCEL_BENCH_DIR`` if it is set."""
+    return tempfile.TemporaryDirectory(prefix="accel-bench-", dir=os.environ.get("ACCEL_BENCH_DIR"))
+
+
+def status(key: str) -> int:
+    """Return bytes of this process, as the kernel counts them: ``VmRSS``, ``VmHWM`` or ``RssAnon``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def restart_peak() -> int:
+    """Let ``VmHWM`` count from now on, and return the resident bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")

@@ -1,12 +1,15 @@
-"""What all benchmarks share: a section is measured, told as tables, held against its targets and drawn."""
+"""A section of the page: it is measured, told as tables, held against its targets and drawn.
+
+The text around the figures is in docs/benchmarks.md itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-#: Of whatever a section measures: what JSON can hold.
+#: Figures of a section, as JSON can hold them. "failed" names each missing figure with its error.
 Data = dict[str, Any]
 
 
@@ -14,7 +17,7 @@ Data = dict[str, Any]
 class Verdict:
     """A target beside its figure."""
 
-    what: str
+    target: str
     limit: str
     figure: str
     answer: str
@@ -22,14 +25,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars in groups, or on top of each other; None leaves a bar out. ``limit`` is a line across."""
+    """Bars in groups. None leaves a bar out. ``limit`` is a line across."""
 
     title: str
     unit: str
     groups: Sequence[str]
     bars: dict[str, Sequence[float | None]]
     limit: float | None = None
-    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,18 @@ class Section:
     """One part of the page.
 
     Args:
-        measure: runs it, short if told so; what it gives survives a trip through JSON.
-        tell: its Markdown, from what was measured.
-        judge: its targets.
-        draw: its picture's panels.
+        measure: measures them, in a short time if its argument is true.
+        tell: makes the tables.
+        judge: holds the figures against the targets.
+        draw: makes the panels of the picture.
     """
 
     name: str
     title: str
     measure: Callable[[bool], Data]
     tell: Callable[[Data], list[str]]
-    judge: Callable[[Data], Iterable[Verdict]]
-    draw: Callable[[Data], list[Panel]] = field(default=lambda data: [])
+    judge: Callable[[Data], Iterable[Verdict]] = lambda data: ()
+    draw: Callable[[Data], list[Panel]] = lambda data: []
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -56,26 +58,30 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
 
-def answer(value: float, limit: float, noise: float = 0.0, cause: str = "") -> str:
-    """Whether a value is at most its limit, as far as the run's noise lets one say so."""
-    if value <= limit:
-        return "met" if limit - value >= noise else f"met, within this run's noise of {noise:.3g}"
-    if value - limit <= noise:
-        return f"not decided: the excess of {value - limit:.3g} is within this run's noise of {noise:.3g}"
-    return f"**missed**: {cause}" if cause else "**missed**"
+def judged(
+    target: str, value: float, limit: float, form: str = "{:.2f}", noise: float = 0.0, cause: str = ""
+) -> Verdict:
+    """Say whether a value is at most its limit, as far as the noise of the run allows it."""
+    excess = value - limit
+    within = f"within this run's noise of {form.format(noise)}"
+    if excess <= 0:
+        answer = "met" if -excess >= noise else f"met, {within}"
+    elif excess <= noise:
+        answer = f"not decided: the excess is {within}"
+    else:
+        answer = f"**missed**: {cause}" if cause else "**missed**"
+    return Verdict(target, form.format(limit), form.format(value), answer)
 
 
 def brief(error: BaseException | str) -> str:
-    """An error in one line of a table: what was raised last, with its class."""
+    """Give an error, or the last one of a traceback, in one line."""
     if isinstance(error, BaseException):
         error = f"{type(error).__name__}: {error}"
-    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["no message"]
-    # Of a traceback the line that begins at the margin; what follows it belongs to the message.
+    # Of a traceback, only the raised error begins at the margin.
     raised = [line for line in error.splitlines() if line[:1].strip() and not line.startswith("Traceback")]
-    chosen = (raised[-1] if len(lines) > 1 and raised else lines[0]).replace("|", "/")
-    return chosen if len(chosen) <= 160 else f"{chosen[:157]}..."
-
-
-def failures(failed: dict[str, str]) -> list[str]:
-    """Those that could not take part, and why; nobody is left out silently."""
-    return [f"Failed, so without figures: {name} (`{error}`)." for name, error in failed.items()]
+    is_traceback = "Traceback" in error
+    line = "no message"
+    if raised:
+        line = raised[-1] if is_traceback else raised[0]
+    line = line.strip().replace("|", "/")
+    return line if len(line) <= 160 else f"{line[:157]}..."

@@ -1,180 +1,154 @@
-"""Training steps in turns: fresh processes for each workload, in which every contender takes part or says why not."""
+"""Comparisons: contenders that do the same work in turns, in fresh processes, and the most that accel may take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from . import ranks
-from .section import Data, Panel, Verdict, answer, brief, failures, table
-from .timing import Contender, Row, Times, build, interleave, joined, over_ranks, summarise
+from .ranks import attempt
+from .section import Data, Panel, Section, Verdict, brief, judged, table
+from .timing import Contender, Rows, Times, interleave, over_ranks, summarise
 
-Step = Callable[[], None]
-#: The ways to do the same work, by title; the first is what the others are compared with.
+Step = Callable[[], Any]
+#: The ways to do the same work, by name. The first is compared with the others, and with itself as "again".
 Makers = dict[str, Callable[[], Step]]
+ACCEL = "accel"
+
+
+@dataclass(frozen=True)
+class Target:
+    """accel takes at most ``limit`` times as long as ``base``, or as the first contender."""
+
+    title: str
+    limit: float
+    base: str = ""
+    clocks: tuple[str, ...] = ("cpu", "wall")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One table. ``makers(*args)`` runs in the ranks and lives at the top level of a module.
+    """One table. ``makers(*args)`` runs in the ranks and is at the top level of a module.
 
-    ``share`` is of the seconds that a table has: more where the figure is close to its limit. ``launches`` divide it: which
-    contender was made first, and where its memory came to lie, is worth half a per cent for as long as a process lives.
+    ``share`` is of the seconds of a table: more for a figure close to its limit.
     """
 
     title: str
     world: int
     makers: Callable[..., Makers]
-    args: tuple[Any, ...]
+    args: tuple[Any, ...] = ()
+    targets: tuple[Target, ...] = ()
     repeat: int = 1
     share: float = 1.0
-    launches: int = 1
 
 
-def together() -> dict[str, Any]:
-    """What keeps the ranks in step: a barrier before each block, and rank 0's number of rounds."""
-    if not dist.is_initialized():
-        return {}
-
-    def agree(rounds: int) -> int:
-        number = torch.tensor(rounds)
-        dist.broadcast(number, 0)
-        return int(number)
-
-    return {"meet": dist.barrier, "agree": agree}
-
-
-def _try(name: str, make: Callable[[], Step]) -> tuple[Contender | None, str]:
-    """A contender that has made its first steps, or why some rank could not."""
-    contender, error = None, ""
-    try:
-        contender = build(name, make)
-        contender.block(3)
-    except Exception as problem:
-        error = brief(problem)
+def agree(error: str) -> str:
+    """Return the first error of all ranks."""
+    errors: list[Any] = [error]
     if dist.is_initialized():
-        errors: list[Any] = [None] * dist.get_world_size()
+        errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)
-        error = next((e for e in errors if e), "")
-    return (None, error) if error else (contender, "")
+    return next((e for e in errors if e), "")
 
 
-def _take_turns(comparison: Comparison, seconds: float, launch: int) -> tuple[dict[str, Times], dict[str, str]]:
-    """The times, and why some are missing; each launch makes another contender first."""
+def _take_turns(comparison: Comparison, seconds: float) -> tuple[dict[str, Times], dict[str, str]]:
+    """Return times and errors by contender."""
     makers = comparison.makers(*comparison.args)
+    first = next(iter(makers))
+    makers = {first: makers[first], f"{first}, again": makers[first], **makers}
     running: dict[str, Contender] = {}
-    failed, names = {}, list(makers)
-    for name in (*names[launch:], *names[:launch]):
-        contender, error = _try(name, makers[name])
-        if contender is not None:
-            running[name] = contender
-        elif name == names[0]:
-            raise RuntimeError(f"{name}, which the others are compared with, failed: {error}")
-        else:
+    failed: dict[str, str] = {}
+    for name, make in makers.items():
+        error = ""
+        try:
+            contender = Contender(name, make)
+            contender.block(3)
+        except Exception as problem:
+            error = brief(problem)
+        if error := agree(error):
             failed[name] = error
-    return interleave([running[n] for n in names if n in running], seconds, comparison.repeat, **together()), failed
+        else:
+            running[name] = contender
+    if first not in running:
+        raise RuntimeError(failed[first])
+    return interleave(list(running.values()), seconds, comparison.repeat), failed
 
 
 def compare(comparisons: dict[str, Comparison], seconds: float) -> Data:
-    """The tables, by key; a comparison that fails as a whole is one without rows."""
-    tables: Data = {}
+    """Measure tables, by key."""
+    data: Data = {"tables": {}, "failed": {}}
     for key, comparison in comparisons.items():
         print(f"  {comparison.title}", flush=True)
-        found: Data = {"title": comparison.title, "rows": [], "failed": {}}
-        try:
-            each = seconds * comparison.share / comparison.launches
-            launches = [
-                ranks.run(comparison.world, _take_turns, comparison, each, n) for n in range(comparison.launches)
-            ]
-        except RuntimeError as error:
-            found["failed"] = {"the whole comparison": brief(error)}
-        else:
-            times = joined([over_ranks([times for times, _ in results]) for results in launches])
-            found["rows"] = [asdict(row) for row in summarise(times)]
-            found["failed"] = {name: why for results in launches for name, why in results[0][1].items()}
-        tables[key] = found
-    return {"tables": tables}
+        title, length = comparison.title, seconds * comparison.share
+        results = attempt(data, title, comparison.world, _take_turns, comparison, length)
+        if not results:
+            continue
+        for name, error in results[0][1].items():
+            data["failed"][f"{name}, {title}"] = error
+        times = over_ranks([times for times, _ in results])
+        first = next(iter(times))
+        data["tables"][key] = {"title": title, "rounds": len(times[first]["wall"]), "rows": summarise(times, first)}
+    return data
 
 
-def rows(data: Data, key: str) -> dict[str, Row]:
-    """A table's rows by name; none where it failed."""
-    return {row["name"]: Row(**row) for row in data["tables"].get(key, {"rows": []})["rows"]}
-
-
-_HEAD = (
-    "",
-    "wall",
-    "wall, best",
-    "cpu",
-    "wall ratio",
-    "cpu ratio",
-    "wall over the first",
-    "cpu over",
-    "thread over",
-    "rounds",
-)
-
-
-def steps_table(found: Sequence[Row]) -> str:
-    """Microseconds per step."""
-    return table(
-        _HEAD,
-        [
-            [
-                r.name,
-                f"{r.wall:.1f}",
-                f"{r.wall_min:.1f}",
-                f"{r.cpu:.1f}",
-                f"{r.wall_ratio:.3f}",
-                f"{r.cpu_ratio:.3f}",
-                f"{r.wall_over:+.1f} ± {r.wall_noise:.1f}" if i else "",
-                f"{r.cpu_over:+.1f} ± {r.noise:.1f}" if i else "",
-                f"{r.thread_over:+.1f} ± {r.thread_noise:.1f}" if i else "",
-                str(r.rounds),
-            ]
-            for i, r in enumerate(found)
-        ],
-    )
+def rows_of(data: Data, key: str) -> Rows:
+    """Return the rows of a table by name, none if it failed."""
+    rows: Rows = data["tables"].get(key, {"rows": {}})["rows"]
+    return rows
 
 
 def tell(data: Data) -> list[str]:
-    """Every table under its title."""
+    """Give each table under its title, in microseconds."""
     parts = []
     for key, found in data["tables"].items():
-        parts.append(f"### {found['title']}")
-        measured = list(rows(data, key).values())
-        parts += [steps_table(measured)] if measured else []
-        parts += failures(found["failed"])
+        lines = []
+        for name, row in rows_of(data, key).items():
+            wall, cpu, thread = row["wall"], row["cpu"], row["thread"]
+            line = [name, f"{1e6 * wall['median']:.1f}", f"{1e6 * cpu['median']:.1f}", f"{wall['ratio']:.3f}"]
+            line += [f"{cpu['ratio']:.3f}", f"{1e6 * thread['over']:+.1f} ± {1e6 * thread['noise']:.1f}"]
+            lines.append(line)
+        head = ["", "wall", "cpu", "wall ratio", "cpu ratio", "thread over the first"]
+        parts += [f"### {found['title']}, {found['rounds']} rounds", table(head, lines)]
     return parts
 
 
-def ratio_verdicts(
-    data: Data, key: str, what: str, own: str, base: str, again: str, limit: float, wall: bool = True
-) -> list[Verdict]:
-    """cpu and, if wanted, wall time of one contender, as multiples of another's; ``again`` is the first once more."""
-    found = rows(data, key)
-    if own not in found or base not in found:
-        lost = data["tables"].get(key, {}).get("failed", {})
-        return [Verdict(what, f"{limit:.2f}", "none", f"**not measured**: {'; '.join(lost.values()) or 'not run'}")]
-    first, mine, other = next(iter(found.values())), found[own], found[base]
-    verdicts = []
-    for clock, over in (("cpu", "noise"), ("wall", "wall_noise"))[: 2 if wall else 1]:
-        ratio = getattr(mine, f"{clock}_ratio") / getattr(other, f"{clock}_ratio")
-        spread = getattr(mine, over) / getattr(first, clock)
-        drift = abs(getattr(found[again], f"{clock}_ratio") - 1) if again in found else 0.0
-        verdict = answer(ratio, limit, max(spread, drift))
-        verdicts.append(Verdict(f"{what}, {clock}", f"{limit:.2f}", f"{ratio:.3f}", verdict))
-    return verdicts
+def judge(comparisons: dict[str, Comparison], data: Data) -> Iterator[Verdict]:
+    """Hold accel against the targets of each table."""
+    for key, comparison in comparisons.items():
+        rows = rows_of(data, key)
+        for target in comparison.targets:
+            if ACCEL not in rows or (target.base and target.base not in rows):
+                continue
+            first = next(iter(rows))
+            for clock in target.clocks:
+                own, again = rows[ACCEL][clock], rows.get(f"{first}, again", rows[first])[clock]
+                ratio = own["ratio"] / rows[target.base or first][clock]["ratio"]
+                noise = max(own["noise"] / rows[first][clock]["median"], abs(again["ratio"] - 1))
+                yield judged(f"{target.title}, {clock}", ratio, target.limit, "{:.3f}", noise)
 
 
-def ratio_panel(data: Data, title: str, names: Sequence[str], limit: float | None) -> Panel:
-    """cpu time relative to the first contender, a group of bars for each table."""
-    found = {key: rows(data, key) for key in data["tables"]}
-    groups = [data["tables"][key]["title"].partition(":")[0] for key in found]
-    bars = {n: [t[n].cpu_ratio if n in t else None for t in found.values()] for n in names}
-    first = next(name for table in found.values() for name in table)
-    return Panel(title, f"cpu time of a step, multiple of {first}", groups, bars, limit)
+def ratio_panel(data: Data, title: str, limit: float = 1.0) -> list[Panel]:
+    """Draw the cpu time relative to the first contender, a group of bars for each table."""
+    tables = {found["title"].partition(":")[0]: rows_of(data, key) for key, found in data["tables"].items()}
+    names = dict.fromkeys(name for rows in tables.values() for name in rows)
+    bars = {}
+    for name in names:
+        bars[name] = [rows[name]["cpu"]["ratio"] if name in rows else None for rows in tables.values()]
+    first = next(iter(names), "")
+    return [Panel(title, f"cpu time of a step, multiple of {first}", list(tables), bars, limit)]
+
+
+def section(name: str, title: str, comparisons: dict[str, Comparison], seconds: Sequence[float]) -> Section:
+    """A section of comparisons alone. ``seconds`` are those of a table, in a short run and in a full one."""
+    some = dict(list(comparisons.items())[::2])
+    return Section(
+        name,
+        title,
+        lambda quick: compare(some if quick else comparisons, seconds[0] if quick else seconds[1]),
+        tell,
+        partial(judge, comparisons),
+        lambda data: ratio_panel(data, title),
+    )

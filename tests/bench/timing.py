@@ -6,79 +6,98 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import optimizer as torch_optimizer
 
-# What a library may change for the whole process: it is so during its own blocks only.
-_GLOBAL_HOOKS: Any = torch_optimizer._global_optimizer_pre_hooks
-_PATCHED = "_engine_run_backward"
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time}
+#: By clock, the seconds of one unit of work in each round.
+Times = dict[str, list[float]]
+
+# A library may change these for the whole process. Each contender has its own, during its own blocks only.
+_HOOKS: Any = torch_optimizer._global_optimizer_pre_hooks
+_PATCHED: tuple[tuple[Any, str], ...] = (
+    (torch.autograd, "_engine_run_backward"),
+    (torch.autograd.graph, "_engine_run_backward"),
+    (torch.nn.functional, "linear"),
+    (torch.Tensor, "data"),
+)
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Globals:
+    hooks: dict[Any, Any]
+    patched: list[Any]
+
+    @classmethod
+    def now(cls) -> _Globals:
+        return cls(dict(_HOOKS), [vars(owner).get(name) for owner, name in _PATCHED])
+
+    def restore(self) -> None:
+        _HOOKS.clear()
+        _HOOKS.update(self.hooks)
+        for (owner, name), value in zip(_PATCHED, self.patched, strict=True):
+            if vars(owner).get(name) is value:
+                continue
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
 class Contender:
-    """One way to do the same work. ``run`` does it once."""
+    """One way to do the same work: ``make`` builds it, and its result does the work once."""
 
-    name: str
-    run: Callable[[], Any]
-    hooks: dict[Any, Any] = field(default_factory=dict)
-    backward: Any = None
-
-    def block(self, repeat: int) -> tuple[float, float, float]:
-        """Seconds of some runs, with what its library changed in place: wall, cpu of the process, cpu of this thread."""
-        run, backward = self.run, getattr(torch.autograd, _PATCHED)
-        _GLOBAL_HOOKS.update(self.hooks)
-        setattr(torch.autograd, _PATCHED, self.backward or backward)
+    def __init__(self, name: str, make: Callable[[], Callable[[], Any]]) -> None:
+        self.name = name
+        before = _Globals.now()
         try:
-            thread, cpu, wall = time.thread_time(), time.process_time(), time.perf_counter()
-            for _ in range(repeat):
-                run()
-            return time.perf_counter() - wall, time.process_time() - cpu, time.thread_time() - thread
+            self.act = make()
+            self.globals = _Globals.now()
         finally:
-            setattr(torch.autograd, _PATCHED, backward)
-            for key in self.hooks:
-                del _GLOBAL_HOOKS[key]
+            before.restore()
+
+    def block(self, repeat: int) -> dict[str, float]:
+        """Return the seconds of some runs, by clock."""
+
+        def work() -> None:
+            for _ in range(repeat):
+                self.act()
+
+        before = _Globals.now()
+        self.globals.restore()
+        try:
+            return clocked(work)[0]
+        finally:
+            before.restore()
 
 
-def build(name: str, make: Callable[[], Callable[[], Any]]) -> Contender:
-    """Make a contender and take what it changed for the whole process out of the way of the others."""
-    before, backward = set(_GLOBAL_HOOKS), getattr(torch.autograd, _PATCHED)
-    try:
-        run = make()
-        hooks = {k: v for k, v in _GLOBAL_HOOKS.items() if k not in before}
-        return Contender(name, run, hooks, getattr(torch.autograd, _PATCHED))
-    finally:
-        setattr(torch.autograd, _PATCHED, backward)
-        for key in set(_GLOBAL_HOOKS) - before:
-            del _GLOBAL_HOOKS[key]
+def clocked(act: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """Return the seconds that an act takes, by clock, and its result."""
+    begins = {name: clock() for name, clock in CLOCKS.items()}
+    result = act()
+    return {name: clock() - begins[name] for name, clock in CLOCKS.items()}, result
 
 
-@dataclass
-class Times:
-    """Seconds per unit of work, one entry for each round."""
-
-    wall: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    thread: list[float] = field(default_factory=list)
+def note(times: Times, seconds: dict[str, float], units: int = 1) -> None:
+    for clock, value in seconds.items():
+        times.setdefault(clock, []).append(value / units)
 
 
-def interleave(
-    contenders: Sequence[Contender],
-    seconds: float,
-    repeat: int,
-    *,
-    units: int = 1,
-    meet: Callable[[], Any] = lambda: None,
-    agree: Callable[[int], int] = lambda rounds: rounds,
-) -> dict[str, Times]:
-    """Rounds of one block of ``repeat`` runs for each contender, for about ``seconds``, after a warm-up.
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
-    Each round has an order of its own, the same on all ranks: after whom a contender comes is worth more than what is measured
-    (what is left in the caches). ``meet`` lets the ranks start a block together, ``agree`` gives them
-    the number of rounds. Times are those of one of the ``units`` of work that a run does.
+
+def interleave(contenders: Sequence[Contender], seconds: float, repeat: int, units: int = 1) -> dict[str, Times]:
+    """Time rounds of one block of ``repeat`` runs for each contender, for about ``seconds``, after a warm-up.
+
+    Each round has its own order, the same on all ranks: the contender before changes the caches by more than the
+    measured differences. Times are of one of the ``units`` of work in a run.
     """
     for contender in contenders:
         for _ in range(3):
@@ -86,64 +105,36 @@ def interleave(
     start = time.perf_counter()
     for _ in range(2):
         for contender in contenders:
-            meet()
+            _meet()
             contender.block(repeat)
-    rounds = agree(max(7, int(2 * seconds / (time.perf_counter() - start))))
-    times = {contender.name: Times() for contender in contenders}
-    for number in range(rounds):
+    rounds = torch.tensor(max(7, int(2 * seconds / (time.perf_counter() - start))))
+    if dist.is_initialized():
+        dist.broadcast(rounds, 0)
+    times: dict[str, Times] = {contender.name: {} for contender in contenders}
+    for number in range(int(rounds)):
         gc.collect(0)
         gc.disable()
         for contender in random.Random(number).sample(contenders, len(contenders)):
-            meet()
-            wall, cpu, thread = contender.block(repeat)
-            times[contender.name].wall.append(wall / (repeat * units))
-            times[contender.name].cpu.append(cpu / (repeat * units))
-            times[contender.name].thread.append(thread / (repeat * units))
+            _meet()
+            note(times[contender.name], contender.block(repeat), repeat * units)
         gc.enable()
     return times
 
 
 def over_ranks(results: Sequence[dict[str, Times]]) -> dict[str, Times]:
-    """The mean of the ranks, round by round."""
-
-    def mean(name: str, clock: str) -> list[float]:
-        return [fmean(values) for values in zip(*(getattr(r[name], clock) for r in results), strict=True)]
-
-    return {name: Times(mean(name, "wall"), mean(name, "cpu"), mean(name, "thread")) for name in results[0]}
-
-
-def joined(launches: Sequence[dict[str, Times]]) -> dict[str, Times]:
-    """The rounds of all of them, of what took part in all."""
-
-    def values(name: str, clock: str) -> list[float]:
-        return [value for times in launches for value in getattr(times[name], clock)]
-
-    names = [name for name in launches[0] if all(name in times for times in launches)]
-    return {name: Times(values(name, "wall"), values(name, "cpu"), values(name, "thread")) for name in names}
+    """Return the mean of the ranks, round by round."""
+    means: dict[str, Times] = {}
+    for name, times in results[0].items():
+        means[name] = {}
+        for clock in times:
+            rounds = zip(*(result[name][clock] for result in results), strict=True)
+            means[name][clock] = [fmean(values) for values in rounds]
+    return means
 
 
-@dataclass(frozen=True)
-class Row:
-    """A contender's figures, in microseconds; ratios and overheads are medians of those of each round.
-
-    ``wall_noise``, ``noise`` and ``thread_noise`` are what ``wall_over``, ``cpu_over`` and ``thread_over`` may be off by,
-    in 95 of 100 such runs.
-    """
-
-    name: str
-    rounds: int
-    wall: float
-    wall_min: float
-    cpu: float
-    cpu_min: float
-    wall_ratio: float
-    cpu_ratio: float
-    wall_over: float
-    wall_noise: float
-    cpu_over: float
-    noise: float
-    thread_over: float
-    thread_noise: float
+#: By contender and clock: the median seconds, their "ratio" to the base's and the seconds "over" it, round by round.
+#: In 95 of 100 such runs, "over" is off by at most "noise".
+Rows = dict[str, dict[str, dict[str, float]]]
 
 
 def _uncertainty(values: Sequence[float]) -> float:
@@ -153,30 +144,13 @@ def _uncertainty(values: Sequence[float]) -> float:
     return 1.96 * 1.2533 * deviation / len(values) ** 0.5
 
 
-def summarise(times: dict[str, Times]) -> list[Row]:
-    """The rows of a table; the first contender is what the others are compared with."""
-    base = next(iter(times.values()))
-    rows = []
-    for name, own in times.items():
-        walls = list(zip(own.wall, base.wall, strict=True))
-        cpus = list(zip(own.cpu, base.cpu, strict=True))
-        threads = [a - b for a, b in zip(own.thread, base.thread, strict=True)]
-        rows.append(
-            Row(
-                name=name,
-                rounds=len(walls),
-                wall=median(own.wall) * 1e6,
-                wall_min=min(own.wall) * 1e6,
-                cpu=median(own.cpu) * 1e6,
-                cpu_min=min(own.cpu) * 1e6,
-                wall_ratio=median(a / b for a, b in walls),
-                cpu_ratio=median(a / b for a, b in cpus),
-                wall_over=median(a - b for a, b in walls) * 1e6,
-                wall_noise=_uncertainty([a - b for a, b in walls]) * 1e6,
-                cpu_over=median(a - b for a, b in cpus) * 1e6,
-                noise=_uncertainty([a - b for a, b in cpus]) * 1e6,
-                thread_over=median(threads) * 1e6,
-                thread_noise=_uncertainty(threads) * 1e6,
-            )
-        )
+def summarise(times: dict[str, Times], base: str) -> Rows:
+    rows: Rows = {base: {}}
+    for name, clocks in times.items():
+        rows[name] = {}
+        for clock, values in clocks.items():
+            pairs = list(zip(values, times[base][clock], strict=True))
+            differences = [a - b for a, b in pairs]
+            row = {"median": median(values), "ratio": median(a / b for a, b in pairs)}
+            rows[name][clock] = row | {"over": median(differences), "noise": _uncertainty(differences)}
     return rows

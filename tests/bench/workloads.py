@@ -1,10 +1,12 @@
-"""The models that are timed: what one step costs in raw torch decides how visible a library's overhead is."""
+"""The models that are timed: the time of one step in raw torch decides how visible a library's overhead is."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +16,15 @@ from torch.optim import SGD, AdamW, Optimizer
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its optimizer and one fixed batch; ``steps`` of it make one block of a round."""
+    """A model, its optimizer and one fixed batch. A block of a round has ``steps`` of it."""
 
     name: str
     title: str
     model: Callable[[], nn.Module]
-    optimizer: Callable[[nn.Module], Optimizer]
+    optimizer: Callable[[Any], Optimizer]
     batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    steps: int
+    steps: int = 1
 
     def build(self) -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
@@ -35,7 +37,7 @@ def tiny() -> nn.Module:
 
 
 def many() -> nn.Module:
-    """A chain of 250 Linear layers of widths 32 to 128, scaled so that no value dies out on the way."""
+    """Build a chain of 250 Linear layers of widths 32 to 128, scaled so that no value dies out on the way."""
     draw = random.Random(0)
     widths = [64, *(draw.randrange(32, 129, 8) for _ in range(249)), 64]
     layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)]
@@ -64,40 +66,33 @@ class GPT(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
-def _numbers(width: int, out: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    return lambda: (torch.randn(8, width), torch.randn(8, out))
+def _numbers(width: int, out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, width), torch.randn(8, out)
 
 
-def adamw(model: nn.Module) -> Optimizer:
-    return AdamW(model.parameters(), lr=1e-9)
+def characters() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(256, (2, 32)), torch.randint(256, (2, 32))
+
+
+# With such a rate, thousands of steps on one batch change nothing about the cost of a step.
+RATE = 1e-9
+
+
+def adamw(model: nn.Module, **options: bool) -> Optimizer:
+    return AdamW(model.parameters(), lr=RATE, **options)
 
 
 def _sgd(model: nn.Module) -> Optimizer:
-    # So small that thousands of steps on one batch change nothing about the cost of a step.
-    return SGD(model.parameters(), lr=1e-9)
+    return SGD(model.parameters(), lr=RATE)
 
 
-WORKLOADS = (
-    Workload("tiny", "tiny: 2 Linear layers, SGD", tiny, _sgd, _numbers(16, 4), F.mse_loss, 20),
-    Workload("many", "500 tensors: 250 Linear layers of 32 to 128, SGD", many, _sgd, _numbers(64, 64), F.mse_loss, 1),
-    Workload(
-        "gpt",
-        "small GPT: 3.3 M parameters, AdamW",
-        GPT,
-        adamw,
-        lambda: (torch.randint(256, (2, 32)), torch.randint(256, (2, 32))),
-        F.cross_entropy,
-        1,
-    ),
-)
-MANY = WORKLOADS[1]
+TINY = Workload("tiny", "tiny: 2 Linear layers, SGD", tiny, _sgd, partial(_numbers, 16, 4), F.mse_loss, 20)
+MANY = Workload("many", "500 tensors: 250 Linear layers, SGD", many, _sgd, partial(_numbers, 64, 64), F.mse_loss)
+SMALL_GPT = Workload("gpt", "small GPT: 3.3 M parameters, AdamW", GPT, adamw, characters, F.cross_entropy)
+WORKLOADS = (TINY, MANY, SMALL_GPT)
 
 
-def workload_of(name: str) -> Workload:
-    return next(w for w in WORKLOADS if w.name == name)
-
-
-def with_adamw(name: str) -> Workload:
-    """Sharding divides an optimizer's state, so these steps need one that has some."""
-    workload = workload_of(name)
-    return replace(workload, title=workload.title.replace("SGD", "AdamW"), optimizer=adamw)
+def with_adamw(workload: Workload, **options: bool) -> Workload:
+    """Sharding divides the state of an optimizer, which SGD doesn't have."""
+    title = workload.title.replace("SGD", "AdamW")
+    return replace(workload, title=title, optimizer=partial(adamw, **options))
