@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
-from accel.checkpoint import storage
+from accel.checkpoint import reader, storage
 from accel.errors import CheckpointError
 from tests.distributed import refusals, run
 from tests.models import distance
@@ -58,6 +58,7 @@ def fill(directory: str, backend: str) -> tuple[dict[str, Any], int]:
     options = accel.DeepSpeed(stage=3) if backend == "deepspeed" else backend
     sizes: list[int] = []
     original = storage.os.preadv
+    is_weights = Path(directory, "model.safetensors").exists()
 
     def count(*args: Any) -> int:
         sizes.append(original(*args))
@@ -65,6 +66,8 @@ def fill(directory: str, backend: str) -> tuple[dict[str, Any], int]:
 
     with (
         mock.patch.object(storage.os, "preadv", count),
+        # As if the model were large: a chunk is read as a whole.
+        mock.patch.object(reader, "CHUNK", 64 if is_weights else reader.CHUNK),
         mock.patch.object(nn.Linear, "reset_parameters", side_effect=AssertionError),
     ):
         model, optimizer, _ = accel.setup(net, raw, backend=options)
@@ -92,7 +95,7 @@ def test_values_of_a_directory(tmp_path: Path, backend: str) -> None:
             assert all(torch.equal(state[n], t) for n, t in net.state_dict().items())
             if backend == "fsdp" and directory == tmp_path:
                 # The header is read for the record, by setup and by load.
-                assert size / 3 < read - 3 * header <= size / 2 + 64
+                assert size / 3 < read - 3 * header <= size / 2 + 512
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------------
@@ -102,7 +105,8 @@ PLAN = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range
 #: How much of the model a rank of two holds, and what else its backend takes while it starts.
 HELD: dict[str, tuple[Any, float]] = {
     "ddp": ("ddp", 1),
-    "sharded": ("sharded", 1),
+    # fairscale copies the weights that a rank's optimizer updates into one flat buffer.
+    "sharded": ("sharded", 1 + 0.5),
     "tensor_parallel": (accel.FSDP(tensor_parallel=2, plan=PLAN), 0.5),
     "pipeline": ("pipeline", 0.5),
     # DeepSpeed makes copies of this rank's half for an optimizer, and as many gradients, which accel drops.
@@ -308,7 +312,7 @@ def test_a_file_or_an_index_by_its_name(tmp_path: Path, stem: str) -> None:
     """In a directory, a variant does not count."""
     net, half = nn.Linear(3, 2), nn.Linear(3, 2).half()
     sharded_files(half, tmp_path, stem, ".fp16")
-    with pytest.raises(CheckpointError, match=f"it holds .*{stem}.safetensors.index.fp16.json"):
+    with pytest.raises(CheckpointError, match=f"It holds .*{stem}.safetensors.index.fp16.json"):
         accel.load(tmp_path, {"model": nn.Linear(3, 2)})
     save_file(dict(net.state_dict()), tmp_path / f"{stem}.safetensors")
     save_file(dict(half.state_dict()), tmp_path / f"{stem}.fp16.safetensors")

@@ -75,7 +75,7 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     files = [_write(rank, world, plan, table, memory, directory, real=rank in needed) for rank in range(world)]
     new = Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={})
     content, record_s = _timed(lambda: record.encode(new))
-    (read, _), parse_s = _timed(lambda: record.parse(content, record.NAME))
+    read, parse_s = _timed(lambda: record.parse(content, record.NAME))
     opened = _count_opened(directory)
     _, load_s = _timed(lambda: Reader(directory, read).fill(one.shard for one in wanted))
     assert all(bool((one.shard.tensor == 1).all()) for one in wanted)
