@@ -170,6 +170,8 @@ class Encoder:
             return content
         if not isinstance(content, dict):
             return self._encode_items(enumerate(content), path)
+        if any(key != key for key in content):
+            raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
         keys = [self.encode(key, f"the key {key!r} of {path}") for key in content]
         items = self._encode_items(content.items(), path)
         return [list(pair) for pair in zip(keys, items, strict=True)]
