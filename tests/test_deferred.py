@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
-from accel.checkpoint import storage
+from accel.checkpoint import reader, storage
 from accel.errors import CheckpointError
 from tests.distributed import refusals, run
 from tests.models import distance
@@ -57,6 +57,7 @@ def fill(directory: str, backend: str) -> tuple[dict[str, Any], int]:
     options = accel.DeepSpeed(stage=3) if backend == "deepspeed" else backend
     sizes: list[int] = []
     original = storage.os.preadv
+    is_weights = Path(directory, "model.safetensors").exists()
 
     def count(*args: Any) -> int:
         sizes.append(original(*args))
@@ -64,6 +65,8 @@ def fill(directory: str, backend: str) -> tuple[dict[str, Any], int]:
 
     with (
         mock.patch.object(storage.os, "preadv", count),
+        # As if the model were large: a chunk is read as a whole.
+        mock.patch.object(reader, "CHUNK", 64 if is_weights else reader.CHUNK),
         mock.patch.object(nn.Linear, "reset_parameters", side_effect=AssertionError),
     ):
         model, optimizer, _ = accel.setup(net, raw, backend=options)
@@ -90,8 +93,8 @@ def test_values_of_a_directory(tmp_path: Path, backend: str) -> None:
             assert state.keys() == net.state_dict().keys()
             assert all(torch.equal(state[n], t) for n, t in net.state_dict().items())
             if backend == "fsdp" and directory == tmp_path:
-                # The header is read for the record, by setup and by load. The rest lies in one chunk.
-                assert size / 3 < read - 3 * header <= size + 64
+                # The header is read for the record, by setup and by load.
+                assert size / 3 < read - 3 * header <= size / 2 + 512
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------------
@@ -101,7 +104,8 @@ PLAN = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range
 #: How much of the model a rank of two holds, and what else its backend takes while it starts.
 HELD: dict[str, tuple[Any, float]] = {
     "ddp": ("ddp", 1),
-    "sharded": ("sharded", 1),
+    # fairscale copies the weights that a rank's optimizer updates into one flat buffer.
+    "sharded": ("sharded", 1 + 0.5),
     "tensor_parallel": (accel.FSDP(tensor_parallel=2, plan=PLAN), 0.5),
     "pipeline": ("pipeline", 0.5),
     # DeepSpeed makes copies of this rank's half for an optimizer, and as many gradients, which accel drops.

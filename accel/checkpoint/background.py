@@ -16,12 +16,14 @@ import torch
 from ..errors import CheckpointError
 from ..process import Process, ended
 from ..process.transfer import begun, finish, host_memory, is_remote
-from .shards import CopiedItem, WriteItem
+from .shards import WriteItem
 from .steps import explain
 
 #: A power of two, because torch rounds the sizes of pinned memory up to one.
 _BLOCK: Final = 64 << 20
 _ALIGN: Final = 64
+#: Stands for the tensor of an item, which the thread must not keep alive.
+_NOTHING: Final = torch.empty(0, device="cpu")
 
 
 @final
@@ -98,7 +100,7 @@ class Background:
 
     # -- the copy ----------------------------------------------------------------------------------
 
-    def copy(self, items: Sequence[WriteItem]) -> list[CopiedItem]:
+    def copy(self, items: Sequence[WriteItem]) -> list[WriteItem]:
         """Return the items in host memory that training does not change."""
         devices = {item.tensor.device for item in items if is_remote(item.tensor)}
         if devices and not all(block.is_pinned() for block in self._blocks):
@@ -118,7 +120,7 @@ class Background:
                     copies.append(room)
                     data = data[len(room) :]
                     at = -(-(at + len(room)) // _ALIGN) * _ALIGN
-            copied.append(CopiedItem(item.entry, copies))
+            copied.append(WriteItem(item.entry, _NOTHING, 0, copies))
         finish(begun(devices))
         return copied
 

@@ -6,14 +6,14 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final, final
 
 from ..errors import CheckpointError, is_url, refuse_url
 from ..process import current
 from ..process.control import locked
 from .background import background
-from .record import NAME, Record, encode, exists, is_record, read
+from .record import NAME, Record, encode, is_record, read
 from .steps import explain, on_running_ranks
 from .storage import StoreError, check_size, read_whole, storage_of
 
@@ -135,30 +135,6 @@ def remove(directory: str) -> None:
     storage.remove_directory(directory)
 
 
-# -- checkpoints that are replaced while they are read ---------------------------------------------
-
-
-@contextlib.contextmanager
-def reporting_replacement(path: object) -> Iterator[None]:
-    """Say so in a CheckpointError if a save has replaced the checkpoint."""
-    before = _version(path)
-    try:
-        yield
-    except CheckpointError as error:
-        if _version(path) in ("", before):
-            raise
-        raise CheckpointError(
-            f"{absolute(path)} was replaced while it was read: load it again"
-        ) from error
-
-
-def _version(path: object) -> str:
-    with contextlib.suppress(CheckpointError, OSError):
-        directory = absolute(path)
-        return storage_of(directory).version(os.path.join(directory, NAME))
-    return ""
-
-
 # -- several checkpoints ---------------------------------------------------------------------------
 
 
@@ -231,18 +207,20 @@ def latest(root: str | os.PathLike[str]) -> str | None:
 
 def _complete(directory: str) -> Record | None:
     """Return the record of a checkpoint that can be loaded. Warns of one that can't."""
-    before = _version(directory)
+    path = os.path.join(directory, NAME)
+    version = ""
     try:
-        if not exists(directory):
+        version = storage_of(path).version(path)
+        if not version:
             return None
-        record, _ = read(directory)
+        record = read(directory)
         check_sizes(directory, record)
         return record
     except (CheckpointError, OSError, MemoryError) as error:
         if isinstance(error, StoreError) or isinstance(error.__cause__, StoreError):
             raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
         # A save may have replaced it in between.
-        if _version(directory) not in ("", before):
+        if version and storage_of(path).version(path) not in ("", version):
             return _complete(directory)
         logger.warning("%s is passed over: %s", directory, explain(error))
         return None
@@ -258,17 +236,13 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         CheckpointError: ``src`` is not a complete checkpoint, or ``dst`` can't be written.
     """
 
-    def arguments() -> dict[str, object]:
-        background.wait()
-        return {"src": named(src), "dst": named(dst)}
-
     def act(rank: int, world: int) -> None:
+        background.wait()
         if rank == 0:
-            with reporting_replacement(src):
-                _link(absolute(src), absolute(dst))
+            _link(absolute(src), absolute(dst))
 
-    current()  # Several ranks that link before any setup must not write at the same time.
-    on_running_ranks("accel.link", arguments, act)
+    current()  # Ranks that link before any setup must wait for rank 0 too.
+    on_running_ranks("accel.link", act)
 
 
 def _link(src: str, dst: str) -> None:
@@ -277,7 +251,7 @@ def _link(src: str, dst: str) -> None:
         raise CheckpointError(
             f"{src} can't be linked to {dst}: both must be in one store, or on one file system."
         )
-    record, _ = read(src)
+    record = read(src)
     check_sizes(src, record)
     if storage.real(src) == storage.real(dst):
         return

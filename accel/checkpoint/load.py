@@ -35,12 +35,12 @@ from .objects import (
     structure_of,
 )
 from .reader import Reader
-from .record import Stored
+from .record import Record, Stored
 from .shards import BY_NAME
 from .state import OF_VALUES, State
 from .steps import check_arguments, check_equal, digest, exchange, explain, log_end, on_every_rank
 from .values import Decoder, stored_tensors
-from .weights import Checkpoint, choose, is_weights_alone, open_checkpoint
+from .weights import choose, is_weights_alone, open_checkpoint
 
 logger = logging.getLogger("accel")
 
@@ -82,26 +82,26 @@ def load(
     """
     current()
     begin = time.monotonic()
-    with folder.reporting_replacement(dir):
 
-        def prepare() -> tuple[Loading, Summary]:
-            background.wait()
-            checkpoint = open_checkpoint(folder.absolute(dir), state)
-            loading = Loading(checkpoint, state, convert)
-            if checkpoint.record.version and rank() == 0:
-                folder.check_sizes(checkpoint.directory, checkpoint.record)
-            loading.decode()
-            loading.summary.arguments = {"strict": strict, "convert": convert}
-            return loading, loading.summary
+    def prepare() -> tuple[Loading, Summary]:
+        background.wait()
+        directory = folder.absolute(dir)
+        record = open_checkpoint(directory, state)
+        loading = Loading(directory, record, state, convert)
+        if record.version and rank() == 0:
+            folder.check_sizes(directory, record)
+        loading.decode()
+        loading.summary.arguments = {"strict": strict, "convert": convert}
+        return loading, loading.summary
 
-        loading, summaries = exchange("accel.load", prepare)
-        _check_equal(loading.directory, summaries)
-        nowhere = functools.reduce(operator.and_, [one.unneeded for one in summaries])
-        unneeded = [name for number, name in loading.unneeded.items() if nowhere >> number & 1]
-        report(loading.directory, summaries, unneeded, strict)
-        # Part of the state of an optimizer is of no use.
-        loading.leave_alone(set().union(*(one.unfit_optimizers for one in summaries)))
-        result: dict[Any, Any] = on_every_rank("accel.load (the tensors)", loading.apply)
+    loading, summaries = exchange("accel.load", prepare)
+    _check_equal(loading.directory, summaries)
+    nowhere = functools.reduce(operator.and_, [one.unneeded for one in summaries])
+    unneeded = [name for number, name in loading.unneeded.items() if nowhere >> number & 1]
+    report(loading.directory, summaries, unneeded, strict)
+    # Part of the state of an optimizer is of no use.
+    loading.leave_alone(set().union(*(one.unfit_optimizers for one in summaries)))
+    result: dict[Any, Any] = on_every_rank("accel.load (the tensors)", loading.apply)
     for engine in loading.engines:
         engine.holdings.filled()
         engine.refresh()
@@ -139,10 +139,10 @@ class Filling:
 class Loading:
     """One rank's part of a load. ``state`` is None if only plain values are loaded."""
 
-    def __init__(self, checkpoint: Checkpoint, state: Any, convert: bool) -> None:
-        self.directory = checkpoint.directory
-        self._record = checkpoint.record
-        self._reader = Reader(checkpoint.directory, self._record)
+    def __init__(self, directory: str, record: Record, state: Any, convert: bool) -> None:
+        self.directory = directory
+        self._record = record
+        self._reader = Reader(directory, record)
         self._convert = convert
         self._value_tensors: dict[str, torch.Tensor] = {}
         self._decoder = Decoder(self.directory, lambda name: self._value_tensors[name].clone())
@@ -156,7 +156,7 @@ class Loading:
         self._fillings = [
             self._compare(one, node, tensors[one.name]) for one, node in self._match.objects
         ]
-        self.summary.digits = checkpoint.digits
+        self.summary.digits = record.digits
         self.summary.structure = digest(structure_of([one for one, _ in self._match.objects]))
         # As bits, because there may be very many ranks.
         self.summary.unneeded = sum(1 << number for number in self.unneeded)
@@ -310,16 +310,11 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     background.wait()
     directory, keys = folder.absolute(source.weights), ["model"]
     if not is_weights_alone(directory):
-        name, _ = choose(directory, record.read(directory)[0], source.name)
+        name, _ = choose(directory, record.read(directory), source.name)
         keys = name.split("/")
     elif source.name is not None:
         raise CheckpointError(
             f"{directory} has the weights of one model, without a name. Omit name={source.name!r}."
-        )
-    if any(key.startswith("[") for key in keys):
-        raise CheckpointError(
-            f"{directory}: the model {source.name!r} is in a list "
-            "or under a key that is no string. Save it under a string key."
         )
 
     def state_of(model: nn.Module) -> dict[Any, Any]:
@@ -331,6 +326,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     def fill(handle: nn.Module) -> None:
         load(directory, state_of(handle), convert=True)
 
-    loading = Loading(open_checkpoint(directory, state_of(module)), state_of(module), convert=True)
+    state = state_of(module)
+    loading = Loading(directory, open_checkpoint(directory, state), state, convert=True)
     report(directory, [loading.summary], loading.unneeded.values(), strict=True)
     return fill

@@ -219,7 +219,4 @@ def unfit(stored: Stored, slot: Shard, convert: bool) -> str:
         # Integers may be quantized weights.
         if here.is_floating_point() and not dtype.is_floating_point:
             return f"{text}. Only the library that wrote them can convert integers"
-    sides = zip(here.shape, here.stride(), strict=True)
-    if any(size > 1 and not stride for size, stride in sides):
-        return "its elements share memory (an expanded view). Use tensor.clone()"
     return ""

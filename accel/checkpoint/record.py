@@ -86,6 +86,8 @@ class Record:
     #: For each rank, its own values by the name of their object.
     ranks: Sequence[Mapping[str, Any]] = field(default_factory=list)
     version: int = VERSION
+    #: The checksum of the record, which is equal if two ranks see the same checkpoint.
+    digits: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -133,8 +135,8 @@ def is_record(path: str) -> bool:
     return begin == _BEGIN or old_format.is_old(begin)
 
 
-def read(directory: str) -> tuple[Record, str]:
-    """Return the record of a checkpoint and its checksum.
+def read(directory: str) -> Record:
+    """Return the record of a checkpoint.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it has a different format or version.
@@ -159,8 +161,8 @@ def _absent(directory: str) -> str:
     return f"{directory} has no {NAME}, so it is not a checkpoint. It holds {', '.join(held)}."
 
 
-def parse(content: bytes, path: str) -> tuple[Record, str]:
-    """Return the record with this content and its checksum, or raise as ``read``."""
+def parse(content: bytes, path: str) -> Record:
+    """Return the record with this content, or raise as ``read``."""
     if old_format.is_old(content):
         digits, expected = old_format.checksums(content)
     elif content.startswith(_BEGIN):
@@ -178,10 +180,10 @@ def parse(content: bytes, path: str) -> tuple[Record, str]:
                 f"{path} has version {body['version']!r} of the format, and this accel reads "
                 f"versions up to {VERSION}. Please update accel."
             )
-        return _build(body), digits
+        return _build(body, digits)
 
 
-def _build(body: Mapping[str, Any]) -> Record:
+def _build(body: Mapping[str, Any], digits: str) -> Record:
     """Return a record from its JSON."""
     is_old = body["version"] != VERSION
     files = []
@@ -202,4 +204,4 @@ def _build(body: Mapping[str, Any]) -> Record:
                 runs.append(Run(file, tuple(zip(low, high, strict=True)), *rule))
         tensors[name] = Stored(value["dtype"], shape, tuple(runs), aliases)
     plain = {name: body[name] for name in _PLAIN}
-    return Record(files=files, tensors=tensors, version=body["version"], **plain)
+    return Record(files=files, tensors=tensors, version=body["version"], digits=digits, **plain)

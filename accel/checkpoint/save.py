@@ -22,7 +22,7 @@ from .background import background
 from .objects import OptimizerObject, RankObject, StateObject, structure_of
 from .plan import Kind, Listing, Plan, Table, list_shards, make_plan
 from .record import Record
-from .shards import Item, LocalShard, Written, check_tensor
+from .shards import LocalShard, WriteItem, Written, check_tensor
 from .state import OF_VALUES, State, name_of
 from .steps import (
     Gather,
@@ -261,7 +261,9 @@ class Writing:
     plan: Plan
     values: dict[str, Json]
 
-    def finish(self, items: Sequence[Item], commit: folder.Commit | None, gather: Gather) -> None:
+    def finish(
+        self, items: Sequence[WriteItem], commit: folder.Commit | None, gather: Gather
+    ) -> None:
         """Write this rank's file and, on rank 0, the record once all files exist. Collective."""
         storage = storage_of(self.directory)
         name = folder.shard_name(self.messages[0].save, self.rank)

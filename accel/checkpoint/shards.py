@@ -153,9 +153,14 @@ class WriteItem:
     entry: Entry
     tensor: torch.Tensor
     start: int
+    #: The bytes in host memory, if a save in the background has copied them.
+    copies: Sequence[torch.Tensor] = ()
 
     def pieces(self) -> Iterator[torch.Tensor]:
         """Give the elements in row-major order as flat contiguous tensors. Copies are small."""
+        if self.copies:
+            yield from self.copies
+            return
         tensor, start = self.tensor, self.start
         stop = start + math.prod(shape_of(self.entry.box))
         if tensor.is_contiguous() and not is_lazy(tensor):
@@ -168,21 +173,6 @@ class WriteItem:
                 values = tensor[slices(box)].resolve_conj().resolve_neg()
                 # reshape() of one dimension is a view, which may skip elements.
                 yield values.reshape(-1).contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedItem:
-    """An entry to write, and copies of its bytes in host memory."""
-
-    entry: Entry
-    copies: Sequence[torch.Tensor]
-
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Give the bytes."""
-        return iter(self.copies)
-
-
-Item = WriteItem | CopiedItem
 
 
 def items_of(entries: Iterable[Entry], shards: Sequence[LocalShard]) -> list[WriteItem]:
@@ -254,7 +244,7 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def write(directory: str, name: str, items: Sequence[Item]) -> Written:
+def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
     """Write a new file of ``items``, durably. After an error it does not exist."""
     # Wide elements are first, so all are aligned.
     items = sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -57,21 +56,15 @@ def on_every_rank(step: str, act: Callable[[], T], gather: Gather = agree) -> T:
     return exchange(step, lambda: (act(), None), gather)[0]
 
 
-def on_running_ranks(
-    function: str, arguments: Callable[[], Mapping[str, object]], act: Callable[[int, int], T]
-) -> T:
-    """Run ``act`` with the rank and the world size, on all ranks if accel runs on several.
-
-    ``arguments`` returns values that must be equal on all ranks.
-    """
+def on_running_ranks(function: str, act: Callable[[int, int], None]) -> None:
+    """Run ``act`` with the rank and the world size, on all ranks if accel runs on several."""
     process = running()
     if process is not None and process.place.world_size > 1:
-        step = f"{function} (the beginning)"
-        check_arguments(function, exchange(step, lambda: (None, arguments()))[1])
-        return on_every_rank(function, lambda: act(process.place.rank, process.place.world_size))
+        place = process.place
+        on_every_rank(function, lambda: act(place.rank, place.world_size))
+        return
     try:
-        arguments()
-        return act(0, 1)
+        act(0, 1)
     except OSError as error:
         raise CheckpointError(f"{function}: {explain(error)}") from error
 
@@ -139,17 +132,6 @@ def explain(error: BaseException) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += "; free space on that file system, or choose a directory on another one"
     return text
-
-
-@contextlib.contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the path to errors of the system that have none, as from writing to an open file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = os.fspath(path)
-        raise
 
 
 #: The errors of code that gets unexpected data.

@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from ..errors import CheckpointError, is_url
-from .steps import explain, naming
+from .steps import explain
 
 if TYPE_CHECKING:
     from .remote import Remote
@@ -55,7 +55,8 @@ def check_size(path: str, size: int, written: int) -> None:
     """Raise for a file that doesn't have the size in the record. -1: there is none."""
     if size < 0:
         raise CheckpointError(
-            f"{path} is missing: the checkpoint is not complete, so load another one."
+            f"{path} is missing: the checkpoint is not complete, or a save has replaced it. "
+            "Load again, or load another one."
         )
     if size != written:
         raise CheckpointError(
@@ -143,8 +144,7 @@ class Local:
         """Make the names in a directory durable."""
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with naming(directory):
-                os.fsync(fd)
+            os.fsync(fd)
         finally:
             os.close(fd)
 
@@ -169,14 +169,16 @@ class Local:
         """Write a new file, durably. After an error it does not exist."""
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o666)
         try:
-            with naming(path):
-                at = 0
-                for block in content():
-                    _write_all(fd, block)
-                    _start_writing(fd, at, len(block))
-                    at += len(block)
-                os.fsync(fd)
-        except BaseException:
+            at = 0
+            for block in content():
+                _write_all(fd, block)
+                _start_writing(fd, at, len(block))
+                at += len(block)
+            os.fsync(fd)
+        except BaseException as error:
+            # Errors from an open file have no name.
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = path
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise

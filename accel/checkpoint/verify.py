@@ -24,13 +24,10 @@ def verify(dir: str | os.PathLike[str]) -> None:
     """
     begin = time.monotonic()
 
-    def arguments() -> dict[str, object]:
-        background.wait()
-        return {"dir": folder.named(dir)}
-
     def act(rank: int, world: int) -> None:
+        background.wait()
         directory = folder.absolute(dir)
-        found, _ = record.read(directory)
+        found = record.read(directory)
         folder.check_sizes(directory, found)
         reader = Reader(directory, found)
         for file in range(len(found.files)):
@@ -38,5 +35,4 @@ def verify(dir: str | os.PathLike[str]) -> None:
         done = f"1 of {world} parts verified" if world > 1 else "verified"
         log_end(directory, done, found.nbytes // world, begin)
 
-    with folder.reporting_replacement(dir):
-        on_running_ranks("accel.verify", arguments, act)
+    on_running_ranks("accel.verify", act)

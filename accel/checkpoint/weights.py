@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -38,22 +37,13 @@ _WEIGHTS: Final = re.compile(
 _PIECE: Final = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A record, and a checksum that is equal if two ranks see the same files."""
-
-    directory: str
-    record: Record
-    digits: str
-
-
 # -- read ------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(directory: str, state: Any) -> Checkpoint:
-    """Return a checkpoint, or weights as a checkpoint of the only model in ``state``."""
+def open_checkpoint(directory: str, state: Any) -> Record:
+    """Return a record, or weights as a record of the only model in ``state``."""
     if not is_weights_alone(directory):
-        return Checkpoint(directory, *record.read(directory))
+        return record.read(directory)
     name, values = "model", dict[Any, Json]()
     if state is not None:
         models = [leaf for leaf in State(state).leaves if isinstance(leaf.value, nn.Module)]
@@ -79,11 +69,17 @@ def open_checkpoint(directory: str, state: Any) -> Checkpoint:
             runs = (Run(len(files), box),) if math.prod(shape) else ()
             tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, {(len(files), box): (key, 0)})
         files.append(Written(path, size, ()))
-    weights = Record(
-        id="", time=0.0, world_size=1, files=files, tensors=tensors, values=values, version=0
-    )
     seen = repr([[(file.name, file.size) for file in files], tensors])
-    return Checkpoint(directory, weights, shards.checksum(seen.encode()))
+    return Record(
+        id="",
+        time=0.0,
+        world_size=1,
+        files=files,
+        tensors=tensors,
+        values=values,
+        version=0,
+        digits=shards.checksum(seen.encode()),
+    )
 
 
 def is_weights_alone(path: str) -> bool:
@@ -197,16 +193,15 @@ def export(
     """
 
     def act(rank: int, world: int) -> None:
+        background.wait()
         if rank == 0:
-            background.wait()
             begin = time.monotonic()
-            with folder.reporting_replacement(dir):
-                model = _Model(folder.absolute(dir), name, dtype)
-                contents = model.files(_parse_size(max_shard_size), library)
-                _write(folder.absolute(out), contents, overwrite)
+            model = _Model(folder.absolute(dir), name, dtype)
+            contents = model.files(_parse_size(max_shard_size), library)
+            _write(folder.absolute(out), contents, overwrite)
             log_end(folder.absolute(out), "exported", model.nbytes, begin)
 
-    on_running_ranks("accel.export", dict, act)
+    on_running_ranks("accel.export", act)
 
 
 def _write(out: str, contents: Mapping[str, Content], overwrite: bool) -> None:
@@ -238,7 +233,7 @@ class _Model:
     """A model in a checkpoint, as the content of files."""
 
     def __init__(self, directory: str, name: str | None, dtype: str | torch.dtype | None) -> None:
-        saved, _ = record.read(directory)
+        saved = record.read(directory)
         folder.check_sizes(directory, saved)
         name, node = choose(directory, saved, name)
         self._reader, self._prefix = Reader(directory, saved), f"{name}/"

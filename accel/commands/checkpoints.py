@@ -49,7 +49,7 @@ def inspect(args: argparse.Namespace) -> int:
     This reads the record only. Use `verify` to compare the bytes.
     """
     directory = folder.latest(args.directory) or args.directory
-    record, _ = read(folder.absolute(directory))
+    record = read(folder.absolute(directory))
     if args.values:
         print(json.dumps(record.values, indent=2))
         return 0

@@ -66,7 +66,7 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
         files.append(written)
     new = Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={})
     content = record.encode(new)
-    parsed, _ = record.parse(content, record.NAME)
+    parsed = record.parse(content, record.NAME)
     opened = _count_opened(directory)
     load_s, _ = clocked(lambda: Reader(directory, parsed).fill(one.shard for one in wanted))
     assert all(bool((one.shard.tensor == 1).all()) for one in wanted)

@@ -110,7 +110,7 @@ SAVE = "0123456789ab"
 
 def runs(directory: str | Path, name: str) -> Sequence[Run]:
     """The boxes of a tensor in a checkpoint."""
-    return record.read(str(directory))[0].tensors[name].runs
+    return record.read(str(directory)).tensors[name].runs
 
 
 def split(number: int, places: Sequence[int]) -> list[tuple[int, int]]:

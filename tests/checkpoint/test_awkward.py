@@ -43,7 +43,7 @@ def test_targets_of_other_forms(tmp_path: Path) -> None:
     accel.load(tmp_path, {"f": half}, convert=True)
     assert half.tolist() == floats.tolist()
     refused: list[tuple[str, torch.Tensor, str]] = [
-        ("m", torch.zeros(4).expand(3, 4), "share memory"),
+        ("m", torch.zeros(4).expand(3, 4), "more than one element"),
         ("f", torch.zeros(2, dtype=torch.uint8), "cannot hold its values"),
         ("f", torch.zeros(2, dtype=torch.bool), "cannot hold its values"),
         ("f", torch.zeros(2, device="meta"), "meta device"),

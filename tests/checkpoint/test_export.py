@@ -163,7 +163,7 @@ def test_incomplete_directories_are_refused(tmp_path: Path) -> None:
             accel.load(tmp_path, {"model": model})
 
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    refused("is missing")
+    refused("gone.safetensors is missing")
     save_file(dict(nn.Linear(2, 2).state_dict()), path)
     refused("remove the other")
     index.unlink()

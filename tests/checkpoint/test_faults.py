@@ -198,7 +198,7 @@ def test_two_jobs_at_once(tmp_path: Path) -> None:
     late = folder.Commit(str(tmp_path))
     accel.save(tensors(2.0), tmp_path)
     with pytest.raises(CheckpointError, match="is another job's: it has saved there since this save began"):
-        late.put(record.read(str(tmp_path))[0])
+        late.put(record.read(str(tmp_path)))
     assert read(tmp_path) == 2
     assert len(os.listdir(tmp_path)) == 2
     accel.save(tensors(3.0), tmp_path)

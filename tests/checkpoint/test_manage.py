@@ -106,22 +106,3 @@ def test_verify_on_several_ranks(tmp_path: Path) -> None:
         file.seek(23_000_000)
         file.write(b"\x01")
     assert all("damaged" in text for text in run(2, verify_on_ranks, str(tmp_path)))
-
-
-def different_calls(root: str) -> None:
-    rank = accel.rank()
-    for name in "ab":
-        accel.save({"n": 1}, f"{root}/{name}")
-    calls: dict[str, Any] = {
-        "dst": lambda: accel.link(f"{root}/a", f"{root}/l{rank}"),
-        "src": lambda: accel.link(f"{root}/{'ab'[rank]}", f"{root}/l"),
-        "dir": lambda: accel.verify(f"{root}/{'ab'[rank]}"),
-    }
-    for argument, call in calls.items():
-        with pytest.raises(CheckpointError, match=f"got {argument}=.* on rank 0 and {argument}=.* on rank 1"):
-            call()
-
-
-def test_different_calls_on_ranks(tmp_path: Path) -> None:
-    run(2, different_calls, str(tmp_path))
-    assert {one.name for one in tmp_path.iterdir()} == {"a", "b"}

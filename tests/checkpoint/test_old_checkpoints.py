@@ -81,7 +81,7 @@ def resume(directory: str, backend: str) -> list[float]:
 def test_all_kinds_of_objects_and_values_load(version: int, world: int, backend: str) -> None:
     directory = HERE / f"written_as_version_{version}"
     accel.verify(directory)
-    found, _ = record.read(str(directory))
+    found = record.read(str(directory))
     assert found.version == version
     left: list[Any] = sum(run(world, resume, str(directory), backend), [])
     assert sorted(left) == sorted(set(map(float, range(24))) - GIVEN[version])

@@ -66,7 +66,7 @@ def state(value: float, numel: int = 1000) -> dict[str, Any]:
 def value_of(url: str) -> float:
     """The value of a checkpoint all of whose tensors must have it."""
     found = state(-1.0)
-    found["x"] = torch.zeros(read(url)[0].tensors["x"].shape)
+    found["x"] = torch.zeros(read(url).tensors["x"].shape)
     accel.load(url, found)
     assert found["x"].unique().tolist() == [found["n"]]
     return float(found["n"])
