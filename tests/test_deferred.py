@@ -104,8 +104,7 @@ PLAN = {str(i): (RowwiseParallel if i % 2 else ColwiseParallel)() for i in range
 #: How much of the model a rank of two holds, and what else its backend takes while it starts.
 HELD: dict[str, tuple[Any, float]] = {
     "ddp": ("ddp", 1),
-    # fairscale copies the weights that a rank's optimizer updates into one flat buffer.
-    "sharded": ("sharded", 1 + 0.5),
+    "sharded": ("sharded", 1),
     "tensor_parallel": (accel.FSDP(tensor_parallel=2, plan=PLAN), 0.5),
     "pipeline": ("pipeline", 0.5),
     # DeepSpeed makes copies of this rank's half for an optimizer, and as many gradients, which accel drops.

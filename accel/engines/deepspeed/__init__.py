@@ -148,6 +148,9 @@ class ZeROGradients(Gradients):
     def after_step(self, optimizer: Optimizer) -> None:
         if self.engine.zero is not None:
             self.engine.steps[id(optimizer)].take_out()
+            for index, fragment in self.engine.zero.fragments.items():
+                if fragment.weights.grad is not None:
+                    self.engine.zero.used.add(index)
             self.engine.zero.publish()
 
 

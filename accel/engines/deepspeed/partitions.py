@@ -8,6 +8,7 @@ one process.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from .library import accelerator, end, initialize
 
 if TYPE_CHECKING:
     from . import DeepSpeedEngine
+
+logger = logging.getLogger("accel")
 
 
 @final
@@ -76,6 +79,9 @@ class Partitions(ABC):
         self._hooks: list[RemovableHandle] = []
         #: Parameters with gradients, in the order of arrival, since the last ``flush``.
         self.arrivals: list[int] = []
+        #: Parameters whose gradients a step has used since ``zero_grad``.
+        self.used: set[int] = set()
+        self._warned = False
         #: Autograd's numbers of the backwards that run, inside of each other.
         self.running: set[int] = set()
         #: DeepSpeed still has the state of a forward or backward that raised.
@@ -207,6 +213,13 @@ class Partitions(ABC):
         for index in assigned:
             if index in self.fragments:
                 self.fragments[index].weights.grad = None
+        # for p in model.parameters(): p.grad = None
+        if not self._warned and not self.used.isdisjoint(self.arrivals):
+            self._warned = True
+            logger.warning(
+                "backend='deepspeed' adds new gradients to those of an earlier step, which "
+                "p.grad = None doesn't drop. Call optimizer.zero_grad() or model.zero_grad()."
+            )
         indices = list(self.floating)
         given = held_by_any(what, masks, [self.names[index] for index in indices])
         for number in given:
@@ -219,6 +232,7 @@ class Partitions(ABC):
         """Drop the gradients of these parameters, after ``zero_grad`` of the raw object. Local."""
         self.recover()
         self.interruption.incomplete = False
+        self.used.difference_update(indices)
         for index in indices:
             fragment = self.fragments.get(index)
             if fragment is None or fragment.weights.grad is None:

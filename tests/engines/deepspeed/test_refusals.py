@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -211,3 +212,30 @@ def other_optimizers(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_optimizers(stage: int) -> None:
     run(2, other_optimizers, stage)
+
+
+def never_dropped(stage: int) -> list[str]:
+    net = nn.Linear(4, 2)
+    model, optimizer, _ = accel.setup(net, torch.optim.SGD(net.parameters(), lr=0.1), backend=zero(stage))
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel").addHandler(handler)
+    try:
+        for drop in (True, False, False):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if drop:
+                model.zero_grad()
+                assert not told
+            for p in net.parameters():
+                p.grad = None
+    finally:
+        logging.getLogger("accel").removeHandler(handler)
+    return told
+
+
+def test_warning_of_gradients_never_dropped() -> None:
+    for told in run(2, never_dropped, 2):
+        assert len(told) == 1
+        assert "Call optimizer.zero_grad()" in told[0]
