@@ -302,7 +302,6 @@ COMMANDS = {
     "verify nowhere": "nowhere does not exist",
     "inspect xx://bucket/run": "Protocol not known: xx",
     "memory torch.nn:Linear": "missing 2 required positional arguments",
-    "memory torch.nn:ReLU": "got an empty parameter list. Write a class of torch.optim",
 }
 
 

@@ -159,7 +159,9 @@ def forget_groups() -> None:
     groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     library("deepspeed.comm.comm").cdb = None
     for owner in gc.get_objects():
-        if not str(type(owner).__module__).startswith(("deepspeed.", "accel.engines.deepspeed.")):
+        kind = type(owner)
+        is_own = str(kind.__module__).startswith(("deepspeed.", "accel.engines.deepspeed."))
+        if not is_own and not issubclass(kind, torch.nn.Parameter):
             continue
         attributes = getattr(owner, "__dict__", {})
         for name, value in list(attributes.items()):

@@ -28,11 +28,8 @@ from tests.engines.fsdp.training import (
 
 # What computes with parameters outside the module, or needs a graph of a backward, is refused by torch or by accel.
 REFUSED = {
-    "regularised_by_parameters": "mixed torch.Tensor and DTensor",
     "gradients_assigned": "mixed torch.Tensor and DTensor",
     "gradient_penalty": "create_graph",
-    "transformed": "transform, the function provided attempted to call in-place operation",
-    "gradients_with_graphs": "create_graph",
     "lbfgs": "Cannot flatten unevenly sharded tensor",
 }
 
@@ -47,14 +44,15 @@ WRAPS = {
 def patterns(option: str) -> dict[str, Any]:
     """All of them with blocks inside; of one group, and of groups that stay whole, every second."""
     found: dict[str, Any] = {}
-    names = [name for name in test_loop.PATTERNS if name != "functional_call"]  # docs/limits.md
-    for name in {"root": names[::2], "kept": names[1::2]}.get(option, names):
+    chosen = [p for p in (*test_loop.LOSSES, *test_loop.LOOPS) if p is not test_loop.functional_call]
+    for pattern in {"root": chosen[::2], "kept": chosen[1::2]}.get(option, chosen):
+        name = pattern.__name__
         if name in REFUSED:
             with pytest.raises((accel.AccelError, RuntimeError), match=REFUSED[name]):
-                test_loop.compare(name, WRAPS[option])
+                test_loop.compare(pattern, WRAPS[option])
             accel.teardown()
         else:
-            found[name] = test_loop.compare(name, WRAPS[option])
+            found[name] = test_loop.compare(pattern, WRAPS[option])
     return found
 
 
