@@ -148,6 +148,9 @@ def make_plan(
         AccelError: the call can't work.
     """
     if loader_options is not None:
+        if not isinstance(loader_options, LoaderOptions):
+            what = described(loader_options)
+            raise LoaderError(f"loader_options is {what}. Pass accel.LoaderOptions(...).")
         plan.loader_options = loader_options
     if devices != "auto":
         use_devices(devices)

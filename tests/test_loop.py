@@ -49,6 +49,9 @@ class Net(nn.Module):
             return Output(y, {"features": features})
         return y if self.output == "tensor" else (y, features)
 
+    def init_hidden(self, n: int) -> torch.Tensor:
+        return self.head.weight.new_zeros(n, 10)
+
     def embed(self, x: torch.Tensor) -> torch.Tensor:
         return self.backbone(x)
 
@@ -141,7 +144,7 @@ def never_zeroed(s: Setting) -> None:
 
 
 def hidden_state(s: Setting) -> None:
-    hidden = s.raw.head.weight.new_zeros(len(s.batch(0)[0]), 10)
+    hidden = s.model.init_hidden(len(s.batch(0)[0]))
     s.model.output = "tuple"
     for step in range(STEPS):
         x, y = s.batch(step)

@@ -81,7 +81,11 @@ OTHERS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: ANY.setup(net(), backend="fsdp:replicas=2,replicas=1"), accel.BackendError, "at 'replicas=1'"),
     (lambda: ANY.setup(net(), backend="nccl"), accel.BackendError, "accel.init(process_group='nccl')"),
     (lambda: ANY.launch("train.py"), accel.LaunchError, "use python -m accel run"),
-    (lambda: ANY.setup(None, None, loader(), loader_options={"seed": 0}), accel.LoaderError, "found a dict"),
+    (
+        lambda: ANY.setup(None, None, loader(), loader_options={"seed": 0}),
+        accel.LoaderError,
+        "loader_options is a dict",
+    ),
     (lambda: ANY.accumulate(iter(loader()), 2), accel.LoaderError, "takes the loader that accel.setup returned"),
     (lambda: ANY.save({"loader": loader()}, "here"), accel.CheckpointError, 'state["loader"] is a torch.utils.data'),
     (lambda: ANY.save(net(), "here"), accel.CheckpointError, "Expected the state as a dict, found a Linear"),
