@@ -140,7 +140,7 @@ def make_plan(
     backend: Any,
     precision: Any,
     devices: Any,
-    loader_options: LoaderOptions | None,
+    loader_options: Any,
 ) -> None:
     """Find the objects that are not set up yet, and check that they can be.
 

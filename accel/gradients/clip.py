@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ Tensors: TypeAlias = Sequence[torch.Tensor]
 
 #: ``Gradients`` of engines, with some parameters of each.
 Owners: TypeAlias = list[tuple[Any, Tensors]]
+
+_DTYPE: Final = operator.attrgetter("dtype")
+_DEVICE: Final = operator.attrgetter("device")
 
 
 # -- sharded gradients -----------------------------------------------------------------------------
@@ -69,8 +73,11 @@ def _norm_over_ranks(
     A single rank counts a replicated gradient.
     """
     norms = [torch.zeros(1, dtype=torch.float64, device=process.device)]
+    # A rank that counts no gradient knows the dtype from its parameters.
+    dtypes = set() if counted else set(map(_DTYPE, parameters))
     for tensors in counted:
         norms_of_tensors = torch.stack(torch._foreach_norm(tensors, order))
+        dtypes.add(norms_of_tensors.dtype)
         norms.append(norms_of_tensors.to(process.device, torch.float64))
     local = torch.linalg.vector_norm(torch.cat(norms), order)
     # Gathered, because gloo's maximum of several numbers may lose a nan.
@@ -78,18 +85,16 @@ def _norm_over_ranks(
     with Waiting(process, "clipping of gradients"):
         dist.all_gather(list(by_rank.unbind()), local, group=process.group)
     norm: torch.Tensor = torch.linalg.vector_norm(by_rank, order)
-    # The parameters tell the dtype, because this rank may count no gradient.
-    is_double = any(parameter.dtype is torch.float64 for parameter in parameters)
-    return norm if is_double else norm.float()
+    return norm if torch.float64 in dtypes else norm.float()
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return lists of the tensors on each device. Torch has no largest value of an empty tensor."""
-    groups: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            groups.setdefault(tensor.device, []).append(tensor)
-    return list(groups.values())
+    nonempty = list(filter(torch.Tensor.numel, tensors))
+    devices = dict.fromkeys(map(_DEVICE, nonempty))
+    if len(devices) == 1:  # nearly always, and a model may have very many tensors
+        return [nonempty]
+    return [[tensor for tensor in nonempty if tensor.device == device] for device in devices]
 
 
 # -- torch's functions -----------------------------------------------------------------------------

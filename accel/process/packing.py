@@ -189,13 +189,15 @@ def _split(tensors: Iterable[torch.Tensor], most: int) -> Iterator[list[torch.Te
     piece: list[torch.Tensor] = []
     room = most
     for tensor in tensors:
-        for view in row_of(tensor).split(most):
-            if piece and len(view) > room:
+        row = row_of(tensor)
+        for view in row.split(most) if row.numel() > most else (row,):
+            size = view.numel()
+            if piece and size > room:
                 yield piece
                 piece, room = [], most
-            if len(view):
+            if size:
                 piece.append(view)
-                room -= len(view)
+                room -= size
     if piece:
         yield piece
 

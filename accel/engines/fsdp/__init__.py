@@ -28,7 +28,7 @@ from ..base.inputs import SameInputs
 from ..base.interruption import Interruption
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options, SequenceOptions
-from ..base.parts import LocalSteps, elementwise, parts_of
+from ..base.parts import LocalSteps, elementwise, local_of, parts_of
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
@@ -225,15 +225,15 @@ class FSDPGradients(Gradients):
             self.buffers.synchronize()
 
     def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        having = [p for p in parameters if p.grad is not None]
-        gradients = parts_of([p.grad for p in having])
+        gradients = [p.grad for p in parameters]
         if not self._uncounted:
-            return gradients, []
+            return parts_of([gradient for gradient in gradients if gradient is not None]), []
         counted: list[torch.Tensor] = []
         rest: list[torch.Tensor] = []
-        for parameter, gradient in zip(having, gradients, strict=True):
-            is_rest = id(self.canonical(parameter)) in self._uncounted
-            (rest if is_rest else counted).append(gradient)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                is_rest = id(self.canonical(parameter)) in self._uncounted
+                (rest if is_rest else counted).append(local_of(gradient))
         return counted, rest
 
     def before_step(self, optimizer: Optimizer) -> None:
