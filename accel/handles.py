@@ -120,7 +120,7 @@ class ModelHandle(nn.Module):
         # with torch.load(weights_only=True), so the reduction must be the raw module's own.
         copied = _engine(self).holdings.copy({})
         reduction = copied.__reduce_ex__(protocol)
-        if reduction[0] is getattr(copyreg, "__newobj__"):  # noqa: B009
+        if reduction[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
             _set(self, "_accel_pickled", type(copied))
         return reduction
 

@@ -41,8 +41,8 @@ _DISPATCHING = tuple(
     for part in ("utils/_python_dispatch", "_dynamo", "_compile.py", "_ops.py", "overrides.py")
 )
 #: Files and functions that send values between ranks with gloo. These values are never on a device.
-_ON_CPU = ("accel/process/packing.py", "accel/process/control.py", "accel/process/hangs.py", "accel/process/startup.py")
-_ON_CPU += ("torch/distributed/distributed_c10d.py", "accel/engines/pipeline/passes.py:receive:")
+_ON_CPU = ("accel/process/packing.py", "accel/process/control.py", "accel/process/startup.py")
+_ON_CPU += ("torch/distributed/distributed_c10d.py",)
 
 
 def _place(frame: FrameType | None) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from typing import Final, final
 
 from ..errors import CheckpointError, is_url, refuse_url
-from ..process import current
+from ..process import rank
 from ..process.control import locked
 from .background import background
 from .record import NAME, Record, encode, is_record, read
-from .steps import explain, on_running_ranks
+from .steps import explain, on_every_rank
 from .storage import StoreError, check_size, read_whole, storage_of
 
 logger = logging.getLogger("accel")
@@ -236,13 +236,12 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
         CheckpointError: ``src`` is not a complete checkpoint, or ``dst`` can't be written.
     """
 
-    def act(rank: int, world: int) -> None:
+    def act() -> None:
         background.wait()
-        if rank == 0:
+        if rank() == 0:
             _link(absolute(src), absolute(dst))
 
-    current()  # Ranks that link before any setup must wait for rank 0 too.
-    on_running_ranks("accel.link", act)
+    on_every_rank("accel.link", act)
 
 
 def _link(src: str, dst: str) -> None:

@@ -78,7 +78,7 @@ class RealRows(NamedTuple):
 WHOLE = RealRows(False, None, 1)
 
 
-class Source:
+class SampleSource:
     """The items of a sampler or dataset in one epoch, and this rank's shares of them."""
 
     def __init__(self, items: Any, division: Division, own: Mapping[str, Any]) -> None:
@@ -272,7 +272,7 @@ class SamplerReader(Reader):
 
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
         super().__init__(loader, division)
-        self._source = Source(shape_of(loader).sampler, division, own_generators(loader))
+        self._source = SampleSource(shape_of(loader).sampler, division, own_generators(loader))
         #: The tags of batches that the loader hasn't given yet.
         self._pending: deque[Tag] = deque()
 

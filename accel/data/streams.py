@@ -19,7 +19,7 @@ from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators
 from .checks import LoaderOptions, LoaderPlace
-from .readers import Position, Reader, RealRows, Source, Tag
+from .readers import Position, Reader, RealRows, SampleSource, Tag
 from .sampling import Division, identity, mix, on_cpu, portion
 
 #: Every rank reads the full stream and keeps its share, each rank reads its shards of a Hugging
@@ -49,11 +49,11 @@ class _StreamView(IterableDataset[Any]):
     A ``worker_init_fn`` sets attributes of ``get_worker_info().dataset``.
     """
 
-    def __init__(self, source: Source, mode: str) -> None:
+    def __init__(self, source: SampleSource, mode: str) -> None:
         vars(self).update(_source=source, _mode=mode)
 
     def __iter__(self) -> Iterator[Any]:
-        source: Source = vars(self)["_source"]
+        source: SampleSource = vars(self)["_source"]
         start, info = source.start, get_worker_info()
         stream = info.id if info else 0
         if info:
@@ -76,7 +76,7 @@ class _StreamView(IterableDataset[Any]):
         setattr(vars(self)["_source"].items, name, value)
 
 
-def _shares(source: Source, mode: str) -> Iterator[Any]:
+def _shares(source: SampleSource, mode: str) -> Iterator[Any]:
     division, first = source.division, 0
     for share, items in source.shares():
         if division.world > 1:
@@ -89,7 +89,7 @@ def _shares(source: Source, mode: str) -> Iterator[Any]:
             yield [portion(items, place, source.head) for place in places]
 
 
-def _tagged(collate: Callable[[Any], Any], source: Source, items: Any) -> tuple[Tag, Any]:
+def _tagged(collate: Callable[[Any], Any], source: SampleSource, items: Any) -> tuple[Tag, Any]:
     return source.tag, collate(items)
 
 
@@ -115,7 +115,7 @@ class StreamReader(Reader):
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
             division = replace(division, rank=0, world=1)
             self._width = division.width
-        self._source = Source(dataset, division, own={})
+        self._source = SampleSource(dataset, division, own={})
 
     def install(self, loader: DataLoader[Any]) -> None:
         vars(loader)["dataset"] = _StreamView(self._source, self._mode)

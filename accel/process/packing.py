@@ -57,6 +57,24 @@ def gather_values(value: object, group: dist.ProcessGroup, timeout: timedelta) -
     return [pickle.loads(message[_LENGTH:]) for message in messages]
 
 
+def send_value(
+    value: object, to: int, group: dist.ProcessGroup | None
+) -> list[tuple[Any, torch.Tensor]]:
+    """Begin to send an object to a rank. Return the sends, with the memory that they read."""
+    content = to_tensor(pickle.dumps(value))
+    length = to_tensor(len(content).to_bytes(_LENGTH, "little"))
+    return [(dist.isend(data, to, group), data) for data in (length, content)]
+
+
+def receive_value(source: int, group: dist.ProcessGroup | None) -> Any:
+    """Return the object that a rank sends with ``send_value``."""
+    length = to_tensor(bytes(_LENGTH))
+    dist.recv(length, source, group)
+    content = to_tensor(bytes(int.from_bytes(to_bytes(length), "little")))
+    dist.recv(content, source, group)
+    return pickle.loads(to_bytes(content))
+
+
 # -- single tensors --------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ _stores: Final[dict[tuple[str, int], distributed_c10d.Store]] = {}
 
 
 @dataclass(frozen=True)
-class Report:
+class StartReport:
     """The facts about a rank that the others need before the start.
 
     Attributes:
@@ -108,7 +108,9 @@ def open_store(wait: Wait) -> distributed_c10d.Store:
     return _stores[address]
 
 
-def meet(store: distributed_c10d.Store, wait: Wait, report: Report) -> tuple[str, list[Report]]:
+def meet(
+    store: distributed_c10d.Store, wait: Wait, report: StartReport
+) -> tuple[str, list[StartReport]]:
     """Return a new name for this start, and the reports of all ranks. Collective.
 
     torchrun's store outlives its restarts, with the keys of processes that are gone. So rank 0
@@ -131,7 +133,7 @@ def meet(store: distributed_c10d.Store, wait: Wait, report: Report) -> tuple[str
             if store.check([f"accel/{name}/all"]):
                 reports: list[Any] = json.loads(store.get(f"accel/{name}/all"))
                 if reports[wait.place.rank][0] == ticket:
-                    return name, [Report(*values) for _, *values in reports]
+                    return name, [StartReport(*values) for _, *values in reports]
         if wait.left() <= 0:
             wait.note([rank for rank, key in enumerate(keys) if not store.check([key])] or [0])
         time.sleep(pause)

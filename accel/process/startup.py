@@ -22,7 +22,7 @@ from ..errors import AccelError, DeviceError, LaunchError
 from .devices import default_backend, identity, parse_backend, pick, resolve
 from .launchers import Place, detect
 from .order import Order
-from .rendezvous import LONGEST_PAUSE, Report, Wait, meet, open_store
+from .rendezvous import LONGEST_PAUSE, StartReport, Wait, meet, open_store
 from .watchdog import Watchdog, accelerator_backends, disconnect_all
 
 #: The local rank if you started the process group, until the ranks have exchanged their hosts.
@@ -182,17 +182,17 @@ def _connect(process: Process, backend: str, problem: str) -> None:
         raise
 
 
-def _report(process: Process, problem: str) -> Report:
+def _report(process: Process, problem: str) -> StartReport:
     kind, host = process.asked[0].type, socket.gethostname()
     # Without a local rank, this rank's place among those of its host says which device it gets.
     devices = process.asked if process.place.local_rank == UNKNOWN else process.devices[:1]
     names = [] if problem else [identity(device, host) for device in devices]
     if not problem and kind not in process.backends:
         problem = f"the process group sends no {kind} tensors, only {dict(process.backends)}"
-    return Report(host, f"{kind} by {process.backends.get(kind)}", names, problem)
+    return StartReport(host, f"{kind} by {process.backends.get(kind)}", names, problem)
 
 
-def _check_devices(process: Process, reports: list[Report]) -> None:
+def _check_devices(process: Process, reports: list[StartReport]) -> None:
     """Choose the rank's device. All ranks raise if a rank has a problem or two share a device."""
     hosts = process.hosts = tuple(report.host for report in reports)
     place = process.place

@@ -20,7 +20,7 @@ from accel.process.devices import (
     resolve,
 )
 from accel.process.launchers import Place
-from accel.process.rendezvous import Report
+from accel.process.rendezvous import StartReport
 
 CPU = (torch.device("cpu"),)
 
@@ -87,16 +87,16 @@ def test_pick() -> None:
 
 
 def test_ranks_check_their_devices() -> None:
-    def check(*reports: Report) -> None:
+    def check(*reports: StartReport) -> None:
         process: Any = SimpleNamespace(place=Place(rank=1), shares=lambda device: False, device=None)
         startup._check_devices(process, list(reports))
 
-    first, second = Report("a", "mps", ["mps:0 of a"], ""), Report("b", "mps", ["mps:0 of b"], "")
+    first, second = StartReport("a", "mps", ["mps:0 of a"], ""), StartReport("b", "mps", ["mps:0 of b"], "")
     check(first, second)
     for reports, words in (
         ((first, second, first), "ranks 0 and 2 would share one device"),
         ((first, replace(second, kind="cpu")), "rank 1 uses cpu, but rank 0 mps"),
-        ((first, Report("b", "mps", [], "no mps")), "rank 1: no mps"),
+        ((first, StartReport("b", "mps", [], "no mps")), "rank 1: no mps"),
     ):
         with pytest.raises(DeviceError, match=words):
             check(*reports)

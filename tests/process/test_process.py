@@ -23,7 +23,7 @@ from accel import process
 from accel.errors import AccelError, DeviceError, LaunchError
 from accel.process import rng
 from accel.process.launchers import Place
-from accel.process.rendezvous import Report, Wait, meet
+from accel.process.rendezvous import StartReport, Wait, meet
 from tests.distributed import GUARD, outcomes, run, wait_for
 from tests.interpreters import executable
 from tests.programs import LAUNCHERS, by_hand, clean_environ, free_port, scripts
@@ -312,10 +312,10 @@ def test_a_wrong_launch_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_among_old_keys(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def meet_as(rank: int, client: Any = store, seconds: float = 60) -> tuple[str, list[Report]]:
+    def meet_as(rank: int, client: Any = store, seconds: float = 60) -> tuple[str, list[StartReport]]:
         place = Place(rank=rank, world_size=3)
         wait = Wait(place, timedelta(seconds=seconds), next_log=seconds / 2)
-        return meet(client, wait, Report(f"host {rank}", "cpu by gloo", [], ""))
+        return meet(client, wait, StartReport(f"host {rank}", "cpu by gloo", [], ""))
 
     names = set()
     for first in (0, 1, 2, 0):  # who comes first; the others only once it has seen what the start before left

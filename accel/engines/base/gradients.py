@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError, PrecisionError
 from ...gradients.clip import clip_sharded_
+from ...gradients.hooks import runs_backward
 from ...gradients.watch import Look, look, written
 from ...precision import all_finite, here
 from ...process import Process
@@ -228,7 +229,7 @@ def other_parameters(given: Sequence[Sequence[str]]) -> str:
 
 def refuse_inside_backward() -> None:
     """Raise BackendError if a backward runs, because its gradients are not reduced yet."""
-    if torch._C._current_graph_task_id() != -1:
+    if runs_backward():
         raise BackendError(
             "Gradients are not final, because an optimizer steps inside a backward. "
             "Call step() after backward()."

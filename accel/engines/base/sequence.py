@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import BackendError
+from ...gradients.hooks import runs_backward
 from ...gradients.patches import sequence_patches
 from ...gradients.totals import mean_over
 from ...process import Process
@@ -223,7 +224,7 @@ _live: weakref.WeakSet[SequenceParallel] = weakref.WeakSet()
 def _current(length: int | None = None) -> SequenceParallel | None:
     """Return the engine that computes with shards."""
     sequence: SequenceParallel | None = getattr(_now, "sequence", None)
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = runs_backward()
     if sequence is None and in_backward and not torch.compiler.is_compiling():
         # Activation checkpointing computes a forward again, perhaps in a thread of autograd.
         return next((s for s in _live if length is None or length in s.lengths), None)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...gradients.hooks import at_end_of_backward, remove_hooks
+from ...gradients.hooks import at_end_of_backward, remove_hooks, runs_backward
 from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce, require_equal
 from ...process.packing import row_of
@@ -254,7 +254,7 @@ class Partitions(ABC):
 
     def recover(self) -> None:
         """Clear the state that an exception has left in DeepSpeed. Local."""
-        if torch._C._current_graph_task_id() != -1:  # checkpoints run forwards in a backward
+        if runs_backward():  # checkpoints run forwards in a backward
             return
         if self.running:  # their ends did not come
             self.running.clear()

@@ -15,6 +15,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from ...errors import BackendError
+from ...gradients.hooks import runs_backward
 from ...trees import map_tensors
 from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
@@ -95,7 +96,7 @@ class Stage3Weight(Absent, nn.Parameter):
         if facts["ds_status"] is not self.available:
             return False
         needed = facts["ds_persist"] or facts["ds_active_sub_modules"] or self.by_user in facts
-        return bool(needed) or torch._C._current_graph_task_id() != -1
+        return bool(needed) or runs_backward()
 
     def full_shape(self) -> torch.Size:
         return torch.Size(vars(self)["ds_shape"])
@@ -342,7 +343,7 @@ class Stage3(Partitions):
             return self._call_method(function, args, kwargs)
         except BaseException:
             # In a backward, activation checkpointing ends its forward early by an exception.
-            self.stale |= torch._C._current_graph_task_id() == -1
+            self.stale |= not runs_backward()
             raise
         finally:
             self._forwards -= 1

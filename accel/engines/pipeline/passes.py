@@ -12,7 +12,6 @@ it begins with the one before, and two neighbors have the same order of messages
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 from ...errors import BackendError, PrecisionError, RankMismatchError
 from ...process import end_groups
 from ...process.control import Waiting, agree
-from ...process.packing import broadcast_, bytes_of, is_dense, to_bytes, to_tensor
+from ...process.packing import broadcast_, bytes_of, is_dense, receive_value, send_value
 from ...trees import TensorPlace, map_tensors, put_back, walk
 from ..base.absent import refuse_second_derivatives
 from ..base.activations import run_again
@@ -88,12 +87,9 @@ class PipelineGradients(Gradients):
 
     def send(self, to: int, place: Place, tensors: Tensors, form: Any = None) -> None:
         """Begin to send the tensors of a nested value and its form, after the last message."""
-        head = to_tensor(pickle.dumps((place, _kinds(tensors), form)))
-        size = torch.tensor([len(head)], device="cpu")
         self._finish_sends()
         with self._waiting:
-            for data in (size, head):
-                self._sends.append((dist.isend(data, to, self.process.control), data))
+            self._sends += send_value((place, _kinds(tensors), form), to, self.process.control)
             for tensor in _filled(tensors):
                 data = bytes_of(tensor, self.process.carrier)
                 self._sends.append((dist.isend(data, to, self.process.group), data))
@@ -106,12 +102,8 @@ class PipelineGradients(Gradients):
 
     def receive(self, source: int, place: Place) -> Message:
         """Return the tensors of a message and its form."""
-        size = torch.empty(1, dtype=torch.int64, device="cpu")
         with self._waiting:
-            dist.recv(size, source, self.process.control)
-            head = to_tensor(bytes(int.from_bytes(to_bytes(size.view(torch.uint8)), sys.byteorder)))
-            dist.recv(head, source, self.process.control)
-            sent, kinds, form = pickle.loads(to_bytes(head))
+            sent, kinds, form = receive_value(source, self.process.control)
             if sent != place:
                 raise RankMismatchError(
                     f"Rank {self.rank} waits for {place}, but rank {source} sent {sent}. "
