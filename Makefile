@@ -6,7 +6,7 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint tes
 export OMP_NUM_THREADS ?= 1
 WORKERS ?= 3
 
-# Packages that need an environment of their own; docs/hosts.md says for what.
+# Packages that need an environment of their own; docs/launch.md says for what.
 VENV_HOROVOD ?= .venv-horovod
 VENV_XLA ?= .venv-xla
 VENV_RAY ?= .venv-ray
