@@ -33,7 +33,7 @@ $(VENV)/bench: $(VENV)/test
 demo: $(VENV)/demo  ## train the examples on 1 and on 2 processes with the same loop
 	$(PY) examples/train.py
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train.py
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/gpt.py
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/pretrain_gpt.py --steps 100
 
 # Types and documentation beside the tests, which wait much; what is wrong with the form, at once. Where one fails, the others
 # still run: the line with "Error" that names the failed target may stand above the tests' last one.

@@ -1,4 +1,4 @@
-"""The shapes of a large language model, to see what memory it would need. No part of it is computed.
+"""Shapes of large language models, to predict their memory. They have no forward pass.
 
 python -m accel memory examples.big:gpt_70b --ranks 1,2,4,8,64
 """
@@ -9,17 +9,22 @@ from torch import nn
 class Block(nn.Module):
     def __init__(self, width, kv_width, hidden):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.query, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.key, self.value = (nn.Linear(width, kv_width, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.norm1 = nn.RMSNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, kv_width, bias=False)
+        self.value = nn.Linear(width, kv_width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.RMSNorm(width)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
 
 class GPT(nn.Module):
     def __init__(self, num_tokens, width, kv_width, hidden, num_blocks):
         super().__init__()
-        self.tokens, self.head = nn.Embedding(num_tokens, width), nn.Linear(width, num_tokens, bias=False)
+        self.tokens = nn.Embedding(num_tokens, width)
+        self.head = nn.Linear(width, num_tokens, bias=False)
         self.blocks = nn.ModuleList(Block(width, kv_width, hidden) for _ in range(num_blocks))
         self.norm = nn.RMSNorm(width)
 

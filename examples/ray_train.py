@@ -1,4 +1,4 @@
-"""A raw PyTorch loop inside Ray's TorchTrainer: accel uses the process group that Ray made, and leaves it alone."""
+"""Train with Ray's TorchTrainer. accel uses the process group that Ray creates."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ def train(config):
         accel.print(f"epoch {epoch}: loss {loss:.6f} on {accel.world_size()} workers")
         if "report" in config:
             config["report"]({"loss": loss})
-    accel.teardown()  # accel's own part; Ray's process group lives on
+    accel.teardown()  # doesn't end Ray's process group
     return loss
 
 
@@ -42,10 +42,11 @@ def main(args):
     from ray import train as ray_train
     from ray.train.torch import TorchTrainer
 
+    use_gpu = torch.cuda.is_available()
     trainer = TorchTrainer(
         train,
         train_loop_config={"epochs": args.epochs, "report": ray_train.report},
-        scaling_config=ray_train.ScalingConfig(num_workers=args.workers, use_gpu=torch.cuda.is_available()),
+        scaling_config=ray_train.ScalingConfig(num_workers=args.workers, use_gpu=use_gpu),
         run_config=ray_train.RunConfig(storage_path=os.path.abspath(args.storage)),
     )
     trainer.fit()
@@ -55,5 +56,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--storage", default="runs/ray", help="where Ray keeps what it reports")
+    parser.add_argument("--storage", default="runs/ray", help="directory for Ray's reports")
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Keep a moving average of the weights (EMA) on any backend, with torch's AveragedModel or diffusers' EMAModel."""
+"""Keep a moving average of the weights (EMA) with any backend."""
 
 import argparse
 import copy
@@ -14,7 +14,9 @@ import accel
 
 @torch.no_grad()
 def error_of(model, loader):
-    errors = [accel.gather_for_metrics((model(x) - y).square()) for x, y in loader]
+    errors = []
+    for x, y in loader:
+        errors.append(accel.gather_for_metrics((model(x) - y).square()))
     return torch.cat(errors).mean().item()
 
 
@@ -24,30 +26,39 @@ def main(args):
     y = x.sum(1, keepdim=True) + torch.randn(256, 1)
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    # Copy before setup. `full` holds the full weights: on some backends `model` holds only shards.
+    # Copy before setup. `full` holds full weights, and with some backends `model` has only shards.
     full = copy.deepcopy(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    order = accel.LoaderOptions(seed=0)
-    model, optimizer, loader = accel.setup(net, optimizer, loader, loader_options=order)
-    full.load_state_dict(accel.full_state_dict(model))
+    options = accel.LoaderOptions(seed=0)
+    model, optimizer, loader = accel.setup(net, optimizer, loader, loader_options=options)
     full.to(accel.device())
+    full.load_state_dict(accel.full_state_dict(model))
 
     if args.library == "torch":
-        ema = averaged = AveragedModel(full, multi_avg_fn=get_ema_multi_avg_fn(0.95))
+        ema = AveragedModel(full, multi_avg_fn=get_ema_multi_avg_fn(0.95))
     else:
         from diffusers.training_utils import EMAModel
 
-        ema, averaged = EMAModel(full.parameters(), decay=0.95), copy.deepcopy(full)
+        ema = EMAModel(full.parameters(), decay=0.95)
+
     for _ in range(4):
         for x, y in loader:
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-            full.load_state_dict(accel.full_state_dict(model))  # every rank calls it
-            ema.update_parameters(full) if args.library == "torch" else ema.step(full.parameters())
-    if args.library == "diffusers":
+            full.load_state_dict(accel.full_state_dict(model))  # call it on every rank
+            if args.library == "torch":
+                ema.update_parameters(full)
+            else:
+                ema.step(full.parameters())
+
+    if args.library == "torch":
+        averaged = ema
+    else:
+        averaged = full
         ema.copy_to(averaged.parameters())
-    before, after = error_of(model, loader), error_of(averaged, loader)
+    before = error_of(model, loader)
+    after = error_of(averaged, loader)
     accel.print(f"error {before:.4f} to {after:.4f} with the averaged weights")
     accel.save({"model": model, "ema": averaged}, args.out)
 

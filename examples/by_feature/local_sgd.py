@@ -1,4 +1,4 @@
-"""Local SGD: each process trains its own copy of the weights, and the copies are averaged every few steps."""
+"""Local SGD: each rank trains its own copy, and the copies are averaged every four steps."""
 
 import torch
 import torch.nn.functional as F
@@ -10,50 +10,50 @@ import accel
 
 @torch.no_grad()
 def average(model):
-    """Replace the parameters and floating-point buffers by their means over all processes."""
+    """Replace parameters and buffers by their means over all ranks."""
     tensors = [t for t in model.state_dict().values() if t.is_floating_point()]
-    for tensor, mean in zip(tensors, accel.all_reduce(tensors, "mean"), strict=True):
+    means = accel.all_reduce(tensors, "mean")
+    for tensor, mean in zip(tensors, means, strict=True):
         tensor.copy_(mean)
 
 
 @torch.no_grad()
 def difference(model):
-    """Return the largest difference of a parameter from rank 0's, over all processes."""
-    parameters = [p.detach() for p in model.parameters()]
-    pairs = zip(parameters, accel.broadcast(parameters), strict=True)
-    return accel.all_reduce(max((a - b).abs().max().item() for a, b in pairs), "max")
-
-
-@torch.no_grad()
-def error(model, data):
-    x, y = (tensor.to(accel.device()) for tensor in data.tensors)
-    return F.mse_loss(model(x), y).item()
+    """Return the largest difference from rank 0's weights."""
+    weights = nn.utils.parameters_to_vector(model.parameters())
+    distance = (weights - accel.broadcast(weights)).abs().max().item()
+    return accel.all_reduce(distance, "max")
 
 
 def main():
-    accel.seed(0)  # all processes start from the same weights
-    inputs = torch.randn(256, 8)
-    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)).to(accel.device())
+    accel.seed(0)  # all ranks start with the same weights
+    x = torch.randn(256, 8)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    model.to(accel.device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # The model stays a raw module, so gradients are not averaged. Only the data is divided over the processes.
-    loader = accel.setup(None, None, DataLoader(data, batch_size=8, shuffle=True)).dataloaders
+    # The model isn't passed to setup, so its gradients stay local. Only the data is sharded.
+    loader = accel.setup(None, None, loader).dataloaders
 
-    step, between, after = 0, [], []
-    first = error(model, data)
+    step = 0
+    losses = []
+    before = []
+    after = []
     for _ in range(8):
         for x, y in loader:
             optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
             optimizer.step()
+            losses.append(accel.all_reduce(loss.detach(), "mean").item())
             step += 1
             if step % 4 == 0:
-                between.append(difference(model))
+                before.append(difference(model))
                 average(model)
                 after.append(difference(model))
-    average(model)  # one model for evaluation and saving
-    accel.print(f"error {first:.4f} to {error(model, data):.4f}")
-    accel.print(f"{len(after)} averages; largest difference before {max(between):.1e}, after {max(after):.1e}")
+    accel.print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
+    accel.print(f"{len(after)} averages; largest difference before {max(before):.1e}, after {max(after):.1e}")
 
 
 if __name__ == "__main__":

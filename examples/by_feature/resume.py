@@ -1,4 +1,4 @@
-"""Resuming in the middle of an epoch: start it again after it was ended, also on another number of processes."""
+"""Resume in the middle of an epoch, with any number of processes."""
 
 import argparse
 
@@ -13,32 +13,40 @@ import accel
 def main(args):
     accel.seed(0)
     x = torch.randn(128, 8)
-    # 16 samples in a step, whatever the number of processes
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16 // accel.world_size(), shuffle=True)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    loader = DataLoader(data, batch_size=16, shuffle=True)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
-    # With a seed the order of the samples is the same on any number of processes, also on one.
-    model, optimizer, loader = accel.setup(model, optimizer, loader, loader_options=accel.LoaderOptions(seed=0))
+    # With a seed, the order of the samples is the same on any number of processes.
+    options = accel.LoaderOptions(split_batches=True, seed=0)
+    model, optimizer, loader = accel.setup(model, optimizer, loader, loader_options=options)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
 
-    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
-    state |= {"step": 0, "loss": 0.0}
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": loader,
+        "step": 0,
+        "loss": 0.0,
+    }
     last = accel.latest(args.out)
     if last is not None:
         accel.load(last, state)
         accel.print(f"resumed at step {state['step']}")
     while state["step"] < args.steps:
-        for x, y in loader:  # the first time the rest of the epoch in which the checkpoint was made
+        for x, y in loader:  # after load: the rest of the interrupted epoch
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
             scheduler.step()
-            state |= {"step": state["step"] + 1, "loss": accel.all_reduce(loss, "mean").item()}
+            state["step"] += 1
+            state["loss"] = accel.all_reduce(loss.detach(), "mean").item()
             if state["step"] % 5 == 0 or state["step"] == args.steps:
                 accel.save(state, f"{args.out}/step-{state['step']}", keep=2)
             if state["step"] == args.stop_at:
-                return  # as if the job had been killed here
+                return
             if state["step"] == args.steps:
                 break
     accel.print(f"step {state['step']}: loss {state['loss']:.6f}")
@@ -47,6 +55,6 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--stop-at", type=int, help="end before, to try it")
+    parser.add_argument("--stop-at", type=int, help="stop early, as if the job was killed")
     parser.add_argument("--out", default="runs/resume")
     main(parser.parse_args())

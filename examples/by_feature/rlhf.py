@@ -1,4 +1,4 @@
-"""Reinforcement learning with three models: a policy, its frozen reference and a critic, each with an engine of its own."""
+"""Train a policy with a frozen reference and a critic. Each model gets its own setup call."""
 
 import copy
 
@@ -8,7 +8,9 @@ from torch import nn
 
 import accel
 
-VOCABULARY, LENGTH, WANTED = 16, 8, 3
+VOCABULARY = 16
+LENGTH = 8
+REWARDED = 3
 
 
 class Tokens(nn.Module):
@@ -18,39 +20,52 @@ class Tokens(nn.Module):
         self.head = nn.Linear(32, outputs)
 
     def forward(self, tokens):
-        return self.head(self.rnn(F.one_hot(tokens, VOCABULARY).float())[0])
+        hidden, _ = self.rnn(F.one_hot(tokens, VOCABULARY).float())
+        return self.head(hidden)
 
     @torch.no_grad()
     def generate(self, tokens):
         for _ in range(LENGTH):
-            tokens = torch.cat([tokens, torch.multinomial(self(tokens)[:, -1].softmax(-1), 1)], 1)
+            probabilities = self(tokens)[:, -1].softmax(-1)
+            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1)], 1)
         return tokens
 
 
 def log_probabilities(model, tokens):
-    return model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    logits = model(tokens[:, :-1])
+    return logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
 
 
 def main():
     accel.seed(0)
-    policy, critic = Tokens(VOCABULARY), Tokens(1)  # logits of the next token at each place, and a value
-    reference = copy.deepcopy(policy).requires_grad_(False)  # copy raw modules, before setup
-    policy, optimizer, _ = accel.setup(policy, torch.optim.AdamW(policy.parameters(), lr=1e-2))
-    critic, critic_optimizer, _ = accel.setup(critic, torch.optim.AdamW(critic.parameters(), lr=1e-2))
-    reference = accel.setup(reference).model  # no optimizer: it only answers
+    policy = Tokens(VOCABULARY)
+    critic = Tokens(1)
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=1e-2)
+    policy, optimizer, _ = accel.setup(policy, optimizer)
+    critic, critic_optimizer, _ = accel.setup(critic, critic_optimizer)
+    reference = accel.setup(reference).model
 
-    accel.seed(1, per_rank=True)  # each process samples texts of its own
+    accel.seed(1, per_rank=True)  # different texts on each rank
     rewards = []
     for _ in range(30):
-        tokens = policy.generate(torch.zeros(32, 1, dtype=torch.long, device=accel.device()))
-        reward = (tokens[:, 1:] == WANTED).float()  # a model of rewards would be one engine more
-        drift = (log_probabilities(policy, tokens) - log_probabilities(reference, tokens)).detach()
-        returns, values = (reward - 0.05 * drift).flip(1).cumsum(1).flip(1), critic(tokens[:, :-1]).squeeze(2)
+        start = torch.zeros(32, 1, dtype=torch.long, device=accel.device())
+        tokens = policy.generate(start)
+        reward = (tokens[:, 1:] == REWARDED).float()
+        with torch.no_grad():
+            drift = log_probabilities(policy, tokens) - log_probabilities(reference, tokens)
+        returns = (reward - 0.05 * drift).flip(1).cumsum(1).flip(1)
+
+        values = critic(tokens[:, :-1]).squeeze(2)
         critic_optimizer.zero_grad()
         F.mse_loss(values, returns).backward()
         critic_optimizer.step()
+
+        advantages = returns - values.detach()
         optimizer.zero_grad()
-        ((values.detach() - returns) * log_probabilities(policy, tokens)).mean().backward()
+        loss = -(advantages * log_probabilities(policy, tokens)).mean()
+        loss.backward()
         optimizer.step()
         rewards.append(accel.all_reduce(reward.sum(1).mean(), "mean").item())
     accel.print(f"reward {rewards[0]:.2f} to {rewards[-1]:.2f}")

@@ -90,13 +90,13 @@ def test_a_program_without_accel_reads_checkpoints_of_several_ranks(
         for path in (tmp_path / name).glob("*.*n*"):  # the record and each file, damaged in its last third
             content = path.read_bytes()
             path.write_bytes(content[: -len(content) // 3] + b"\0!?\1" + content[-len(content) // 3 + 4 :])
-            with pytest.raises(ValueError, match=path.name):
+            with pytest.raises(AssertionError, match=path.name):
                 example().read(tmp_path / name)
             path.write_bytes(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["read_checkpoint.py", str(tmp_path / "cut")])
         runpy.run_path(str(ROOT / "examples" / "read_checkpoint.py"), run_name="__main__")
-    assert "model/1.weight torch.float32 [5, 8]" in capsys.readouterr().out
+    assert "'model/1.weight', tensor(" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -1,0 +1,63 @@
+"""Classify handwritten digits in plain PyTorch. train.py is the same program with accel."""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+
+def load_data():
+    digits = load_digits()  # 1,797 scans of 8 x 8 pixels
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    dataset = TensorDataset(images, torch.tensor(digits.target))
+    return random_split(dataset, [1440, 357])
+
+
+def build_model():
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+@torch.no_grad()
+def count_correct(model, loader):
+    correct = 0
+    for x, y in loader:
+        hits = model(x).argmax(1) == y
+        correct += hits.sum().item()
+    return correct
+
+
+def main(args):
+    torch.manual_seed(0)
+    train_data, test_data = load_data()
+    loader = DataLoader(train_data, batch_size=64, shuffle=True)
+    test_loader = DataLoader(test_data, batch_size=64)
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    for epoch in range(args.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        correct = count_correct(model, test_loader)
+        print(f"epoch {epoch}: {correct} of {len(test_data)} test images correct")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=8)
+    main(parser.parse_args())
