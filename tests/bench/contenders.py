@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -87,6 +88,29 @@ class Accel(Raw):
         accel.load(folder, {"model": model, "optimizer": optimizer, "counter": Counter()})
 
 
+class RawDDP(Raw):
+    """Several processes in plain torch."""
+
+    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        if self.sharded:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data_parallel",))
+            model = _shard(model, mesh)
+            return model, type(optimizer)(model.parameters(), lr=optimizer.defaults["lr"])
+        return (DistributedDataParallel(model) if dist.is_initialized() else model), optimizer
+
+    def inner(self, model: Any) -> Any:
+        return getattr(model, "module", model)
+
+    def save(self, folder: Path, model: Any, optimizer: Any) -> None:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, folder / "state.ckpt")
+
+    def load(self, folder: Path, model: Any, optimizer: Any) -> None:
+        state = torch.load(folder / "state.ckpt", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+
 class Accelerate(Raw):
     def __init__(self, sharded: bool = False) -> None:
         from accelerate import Accelerator
@@ -145,7 +169,7 @@ def _shard(model: nn.Module, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-LIBRARIES: dict[str, type[Any]] = {"accel": Accel, "Accelerate": Accelerate, "Fabric": Fabric}
+LIBRARIES: dict[str, type[Any]] = {"accel": Accel, "raw torch": RawDDP, "Accelerate": Accelerate, "Fabric": Fabric}
 
 
 def plain_step(workload: Workload, model: Any, optimizer: Any, backward: Callable[[Any], Any] = Raw.backward) -> Step:

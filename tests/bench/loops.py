@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accel
 
-from .contenders import DDP_PARAMETERS, LIBRARIES, RIVALS, accel_settings, by_library, plain_step, raw_ddp
+from .contenders import DDP_PARAMETERS, RIVALS, accel_settings, by_library, plain_step, raw_ddp
 from .section import Data, Verdict, judged
 from .steps import ACCEL, Comparison, Makers, Target, judge, rows_of, section
 from .workloads import MANY, SMALL_GPT, TINY, WORKLOADS, Workload
@@ -26,7 +26,7 @@ def makers(workload: Workload, world: int) -> Makers:
         found: Makers = {RAW: lambda: plain_step(workload, *workload.build())}
     else:
         found = {RAW: partial(raw_ddp, workload), TUNED: partial(raw_ddp, workload, **accel_settings())}
-    return found | {name: partial(by_library, name, workload) for name in LIBRARIES}
+    return found | {name: partial(by_library, name, workload) for name in ("accel", *RIVALS)}
 
 
 def _compiled() -> Makers:

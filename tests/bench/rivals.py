@@ -286,7 +286,7 @@ def _fullest(name: str, sharded: bool) -> float | None:
 
 
 def _measure(quick: bool) -> Data:
-    names = ["accel", *installed_rivals()]
+    names = ["accel", "raw torch", *installed_rivals()]
     answers = {program.title: {name: _trained(program, name) for name in names} for program in PROGRAMS}
     for title in CHECKPOINTS:
         answers[title] = {name: run(1, _checkpoint, title, name)[0] for name in names}
