@@ -1,4 +1,4 @@
-"""Shapes of large language models, to predict their memory. They have no forward pass.
+"""Shapes of large language models without a forward pass, to predict memory.
 
 python -m accel memory examples.big:gpt_70b --ranks 1,2,4,8,64
 """
@@ -25,7 +25,9 @@ class GPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(num_tokens, width)
         self.head = nn.Linear(width, num_tokens, bias=False)
-        self.blocks = nn.ModuleList(Block(width, kv_width, hidden) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(
+            Block(width, kv_width, hidden) for _ in range(num_blocks)
+        )
         self.norm = nn.RMSNorm(width)
 
 

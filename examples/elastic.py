@@ -1,6 +1,7 @@
-"""Train with torchrun's restarts: if a process is lost, the others resume from the last checkpoint.
+"""Resume from the last checkpoint when torchrun restarts the job.
 
-torchrun --nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT examples/elastic.py
+torchrun --nnodes=1:2 --max-restarts=3 --rdzv-backend=c10d \\
+    --rdzv-endpoint=HOST:PORT examples/elastic.py
 """
 
 import argparse
@@ -23,11 +24,15 @@ def resume(root, state):
         accel.load(last, state)
         seconds = time.time() - state["time"]
         processes = f"{accel.world_size()} processes after {seconds:.1f} s"
-        accel.print(f"resumed at step {state['step']} on {processes}", flush=True)
+        accel.print(
+            f"resumed at step {state['step']} on {processes}", flush=True
+        )
 
 
 def main(args):
-    accel.init(timeout=args.timeout)  # how long ranks wait for a rank that doesn't answer
+    accel.init(
+        timeout=args.timeout
+    )  # how long ranks wait for a rank that doesn't answer
     accel.seed(0)
     x = torch.randn(1024, 8)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
@@ -36,7 +41,9 @@ def main(args):
     loader = DataLoader(data, GLOBAL_BATCH, shuffle=True)
     # The same samples in each step, whatever the number of processes.
     options = accel.LoaderOptions(split_batches=True, seed=0)
-    model, optimizer, loader = accel.setup(model, optimizer, loader, loader_options=options)
+    model, optimizer, loader = accel.setup(
+        model, optimizer, loader, loader_options=options
+    )
 
     state = {
         "model": model,
@@ -54,12 +61,16 @@ def main(args):
             optimizer.step()
             state["step"] += 1
             state["time"] = time.time()
-            accel.save(state, args.checkpoints / f"step-{state['step']}", keep=2)
+            accel.save(
+                state, args.checkpoints / f"step-{state['step']}", keep=2
+            )
             time.sleep(args.pause)
             if state["step"] == args.steps:
                 loss = accel.all_reduce(loss.detach(), "mean")
                 processes = f"{accel.world_size()} processes"
-                accel.print(f"step {state['step']}: loss {loss:.5f} on {processes}")
+                accel.print(
+                    f"step {state['step']}: loss {loss:.5f} on {processes}"
+                )
                 break
 
 
@@ -67,8 +78,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--checkpoints", type=Path, default=Path("runs/elastic"), help="a directory that all nodes share"
+        "--checkpoints",
+        type=Path,
+        default=Path("runs/elastic"),
+        help="a directory that all nodes share",
     )
     parser.add_argument("--timeout", type=float, default=60, help="seconds")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds after each step"
+    )
     main(parser.parse_args())

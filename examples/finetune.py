@@ -1,7 +1,7 @@
-"""Fine-tune a transformers model with LoRA adapters from peft, on lines of different lengths.
+"""Fine-tune a transformers model with LoRA adapters from peft.
 
-The example creates a tiny model, so it runs without a download. For your own model, use
-``AutoModelForCausalLM.from_pretrained(name)`` and its tokenizer.
+The example creates a tiny model, so it runs without a download. For your own,
+use ``AutoModelForCausalLM.from_pretrained(name)`` and its tokenizer.
 
 torchrun --nproc-per-node 2 examples/finetune.py
 """
@@ -73,7 +73,9 @@ def main(args):
     model = build_model()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    loader = DataLoader(build_lines(), batch_size=8, shuffle=True, collate_fn=pad)
+    loader = DataLoader(
+        build_lines(), batch_size=8, shuffle=True, collate_fn=pad
+    )
     model, optimizer, loader = accel.setup(model, optimizer, loader)
 
     for epoch in range(args.epochs):
@@ -81,8 +83,10 @@ def main(args):
             optimizer.zero_grad()
             logits = model(input_ids=ids).logits[:, :-1]
             labels = labels[:, 1:]
-            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            # Ranks have different numbers of tokens, so a mean per rank would be wrong.
+            losses = F.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="sum"
+            )
+            # Ranks have different numbers of tokens: a mean per rank is wrong.
             loss = accel.mean_loss(losses, (labels != -100).sum())
             loss.backward()
             optimizer.step()
@@ -90,11 +94,13 @@ def main(args):
         accel.print(f"epoch {epoch}: loss {mean:.4f}")
 
     model.eval()
-    # Each rank completes its share of the prompts. FSDP and ZeRO-3 communicate in a forward
-    # pass, so pad=True gives every rank the same number of prompts.
+    # Each rank completes its share of the prompts. FSDP and ZeRO-3 communicate
+    # in a forward pass, so pad=True gives every rank as many prompts.
     completed = []
     for prompt in accel.split(PROMPTS, pad=True):
-        ids = torch.tensor([[ord(char) for char in prompt]], device=accel.device())
+        ids = torch.tensor(
+            [[ord(char) for char in prompt]], device=accel.device()
+        )
         mask = torch.ones_like(ids)
         output = model.generate(
             ids,
@@ -103,21 +109,27 @@ def main(args):
             min_new_tokens=6,
             max_new_tokens=6,
         )
-        completed.append("".join(chr(number) for number in output[0].tolist()))
+        completed.append(
+            "".join(chr(number) for number in output[0].tolist())
+        )
     completed = accel.all_gather(completed, objects=True)[: len(PROMPTS)]
     accel.print(*completed, sep="\n")
 
     full = accel.full_state_dict(model)  # call it on every rank
     if accel.is_main():
-        accel.unwrap(model).save_pretrained(args.out / "adapter", state_dict=full)
+        accel.unwrap(model).save_pretrained(
+            args.out / "adapter", state_dict=full
+        )
 
-    # Or save the adapters as a checkpoint of accel, and load them into a new base model.
+    # Or save the adapters with accel, and load them into a new base model.
     accel.save({"model": model}, args.out / "checkpoint", filter=is_adapter)
     fresh = accel.setup(build_model()).model.eval()
     accel.load(args.out / "checkpoint", {"model": fresh}, strict=False)
     with torch.no_grad():
         difference = fresh(input_ids=ids).logits - model(input_ids=ids).logits
-    accel.print(f"difference after loading {difference.abs().max().item():.1e}")
+    accel.print(
+        f"difference after loading {difference.abs().max().item():.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train a transformer with FSDP2 and activation checkpointing. Its weights are created as shards.
+"""Train a transformer with FSDP2 and activation checkpointing.
 
 torchrun --nproc-per-node 2 examples/fsdp.py
 torchrun --nproc-per-node 4 examples/fsdp.py --replicas 2
@@ -23,7 +23,10 @@ class Model(nn.Module):
         self.words = nn.Embedding(WORDS, width)
         self.positions = nn.Embedding(16, width)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(num_layers)
+            nn.TransformerEncoderLayer(
+                width, 4, 4 * width, dropout=0.0, batch_first=True
+            )
+            for _ in range(num_layers)
         )
         self.head = nn.Linear(width, WORDS)
 
@@ -47,8 +50,12 @@ def main(args):
         model = Model(args.width, args.layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    backend = accel.FSDP(activation_checkpointing=True, replicas=args.replicas)
-    model, optimizer, loader = accel.setup(model, optimizer, loader, backend=backend, precision=args.precision)
+    backend = accel.FSDP(
+        activation_checkpointing=True, replicas=args.replicas
+    )
+    model, optimizer, loader = accel.setup(
+        model, optimizer, loader, backend=backend, precision=args.precision
+    )
     accel.print(accel.summary(model))
 
     for epoch in range(args.epochs):
@@ -63,14 +70,18 @@ def main(args):
 
     # Write ordinary safetensors files with full weights.
     accel.save({"model": model}, args.out / "checkpoint")
-    accel.export(args.out / "checkpoint", args.out / "weights", overwrite=True)
+    accel.export(
+        args.out / "checkpoint", args.out / "weights", overwrite=True
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--replicas", type=int, default=1, help="copies of the model")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="copies of the model"
+    )
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp"))

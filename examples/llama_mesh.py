@@ -1,7 +1,7 @@
-"""Train a small Llama on a device mesh, with tensor parallelism, FSDP and replicas.
+"""Train a small Llama with tensor parallelism, FSDP and replicas.
 
 torchrun --nproc-per-node 4 examples/llama_mesh.py
-torchrun --nproc-per-node 4 examples/llama_mesh.py --tensor-parallel 1 --replicas 2
+torchrun --nproc-per-node 4 examples/llama_mesh.py --replicas 2
 """
 
 import argparse
@@ -23,7 +23,8 @@ HEADS = 4
 HIDDEN = 128
 LAYERS = 3
 
-# Shard the first layer of each pair by columns and the second by rows. The pair needs one all-reduce.
+# Shard the first layer of a pair by columns and the second by rows. The pair
+# then needs one all-reduce.
 PLAN = {
     "blocks.*.query": ColwiseParallel(),
     "blocks.*.key": ColwiseParallel(),
@@ -37,8 +38,10 @@ PLAN = {
 
 
 def rotate(x, positions):
-    """Apply rotary embeddings (arXiv 2104.09864) to x of shape (batch, heads, length, size)."""
-    frequencies = 10000.0 ** (-torch.arange(0, x.shape[-1], 2, device=x.device) / x.shape[-1])
+    """Apply rotary embeddings (arXiv 2104.09864) to (batch, heads, length, size)."""
+    frequencies = 10000.0 ** (
+        -torch.arange(0, x.shape[-1], 2, device=x.device) / x.shape[-1]
+    )
     angles = positions[:, None] * frequencies
     even = x[..., ::2]
     odd = x[..., 1::2]
@@ -61,7 +64,7 @@ class Block(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def heads(self, projected):
-        # -1, because tensor parallelism gives each rank only some of the heads.
+        # -1, because each rank has only some of the heads.
         return projected.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
 
     def forward(self, x, positions):
@@ -95,33 +98,51 @@ def main(args):
     accel.seed(0)
     text = "\n".join(topics.values())[: args.chars]
     alphabet = {char: number for number, char in enumerate(sorted(set(text)))}
-    windows = torch.tensor([alphabet[char] for char in text]).unfold(0, CONTEXT + 1, CONTEXT)
-    num_chars = math.ceil(len(alphabet) / 8) * 8  # the embedding must split evenly
+    windows = torch.tensor([alphabet[char] for char in text]).unfold(
+        0, CONTEXT + 1, CONTEXT
+    )
+    num_chars = (
+        math.ceil(len(alphabet) / 8) * 8
+    )  # the embedding must split evenly
     model = Llama(num_chars)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     # Ranks that share a layer read the same batch.
     num_readers = max(accel.world_size() // args.tensor_parallel, 1)
-    loader = DataLoader(windows, args.batch_size // num_readers, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        windows, args.batch_size // num_readers, shuffle=True, drop_last=True
+    )
 
     plan = PLAN if args.tensor_parallel > 1 else None
-    backend = accel.FSDP(replicas=args.replicas, tensor_parallel=args.tensor_parallel, plan=plan)
-    model, optimizer, loader = accel.setup(model, optimizer, loader, backend=backend)
+    backend = accel.FSDP(
+        replicas=args.replicas,
+        tensor_parallel=args.tensor_parallel,
+        plan=plan,
+    )
+    model, optimizer, loader = accel.setup(
+        model, optimizer, loader, backend=backend
+    )
 
     accel.print(f"mesh: {accel.mesh(model)}, {num_readers} different batches")
     weight = model.blocks[0].down.weight
     shard = weight.to_local() if hasattr(weight, "to_local") else weight
-    accel.print(f"down: {tuple(weight.shape)}, this rank's shard: {tuple(shard.shape)}")
+    accel.print(
+        f"down: {tuple(weight.shape)}, this rank's shard: {tuple(shard.shape)}"
+    )
     for epoch in range(args.epochs):
         losses = []
         for batch in loader:
             optimizer.zero_grad()
             logits = model(batch[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss = F.cross_entropy(
+                logits.flatten(0, 1), batch[:, 1:].flatten()
+            )
             loss.backward()
             accel.clip_grad_norm_(model, 1.0)
             optimizer.step()
             losses.append(accel.all_reduce(loss.detach(), "mean").item())
-        accel.print(f"epoch {epoch + 1}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
+        accel.print(
+            f"epoch {epoch + 1}: loss {losses[0]:.3f} to {losses[-1]:.3f}"
+        )
     if args.out:
         accel.save({"model": model, "optimizer": optimizer}, args.out)
         accel.print(f"checkpoint: {args.out}")
@@ -129,10 +150,23 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tensor-parallel", type=int, default=2, help="ranks that share each layer")
-    parser.add_argument("--replicas", type=int, default=1, help="copies of the model")
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        default=2,
+        help="ranks that share each layer",
+    )
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="copies of the model"
+    )
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=32, help="of all ranks")
-    parser.add_argument("--chars", type=int, default=100_000, help="length of the text")
-    parser.add_argument("--out", default="", help="directory for a checkpoint")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="of all ranks"
+    )
+    parser.add_argument(
+        "--chars", type=int, default=100_000, help="length of the text"
+    )
+    parser.add_argument(
+        "--out", default="", help="directory for a checkpoint"
+    )
     main(parser.parse_args())

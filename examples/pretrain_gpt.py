@@ -1,7 +1,7 @@
 """Pretrain a small GPT on the characters of a text file.
 
 python examples/pretrain_gpt.py
-torchrun --nproc-per-node 2 examples/pretrain_gpt.py --precision bf16-mixed --resume
+torchrun --nproc-per-node 2 examples/pretrain_gpt.py --resume
 ACCEL_BACKEND=deepspeed:3 torchrun --nproc-per-node 2 examples/pretrain_gpt.py
 """
 
@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
 
 def read_windows(path):
-    """Return the characters that occur, and windows of a text as numbers of characters.
+    """Return the characters of a text, and windows of it as numbers.
 
     The default text is Python's own manual.
     """
@@ -85,7 +85,7 @@ def read_windows(path):
 
 
 def learning_rate(step, args):
-    """Return the factor for the learning rate: linear warm-up, then half a cosine."""
+    """Return the factor of the rate: linear warm-up, then half a cosine."""
     if step < args.warmup:
         return (step + 1) / args.warmup
     progress = (step - args.warmup) / max(args.steps - args.warmup, 1)
@@ -108,7 +108,7 @@ def evaluate(model, loader):
 
 
 def train(state, test_loader, args, run):
-    """Train until ``args.steps``, and save a checkpoint every ``args.every`` steps."""
+    """Train, and save a checkpoint every ``args.every`` steps."""
     model = state["model"]
     optimizer = state["optimizer"]
     begin = time.perf_counter()
@@ -129,10 +129,16 @@ def train(state, test_loader, args, run):
             if step % args.every == 0 or step == args.steps:
                 speed = chars / (time.perf_counter() - begin)
                 test_loss = evaluate(model, test_loader)
-                accel.print(f"step {step}: test loss {test_loss:.3f}, {speed:.0f} characters/s")
+                accel.print(
+                    f"step {step}: test loss {test_loss:.3f}, {speed:.0f} characters/s"
+                )
                 if run is not None:
-                    run.log({"test_loss": test_loss, "speed": speed}, step=step)
-                accel.save(state, args.out / f"step-{step}", keep=2, wait=False)
+                    run.log(
+                        {"test_loss": test_loss, "speed": speed}, step=step
+                    )
+                accel.save(
+                    state, args.out / f"step-{step}", keep=2, wait=False
+                )
             if step == args.steps:
                 break
 
@@ -141,7 +147,9 @@ def main(args):
     accel.seed(0)
     alphabet, windows = read_windows(args.text)
     split = len(windows) * 9 // 10
-    loader = DataLoader(windows[:split], args.batch_size, shuffle=True, drop_last=True)
+    loader = DataLoader(
+        windows[:split], args.batch_size, shuffle=True, drop_last=True
+    )
     test_loader = DataLoader(windows[split:], args.batch_size, drop_last=True)
     model = GPT(len(alphabet))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -157,7 +165,9 @@ def main(args):
     )
     if args.compile:
         model.compile()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(step, args)
+    )
 
     state = {
         "model": model,
@@ -187,15 +197,31 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, help="a text file; Python's manual if omitted")
+    parser.add_argument(
+        "--text", type=Path, help="a text file; Python's manual if omitted"
+    )
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up")
-    parser.add_argument("--batch-size", type=int, default=32, help="of all processes")
-    parser.add_argument("--accumulate", type=int, default=2, help="batches per step")
-    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--precision", default="auto", help="for example bf16-mixed")
+    parser.add_argument(
+        "--warmup", type=int, default=20, help="steps of linear warm-up"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="of all processes"
+    )
+    parser.add_argument(
+        "--accumulate", type=int, default=2, help="batches per step"
+    )
+    parser.add_argument(
+        "--every", type=int, default=50, help="steps between checkpoints"
+    )
+    parser.add_argument(
+        "--precision", default="auto", help="for example bf16-mixed"
+    )
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--wandb", action="store_true", help="log to Weights & Biases, offline")
+    parser.add_argument(
+        "--wandb",
+        action="store_true",
+        help="log to Weights & Biases, offline",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"))
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Train with Ray's TorchTrainer. accel uses the process group that Ray creates."""
+"""Train with Ray's TorchTrainer. accel uses Ray's process group."""
 
 import argparse
 import os
@@ -31,7 +31,9 @@ def train(config):
             loss.backward()
             optimizer.step()
         loss = accel.all_reduce(loss.detach(), "mean").item()
-        accel.print(f"epoch {epoch}: loss {loss:.6f} on {accel.world_size()} workers")
+        accel.print(
+            f"epoch {epoch}: loss {loss:.6f} on {accel.world_size()} workers"
+        )
         if "report" in config:
             config["report"]({"loss": loss})
     accel.teardown()  # doesn't end Ray's process group
@@ -46,8 +48,12 @@ def main(args):
     trainer = TorchTrainer(
         train,
         train_loop_config={"epochs": args.epochs, "report": ray_train.report},
-        scaling_config=ray_train.ScalingConfig(num_workers=args.workers, use_gpu=use_gpu),
-        run_config=ray_train.RunConfig(storage_path=os.path.abspath(args.storage)),
+        scaling_config=ray_train.ScalingConfig(
+            num_workers=args.workers, use_gpu=use_gpu
+        ),
+        run_config=ray_train.RunConfig(
+            storage_path=os.path.abspath(args.storage)
+        ),
     )
     trainer.fit()
 
@@ -56,5 +62,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--storage", default="runs/ray", help="directory for Ray's reports")
+    parser.add_argument(
+        "--storage", default="runs/ray", help="directory for Ray's reports"
+    )
     main(parser.parse_args())

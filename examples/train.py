@@ -1,4 +1,4 @@
-"""Classify handwritten digits with accel. train_torch.py is the same program in plain PyTorch.
+"""Classify handwritten digits with accel. train_torch.py is plain PyTorch.
 
 python examples/train.py
 torchrun --nproc-per-node 2 examples/train.py
@@ -18,7 +18,9 @@ import accel
 
 def load_data():
     digits = load_digits()  # 1,797 scans of 8 x 8 pixels
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = (
+        torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    )
     dataset = TensorDataset(images, torch.tensor(digits.target))
     return random_split(dataset, [1440, 357])
 
@@ -66,7 +68,7 @@ def main(args):
             loss.backward()
             optimizer.step()
         correct = count_correct(model, test_loader)
-        accel.print(f"epoch {epoch}: {correct} of {len(test_data)} test images correct")
+        accel.print(f"epoch {epoch}: {correct} of {len(test_data)} correct")
 
 
 if __name__ == "__main__":

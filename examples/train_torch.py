@@ -1,4 +1,4 @@
-"""Classify handwritten digits in plain PyTorch. train.py is the same program with accel."""
+"""Classify handwritten digits in plain PyTorch. train.py adds accel."""
 
 import argparse
 
@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 def load_data():
     digits = load_digits()  # 1,797 scans of 8 x 8 pixels
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    images = (
+        torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    )
     dataset = TensorDataset(images, torch.tensor(digits.target))
     return random_split(dataset, [1440, 357])
 
@@ -54,7 +56,7 @@ def main(args):
             loss.backward()
             optimizer.step()
         correct = count_correct(model, test_loader)
-        print(f"epoch {epoch}: {correct} of {len(test_data)} test images correct")
+        print(f"epoch {epoch}: {correct} of {len(test_data)} correct")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train with DeepSpeed ZeRO-3 and a config file. The optimizer and the scheduler are your own.
+"""Train with DeepSpeed ZeRO-3, a config file and your own optimizer.
 
 torchrun --nproc-per-node 2 examples/zero3.py
 torchrun --nproc-per-node 2 examples/zero3.py --config my_config.json
@@ -33,8 +33,12 @@ def main(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     backend = accel.DeepSpeed(config=args.config)
-    model, optimizer, loader = accel.setup(model, optimizer, loader, backend=backend)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
+    model, optimizer, loader = accel.setup(
+        model, optimizer, loader, backend=backend
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, args.epochs
+    )
     accel.print(accel.summary(model))
 
     for epoch in range(args.epochs):

@@ -72,7 +72,7 @@ def test_losses_fall(name: str, world: int, tmp_path: Path) -> None:
 def test_digits_equal_plain_pytorch() -> None:
     """Two processes and three backends print the same lines as one process."""
     lines = printed(1, "train.py", "--epochs", "3")
-    assert lines.count(" of 357 test images correct\n") == 3
+    assert lines.count(" of 357 correct\n") == 3
     assert numbers(r"epoch 2: (\d+) of", lines)[0] > 320
     for backend in ("ddp", "fsdp", "deepspeed:3"):
         assert printed(2, "train.py", "--epochs", "3", backend=backend) == lines

@@ -1,4 +1,4 @@
-"""Accumulate the gradients of four batches per step. Only the last backward communicates."""
+"""Accumulate the gradients of four batches per step."""
 
 import torch
 import torch.nn.functional as F

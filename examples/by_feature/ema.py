@@ -26,11 +26,13 @@ def main(args):
     y = x.sum(1, keepdim=True) + torch.randn(256, 1)
     loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    # Copy before setup. `full` holds full weights, and with some backends `model` has only shards.
+    # Copy before setup. With some backends `model` has only shards.
     full = copy.deepcopy(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     options = accel.LoaderOptions(seed=0)
-    model, optimizer, loader = accel.setup(net, optimizer, loader, loader_options=options)
+    model, optimizer, loader = accel.setup(
+        net, optimizer, loader, loader_options=options
+    )
     full.to(accel.device())
     full.load_state_dict(accel.full_state_dict(model))
 
@@ -46,7 +48,9 @@ def main(args):
             optimizer.zero_grad()
             F.mse_loss(model(x), y).backward()
             optimizer.step()
-            full.load_state_dict(accel.full_state_dict(model))  # call it on every rank
+            full.load_state_dict(
+                accel.full_state_dict(model)
+            )  # call it on every rank
             if args.library == "torch":
                 ema.update_parameters(full)
             else:
@@ -59,12 +63,16 @@ def main(args):
         ema.copy_to(averaged.parameters())
     before = error_of(model, loader)
     after = error_of(averaged, loader)
-    accel.print(f"error {before:.4f} to {after:.4f} with the averaged weights")
+    accel.print(
+        f"error {before:.4f} to {after:.4f} with the averaged weights"
+    )
     accel.save({"model": model, "ema": averaged}, args.out)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--library", choices=["torch", "diffusers"], default="torch")
+    parser.add_argument(
+        "--library", choices=["torch", "diffusers"], default="torch"
+    )
     parser.add_argument("--out", default="runs/ema")
     main(parser.parse_args())

@@ -10,7 +10,7 @@ import accel
 
 
 def save_weights(net, path):
-    """Save a model that is right for every sample, so the example has a checkpoint."""
+    """Save a model that is right for every sample."""
     with torch.no_grad():
         net.weight[0] = -1
         net.weight[1] = 1
@@ -21,7 +21,9 @@ def save_weights(net, path):
 
 def main(args):
     accel.seed(0)
-    x = torch.randn(101, 8)  # 101 samples can't be split evenly, so accel pads the last batch
+    x = torch.randn(
+        101, 8
+    )  # 101 samples can't be split evenly, so accel pads the last batch
     data = TensorDataset(x, (x.sum(1) > 0).long())
     net = nn.Linear(8, 2)
     save_weights(net, args.out)
@@ -37,7 +39,9 @@ def main(args):
             hits = accel.gather_for_metrics(model(x).argmax(1) == y)
             correct += hits.sum().item()
             count += len(hits)
-    accel.print(f"{correct} of {count} correct on {accel.world_size()} processes")
+    accel.print(
+        f"{correct} of {count} correct on {accel.world_size()} processes"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Local SGD: each rank trains its own copy, and the copies are averaged every four steps."""
+"""Local SGD: average the copies of all ranks every four steps."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,9 @@ import accel
 @torch.no_grad()
 def average(model):
     """Replace parameters and buffers by their means over all ranks."""
-    tensors = [t for t in model.state_dict().values() if t.is_floating_point()]
+    tensors = [
+        t for t in model.state_dict().values() if t.is_floating_point()
+    ]
     means = accel.all_reduce(tensors, "mean")
     for tensor, mean in zip(tensors, means, strict=True):
         tensor.copy_(mean)
@@ -33,7 +35,7 @@ def main():
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     model.to(accel.device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    # The model isn't passed to setup, so its gradients stay local. Only the data is sharded.
+    # The model isn't passed to setup, so its gradients stay local.
     loader = accel.setup(None, None, loader).dataloaders
 
     step = 0
@@ -53,7 +55,9 @@ def main():
                 average(model)
                 after.append(difference(model))
     accel.print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
-    accel.print(f"{len(after)} averages; largest difference before {max(before):.1e}, after {max(after):.1e}")
+    accel.print(
+        f"{len(after)} averages; largest difference before {max(before):.1e}, after {max(after):.1e}"
+    )
 
 
 if __name__ == "__main__":

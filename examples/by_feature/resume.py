@@ -17,10 +17,14 @@ def main(args):
     loader = DataLoader(data, batch_size=16, shuffle=True)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-2)
-    # With a seed, the order of the samples is the same on any number of processes.
+    # The same samples in each step, whatever the number of processes.
     options = accel.LoaderOptions(split_batches=True, seed=0)
-    model, optimizer, loader = accel.setup(model, optimizer, loader, loader_options=options)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    model, optimizer, loader = accel.setup(
+        model, optimizer, loader, loader_options=options
+    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, args.steps
+    )
 
     state = {
         "model": model,
@@ -55,6 +59,8 @@ def main(args):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--stop-at", type=int, help="stop early, as if the job was killed")
+    parser.add_argument(
+        "--stop-at", type=int, help="stop early, as if the job was killed"
+    )
     parser.add_argument("--out", default="runs/resume")
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Train a policy with a frozen reference and a critic. Each model gets its own setup call."""
+"""Train a policy with a frozen reference and a critic."""
 
 import copy
 
@@ -27,7 +27,9 @@ class Tokens(nn.Module):
     def generate(self, tokens):
         for _ in range(LENGTH):
             probabilities = self(tokens)[:, -1].softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(probabilities, 1)], 1)
+            tokens = torch.cat(
+                [tokens, torch.multinomial(probabilities, 1)], 1
+            )
         return tokens
 
 
@@ -54,7 +56,9 @@ def main():
         tokens = policy.generate(start)
         reward = (tokens[:, 1:] == REWARDED).float()
         with torch.no_grad():
-            drift = log_probabilities(policy, tokens) - log_probabilities(reference, tokens)
+            drift = log_probabilities(policy, tokens) - log_probabilities(
+                reference, tokens
+            )
         returns = (reward - 0.05 * drift).flip(1).cumsum(1).flip(1)
 
         values = critic(tokens[:, :-1]).squeeze(2)

@@ -1,4 +1,4 @@
-"""Log to TensorBoard and, if it is installed, to Weights & Biases (offline)."""
+"""Log to TensorBoard, and to Weights & Biases if it is installed."""
 
 import argparse
 from pathlib import Path
