@@ -23,7 +23,7 @@ from . import checkpoints, costs, during, fsdp, loops, memory, pipeline, report 
 from . import restart, rivals, scale, sharded, zero  # noqa: E402
 from .section import Section  # noqa: E402
 
-ALL = [loops.SINGLE, loops.DDP, loops.SETTINGS, costs.SECTION, fsdp.SECTION, sharded.SECTION, zero.SECTION]
+ALL = [loops.SINGLE, loops.DDP, costs.SECTION, fsdp.SECTION, sharded.SECTION, zero.SECTION]
 ALL += [checkpoints.SECTION, during.SECTION, scale.SECTION, restart.SECTION]
 ALL += [memory.SECTION, pipeline.SECTION, rivals.SECTION]
 

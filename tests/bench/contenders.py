@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import inspect
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,19 +22,10 @@ from .workloads import Workload
 
 #: Packages of the rivals, by the names that the tables give them.
 RIVALS = {"Accelerate": "accelerate", "Fabric": "lightning_fabric"}
-DDP_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
-# The models have no buffers to broadcast, and torch has renamed this switch.
-_OTHERWISE = {"broadcast_buffers"}
 
 
 def installed_rivals() -> list[str]:
     return [name for name, package in RIVALS.items() if importlib.util.find_spec(package) is not None]
-
-
-def accel_settings() -> dict[str, Any]:
-    """Return accel's defaults, as arguments of torch's own class."""
-    values = dataclasses.asdict(accel.DDP())
-    return {k: v for k, v in values.items() if k in DDP_PARAMETERS and k not in _OTHERWISE}
 
 
 class Counter:
