@@ -32,7 +32,7 @@ def split(items: range, pad: Literal[True]) -> list[int]: ...
 def split(items: T, pad: bool = False) -> T: ...
 @locked
 def split(items: T, pad: bool = False) -> T:
-    """Return this rank's consecutive share of items that every rank has. Collective.
+    """Return this rank's consecutive share of the items of every rank. Collective.
 
     ``gather_for_metrics(rows, items)`` brings results for the shares back into the order of
     ``items``. Ranks that read the same batch, as in ``data_parallel_place``, get the same share.
@@ -49,14 +49,15 @@ def split(items: T, pad: bool = False) -> T:
     """
     leaves: dict[str, Any] = {}
     walk(lambda path, leaf: leaves.setdefault(path, leaf), items, "items", has_parts)
-    problem = ""
+    problem, lengths = "", {}
     for path, leaf in leaves.items():
-        if not has_parts(leaf):
+        if has_parts(leaf):
+            lengths[path] = len(leaf)
+        else:
             problem = f"{path} is {described(leaf)}. Pass a list, tuple, tensor, or dicts of them."
-    lengths = {} if problem else {path: len(leaf) for path, leaf in leaves.items()}
-    # A list that was made of a set of texts has a different order in each process.
-    first_items = [first_sample(leaf) for leaf in leaves.values()]
-    if len(set(lengths.values())) > 1:
+    # A list made of a set of texts has a different order in each process.
+    first_items = list(map(first_sample, leaves.values()))
+    if not problem and len(set(lengths.values())) > 1:
         problem = f"items have different lengths: {lengths}."
     registry.sweep()
     places = {engine.replica(engine.options, engine.process) for engine in registry.in_order()}
@@ -65,7 +66,7 @@ def split(items: T, pad: bool = False) -> T:
     error = AccelError(f"accel.split: {problem}") if problem else None
     answers = agree("accel.split", (text_of_error(error), lengths, first_items, pad))
     raise_together("accel.split", error, [text for text, *_ in answers], AccelError)
-    if any(answer != answers[0] for answer in answers):
+    if answers.count(answers[0]) < len(answers):
         raise RankMismatchError(
             "accel.split got different items on different ranks. Pass the same items in one order."
         )
@@ -83,10 +84,10 @@ def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
     if not pad:
         return items[first:end]
     rows = [min(row, len(items) - 1) for row in range(first, end)]
-    if isinstance(items, list | tuple | range):
-        padded = [items[row] for row in rows]
-        return tuple(padded) if isinstance(items, tuple) else padded
-    return items[rows]
+    if not isinstance(items, list | tuple | range):
+        return items[rows]
+    padded = map(items.__getitem__, rows)
+    return tuple(padded) if isinstance(items, tuple) else list(padded)
 
 
 # -- largest_batch ---------------------------------------------------------------------------------
@@ -101,11 +102,11 @@ _MEMORY_TEXTS: Final = (
 
 
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
-    """Call ``fn(batch_size)`` with half the size each time a rank runs out of memory. Collective.
+    """Call ``fn(batch_size)`` with half the size until no rank runs out of memory. Collective.
 
-    Build the model, optimizers and loaders inside ``fn``. If a rank runs out of memory, accel tears
-    everything down on all ranks, starts the process groups again, restores the random generators
-    and calls ``fn`` with half the size.
+    Build the model, optimizers and loaders inside ``fn``. Before each further call accel tears
+    everything down on all ranks, starts the process groups again and restores the random
+    generators.
 
     Args:
         fn: takes the batch size of one rank. If it raises a different error, every rank raises.
@@ -143,7 +144,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
 
 
 def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
-    """Return why this size does not fit, and the result if it does."""
+    """Return the ranks' errors of memory, or an empty text and the result. Collective."""
     call = f"accel.largest_batch({size})"
     before = process.current()
     try:
@@ -153,21 +154,25 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     except Exception as caught:
         error: Exception | None = caught
         is_memory, text = _is_out_of_memory(caught), text_of_error(caught)
-    result = None  # type: ignore[assignment]  # it may hold the model
+    # The result and the frames of the error may hold the model.
+    result = None  # type: ignore[assignment]
     process.end_groups(f"{call}: {text}")
-    with contextlib.suppress(AccelError):  # shards of other ranks are lost, and nobody needs them
+    # Nobody needs the shards of the other ranks, which are lost.
+    with contextlib.suppress(AccelError):
         shut_down()
     process.init(process_group=before.requested, timeout=before.timeout, devices=before.request)
-    answers = agree(call, (is_memory, isinstance(error, AccelError) or is_lost(error), text))
-    texts = [
-        f"rank {rank}: {text}" for rank, (is_memory, _, text) in enumerate(answers) if is_memory
-    ]
+    was_lost = isinstance(error, AccelError) or is_lost(error)
+    texts, causes = [], []
+    for rank, answer in enumerate(agree(call, (is_memory, was_lost, text))):
+        is_memory, was_lost, text = answer
+        # A rank with a lost connection only names the rank that failed.
+        causes.append("" if was_lost else text)
+        if is_memory:
+            texts.append(f"rank {rank}: {text}")
     if not texts:
-        # A rank that lost its connection names the rank that failed.
-        causes = ["" if was_lost else text for _, was_lost, text in answers]
         own = None if any(causes) and not causes[process.rank()] else error
         raise_together("the function of accel.largest_batch", own, causes, AccelError)
-    error = None  # its frames may hold the model
+    error = None
     gc.collect()
     for device in process.own_devices():
         if device.type != "cpu":
@@ -178,6 +183,7 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
 def _is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    if isinstance(error, AccelError):  # an error of memory may have caused it
+    if isinstance(error, AccelError):
+        # An error of memory may have caused it, for example inside of setup.
         return _is_out_of_memory(error.__cause__ or error.__context__)
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)

@@ -6,7 +6,8 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -27,9 +28,8 @@ class Source(NamedTuple):
     name: str | None
 
 
-@dataclass(eq=False)
-class Origin:
-    """The module that created a deferred parameter, the source of its values, and its writes."""
+class Origin(NamedTuple):
+    """The creator of a deferred parameter, the source of its values, and its writes."""
 
     module: Callable[[], nn.Module | None]
     source: Source | None
@@ -57,13 +57,13 @@ def deferred_init(
     recorder = _Recorder()
 
     def defer(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        """Return a parameter on the meta device in place of one that a module is given."""
+        """Return a parameter on the meta device in place of a module's new parameter."""
         if parameter is None or parameter.is_meta:
             return None
         deferred = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         deferred.__class__ = type(parameter)
         origin = Origin(weakref.ref(module), source, recorder.record(deferred))
-        if module._parameters.get(name) is not None:
+        if getattr(module, name, None) is not None:
             origin.writes.add("It replaced a parameter.")
         vars(deferred).update(vars(parameter), **{_ORIGIN: origin})
         return deferred
@@ -77,7 +77,7 @@ def deferred_init(
 
 
 class _Recorder(TorchDispatchMode):
-    """Records each in-place function that writes to a parameter, with its arguments."""
+    """Records in-place functions of parameters, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(target, torch.Tensor) and target.is_meta:
             writes = self._writes.get(target.untyped_storage()._cdata)
             if writes is not None:
-                # Values may be random: reset_parameters may copy a normal tensor.
+                # Values may be random, because reset_parameters may copy a normal tensor.
                 shown = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args[1:]]
                 writes.add(f"{func} {shown} {kwargs}")
         return func(*args, **kwargs)
@@ -105,26 +105,30 @@ def weights_of(module: nn.Module) -> Source | None:
 
     It must have all values, also if only some of the submodules were built with it.
     """
-    origins = [getattr(p, _ORIGIN, None) for p in module.parameters()]
-    sources = [origin.source for origin in origins if origin is not None]
-    return next(filter(None, sources), None)
+    for parameter in module.parameters():
+        origin = getattr(parameter, _ORIGIN, None)
+        if origin is not None and origin.source is not None:
+            return origin.source  # type: ignore[no-any-return]
+    return None
 
 
 def check_deferred(module: nn.Module) -> None:
     """Raise BackendError if parameters or buffers would never get values, or lose them."""
-    meta: dict[str, torch.Tensor] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.is_meta:
-            meta[name] = tensor
-            if not hasattr(tensor, _ORIGIN):
-                raise BackendError(
-                    f"{name} on the meta device would get no values. Build the model inside "
-                    "accel.deferred_init()."
-                )
-    if not meta or weights_of(module) is not None:
-        return
     recorder = _Recorder()
-    writes_by_name = {name: recorder.record(parameter) for name, parameter in meta.items()}
+    origins: dict[str, Origin] = {}
+    writes_by_name: dict[str, set[str]] = {}
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if not tensor.is_meta:
+            continue
+        if not hasattr(tensor, _ORIGIN):
+            raise BackendError(
+                f"{name} on the meta device would get no values. Build the model inside "
+                "accel.deferred_init()."
+            )
+        origins[name] = getattr(tensor, _ORIGIN)
+        writes_by_name[name] = recorder.record(tensor)
+    if not origins or weights_of(module) is not None:
+        return
     with torch.no_grad(), recorder:
         for _, reset in resetting(module):
             reset()
@@ -135,7 +139,7 @@ def check_deferred(module: nn.Module) -> None:
                 "outside of accel.deferred_init()."
             )
         # nanoGPT calls self.apply(init_weights) in its constructor.
-        if not getattr(meta[name], _ORIGIN).writes <= writes:
+        if not origins[name].writes <= writes:
             raise BackendError(
                 f"Values of {name} that were set inside accel.deferred_init() would be lost. Set "
                 "them in reset_parameters(), or use accel.deferred_init(weights=directory)."
@@ -146,57 +150,54 @@ def check_deferred(module: nn.Module) -> None:
 def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
     """Give memory and values to deferred parameters. Values from a directory are read later."""
     deferred = [p for p in module.parameters() if p.is_meta]
-    ids, borrowed, source = set(map(id, deferred)), borrowing(module), weights_of(module)
+    ids = set(map(id, deferred))
+    source, resets = weights_of(module), list(resetting(module))
     for parameter in deferred:
         # Memory that nobody writes to takes no space on most systems.
         allocate = without_values if source is None else torch.empty_like
         real = nn.Parameter(allocate(parameter, device=device), parameter.requires_grad)
         swap(parameter, real)
         undo.callback(swap, parameter, real)
-    for child, reset in resetting(module):
-        if source is None and not ids.isdisjoint(map(id, child.parameters())):
-            reset_own(child, reset, borrowed[id(child)])
+    for child, reset in resets if source is None else ():
+        if not ids.isdisjoint(map(id, child.parameters())):
+            reset()
 
 
-def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-    """Give submodules with their ``reset_parameters``, children first as in a constructor."""
+def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
+    """Give submodules with a call to reset each, children first as in a constructor."""
     modules: list[nn.Module] = []
     module.apply(modules.append)
     for child in dict.fromkeys(modules):
         reset = getattr(child, "reset_parameters", getattr(child, "_reset_parameters", None))
-        if callable(reset) and any(True for _ in child.parameters()):
-            yield child, reset
+        if callable(reset) and next(child.parameters(), None) is not None:
+            # Tied parameters keep the values of the submodule that created them.
+            tied = []
+            for name, parameter in child.named_parameters(recurse=False):
+                origin = getattr(parameter, _ORIGIN, None)
+                creator = child if origin is None else origin.module()
+                if creator is not child and creator in modules:
+                    tied.append(name)
+            yield child, partial(_reset, child, reset, tied)
 
 
-def borrowing(module: nn.Module) -> dict[int, set[str]]:
-    """Return names of tied parameters that a different submodule created, by the submodule's id."""
-    inside = set(module.modules())
-    names: dict[int, set[str]] = {id(child): set() for child in inside}
-    for child in inside:
-        for name, parameter in child._parameters.items():
-            origin = getattr(parameter, _ORIGIN, None)
-            if origin is not None and origin.module() in inside - {child}:
-                names[id(child)].add(name)
-    return names
-
-
-def reset_own(child: nn.Module, reset: Callable[[], Any], borrowed: set[str]) -> None:
-    """Call ``reset``. Borrowed parameters keep the values that their own module gave them."""
-    values = {name: child.get_parameter(name).clone() for name in borrowed}
+def _reset(child: nn.Module, reset: Callable[[], Any], tied: list[str]) -> None:
+    parameters = list(map(child.get_parameter, tied))
+    values = list(map(torch.clone, parameters))
     reset()
-    for name, value in values.items():
-        child.get_parameter(name).copy_(value)
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for a tensor, filled with NaN (or 0), to show that its values are lost."""
-    is_number = not like.is_floating_point() and not like.is_complex()
-    return torch.full(like.shape, 0 if is_number else torch.nan, dtype=like.dtype, device=device)
+    """Return memory for a tensor with lost values, filled with NaN (or 0)."""
+    has_nan = like.is_floating_point() or like.is_complex()
+    return torch.full(like.shape, torch.nan if has_nan else 0, dtype=like.dtype, device=device)
 
 
 def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Exchange the contents of two parameters, whose identities optimizers know."""
+    """Exchange the contents of two parameters. Optimizers know their identities."""
     other.__class__ = type(parameter)
-    attributes = {name: value for name, value in vars(parameter).items() if name != _ORIGIN}
+    attributes = dict(vars(parameter))
+    attributes.pop(_ORIGIN, None)
     vars(other).update(attributes | vars(other))
     torch.utils.swap_tensors(parameter, other)

@@ -1,4 +1,4 @@
-"""Every error that accel raises on purpose, and texts and checks of arguments."""
+"""The errors of accel, and texts and checks of arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class AccelError(Exception):
-    """Base of every error that accel raises on purpose."""
+    """Base of accel's errors."""
 
     #: The rank that failed, if it is a different one.
     failed_rank: int | None = None
@@ -20,7 +20,7 @@ class AlreadySetUpError(AccelError):
 
 
 class SharedParametersError(AccelError):
-    """A module shares parameters with a module that is already set up."""
+    """A module shares parameters with a module of an earlier ``setup``."""
 
 
 class RankMismatchError(AccelError):
@@ -32,7 +32,7 @@ class OptimizerError(AccelError):
 
 
 class BackendError(AccelError):
-    """The backend is unknown or not installed, or can't do what was asked."""
+    """The backend is unknown or not installed, or doesn't support the call."""
 
 
 class DeviceError(AccelError):
@@ -52,7 +52,7 @@ class CheckpointError(AccelError):
 
 
 class LaunchError(AccelError):
-    """Worker processes could not be started, or one of them failed."""
+    """Worker processes could not be started, or failed."""
 
 
 class TimeoutError(AccelError, builtins.TimeoutError):
@@ -90,7 +90,7 @@ def text_of_error(error: BaseException | None) -> str:
 
 
 def is_url(path: str) -> bool:
-    """True if a path is the URL of one store, which has not lost a slash in a Path."""
+    """True if a path is the URL of a store, and has not lost a slash in a Path."""
     return bool(re.match("[A-Za-z][A-Za-z0-9+._-]+://", path))
 
 

@@ -1,4 +1,4 @@
-"""Comparison of the ranks' facts: a text for each value, and the first name whose texts differ."""
+"""Comparison of the ranks' facts: a text for each value, and the first difference."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import torch
 
 
 def comparable_text(value: Any) -> str:
-    """Return a text that is equal on all ranks if the value is.
+    """Return a text, equal on all ranks if the value is.
 
     A tensor is described by its shape and sum, and a shard of a DTensor by its shape only. An
     object without a text of its own is described by its class.
     """
     if isinstance(value, torch.Tensor):
-        total = "in shards" if hasattr(value, "to_local") else value.detach().double().sum().item()
+        is_shard = hasattr(value, "to_local")
+        total = "in shards" if is_shard else value.detach().double().sum().item()
         return f"tensor {tuple(value.shape)} {total}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(comparable_text, value))}]"
-    if isinstance(value, set | frozenset):  # its order depends on the process
+    if isinstance(value, set | frozenset):
+        # The order of a set depends on the process.
         return f"{{{', '.join(sorted(map(comparable_text, value)))}}}"
     if isinstance(value, Mapping):
         return f"{{{comparable_text(list(value.items()))}}}"
@@ -31,7 +33,7 @@ def comparable_text(value: Any) -> str:
 def first_difference(
     facts_by_rank: Sequence[Mapping[Any, Any]], *, ignore_absent: bool = False
 ) -> str:
-    """Return the first name whose values differ, with the ranks' values, or an empty text.
+    """Return the first name with different values and those values, or an empty text.
 
     An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2". With ``ignore_absent`` only
     the ranks that have a fact are compared.

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import NamedTuple, TypeVar
 
 from .data import LoaderHandle as LoaderHandle
+from .data.handle import LoaderState
 from .errors import AccelError
 
 # The types of setup's arguments. To type checkers, torch.compile returns a callable.
@@ -183,11 +184,16 @@ def engine_behind(handle: object) -> Any:
     return _get(handle, "_accel_engine")
 
 
-class HiddenAttribute:
-    """A value that accel keeps on a user's object. Copies and pickles of the object don't have it.
+def loader_state(handle: LoaderHandle) -> LoaderState:
+    """Return the state of a dataloader's handle."""
+    return handle._accel
 
-    The value lives as long as its owner and may refer to it: the garbage collector sees the cycle,
-    which it would not if a table held both.
+
+class HiddenAttribute:
+    """A value on a user's object. Copies and pickles of the object don't have it.
+
+    The value lives as long as its owner and may refer to it. The garbage collector sees the cycle,
+    but would not if a table held both.
     """
 
     __slots__ = ("owner_id", "value")

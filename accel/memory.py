@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +19,10 @@ from .engines.base.memory import MemoryUse, TensorSize
 from .errors import AccelError
 from .registry import registry, resolve_module
 from .shard import parameters_of
+from .trees import all_tensors
 
-#: The columns of the table: fields of MemoryUse.
-COLUMNS: Final = ("parameters", "gradients", "optimizer_state", "buffers", "buckets", "total")
+#: The titles of the fields of MemoryUse, and of their sum.
+TITLES: Final = ("parameters", "gradients", "optimizer", "buffers", "buckets", "total")
 
 
 def human(nbytes: float) -> str:
@@ -52,11 +52,11 @@ class MemoryReport:
 
     def __str__(self) -> str:
         width = max(len(backend) for _, backend in self.uses)
-        names = "".join(f"  {name.removesuffix('_state'):>11}" for name in COLUMNS)
-        lines = [self.title, f"ranks  {'backend':{width}}{names}"]
+        row = f"{{:>5}}  {{:{width}}}" + "  {:>11}" * len(TITLES)
+        lines = [self.title, row.format("ranks", "backend", *TITLES)]
         for (ranks, backend), use in self.uses.items():
-            sizes = "".join(f"  {human(getattr(use, name)):>11}" for name in COLUMNS)
-            lines.append(f"{ranks:5}  {backend:{width}}{sizes}")
+            sizes = map(human, (*astuple(use), use.total))
+            lines.append(row.format(ranks, backend, *sizes))
         return "\n".join(lines)
 
     def save_plot(self, path: str | os.PathLike[str]) -> Path:
@@ -68,11 +68,11 @@ class MemoryReport:
         figure = Figure(figsize=(7.5, 1.5 + 0.22 * len(self.uses)), layout="constrained")
         axes = figure.subplots()
         labels = [f"{backend} on {ranks}" for ranks, backend in self.uses]
-        ends = [0.0] * len(labels)
-        for name in COLUMNS[:-1]:
-            sizes = [getattr(use, name) / 2**30 for use in self.uses.values()]
-            axes.barh(labels, sizes, left=ends, label=name)
-            ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+        nbytes = torch.tensor(list(map(astuple, self.uses.values())), dtype=torch.float64)
+        gib = nbytes.T / 2**30
+        begins = gib.cumsum(0) - gib
+        for title, sizes, begin in zip(TITLES, gib.tolist(), begins.tolist(), strict=False):
+            axes.barh(labels, sizes, left=begin, label=title)
         axes.invert_yaxis()
         axes.set_xlabel("GiB per rank")
         figure.suptitle(self.title, fontsize=10)
@@ -104,8 +104,9 @@ def memory_report(
     uses = {}
     for world_size in dict.fromkeys(ranks):
         for backend in ENGINES.values():
+            # A backend that doesn't synchronize can't train on several ranks.
             if world_size > 1 and not backend.synchronizes:
-                continue  # it can't train on several ranks
+                continue
             kind = backend.options_type
             shown = kind.shown if world_size > 1 else ()
             for options in (kind(), *kind.variants, *shown):
@@ -113,15 +114,18 @@ def memory_report(
                 if use is not None:
                     uses[world_size, _label(options)] = use
     numel = sum(tensor.numel for tensor in tensors if not tensor.is_buffer)
-    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
-    title = f"{type(module).__name__}, {numel:,} parameters, {names}: bytes per rank"
+    title = f"{type(module).__name__}, {numel:,} parameters, {_names(optimizers)}: bytes per rank"
     return MemoryReport(title, uses)
+
+
+def _names(optimizers: Iterable[Optimizer]) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
 
 
 def _label(options: Options) -> str:
     """Return a backend's name, with the options that differ from the defaults."""
     usual, changed = type(options)(), []
-    for field in dataclasses.fields(options):
+    for field in fields(options):
         value = getattr(options, field.name)
         if value != getattr(usual, field.name):
             changed.append(f"{field.name}={value!r}")
@@ -133,10 +137,8 @@ def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Ten
     """Return the sizes of all parameters and buffers. Nothing is allocated or changed."""
     states: dict[int, tuple[int, int]] = {}
     for number, optimizer in enumerate(optimizers):
-        parameters = parameters_of(optimizer)
-        for parameter, nbytes in zip(parameters, _state_bytes(optimizer), strict=True):
-            first, before = states.get(id(parameter), (number, 0))
-            states[id(parameter)] = first, before + nbytes
+        for key, nbytes in _state_bytes(optimizer).items():
+            states[key] = number, nbytes
     sizes = []
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         owner, nbytes = states.get(id(tensor), (None, 0))
@@ -153,19 +155,24 @@ def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Ten
     return sizes
 
 
-def _state_bytes(optimizer: Optimizer) -> list[int]:
-    """Return the bytes of state per parameter, found by a step with parameters on meta."""
+def _state_bytes(optimizer: Optimizer) -> dict[int, int]:
+    """Return the bytes of state by parameter id, found by a step with parameters on meta."""
+    parameters = parameters_of(optimizer)
     groups, state = optimizer.param_groups, optimizer.state
-    optimizer.param_groups = [_on_meta(group) for group in groups]
+    optimizer.param_groups = list(map(_on_meta, groups))
     optimizer.state = defaultdict(dict)
+    nbytes = dict.fromkeys(map(id, parameters), 0)
     try:
+        # Without hooks, because a profiler or a scheduler must not see this step.
+        step = type(optimizer).step
         with torch.no_grad():
-            step = type(optimizer).step
-            getattr(step, "__wrapped__", step)(optimizer)  # without hooks
-        states = [optimizer.state[parameter] for parameter in parameters_of(optimizer)]
+            getattr(step, "__wrapped__", step)(optimizer)
+        for parameter, stand_in in zip(parameters, parameters_of(optimizer), strict=True):
+            for _, tensor in all_tensors(optimizer.state[stand_in]):
+                nbytes[id(parameter)] += tensor.nbytes
     finally:
         optimizer.param_groups, optimizer.state = groups, state
-    return [sum(v.nbytes for v in s.values() if isinstance(v, torch.Tensor)) for s in states]
+    return nbytes
 
 
 def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
@@ -187,23 +194,28 @@ def summary(model: nn.Module) -> str:
     """
     engine = registry.find_engine(model)
     place, device = engine.process.place, engine.process.device.type
-    sizes = [shape.numel() for shape in engine.holdings.shapes.values()]
-    trainable = [size for size, p in zip(sizes, engine.parameters, strict=True) if p.requires_grad]
-    names = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers) or "none"
-    weights = human(_bytes(engine, None))
-    state = human(sum(_bytes(engine, optimizer) for optimizer in engine.optimizers))
+    total = trainable = 0
+    for shape, parameter in zip(engine.holdings.shapes.values(), engine.parameters, strict=True):
+        total += shape.numel()
+        trainable += shape.numel() if parameter.requires_grad else 0
+    weights, state = _shard_bytes(engine, [None]), _shard_bytes(engine, engine.optimizers)
     lines = [
         engine.kind,
         f"backend: {engine.name} on {place.world_size} ranks ({device}), {engine.precision.name}",
         f"options: {engine.options}",
-        f"parameters: {sum(sizes):,} ({sum(trainable):,} trainable)",
-        f"optimizers: {names}",
+        f"parameters: {total:,} ({trainable:,} trainable)",
+        f"optimizers: {_names(engine.optimizers)}",
         f"on rank {place.rank}: weights and buffers {weights}, optimizer state {state}",
     ]
     return "\n  ".join(lines)
 
 
-def _bytes(engine: Engine, optimizer: Optimizer | None) -> int:
-    """Return the bytes of this rank's shards. Memory that several shards share counts once."""
-    tensors = [shard.tensor for shard in engine.holdings.shards(optimizer)]
-    return sum({(t.data_ptr(), t.numel()): t.nbytes for t in tensors}.values())
+def _shard_bytes(engine: Engine, optimizers: Iterable[Optimizer | None]) -> str:
+    """Return the size of this rank's shards of the optimizers, or of the module (None)."""
+    nbytes = {}
+    for optimizer in optimizers:
+        for shard in engine.holdings.shards(optimizer):
+            # Shards may share memory, which counts once.
+            tensor = shard.tensor
+            nbytes[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
+    return human(sum(nbytes.values()))

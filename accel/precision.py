@@ -28,7 +28,7 @@ _DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
 
 
 def dtype_of(value: object) -> torch.dtype | None:
-    """Return the dtype that "bfloat16" or "torch.bfloat16" names, or a dtype itself, or None."""
+    """Return the dtype of a name such as "torch.bfloat16", or a dtype itself, or None."""
     if isinstance(value, str):
         value = getattr(torch, value.removeprefix("torch."), None)
     return value if isinstance(value, torch.dtype) else None
@@ -41,8 +41,7 @@ class Precision:
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in _DTYPES:
             raise PrecisionError(f"Unknown precision {name!r}. Use one of {', '.join(_DTYPES)}.")
-        self.name = name
-        self.device = device
+        self.name, self.device = name, device
         self.plain = name == "32-true"
         self.scaled = name == "16-mixed"
         self.storage, self.compute = _DTYPES[name]
@@ -74,7 +73,9 @@ class Precision:
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
     half = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
     # A method may return a parameter or buffer of the module, which is not a result.
-    return tensor.float() if half and not isinstance(tensor, nn.Parameter | nn.Buffer) else tensor
+    if half and not isinstance(tensor, nn.Parameter | nn.Buffer):
+        return tensor.float()
+    return tensor
 
 
 # -- the loss scale --------------------------------------------------------------------------------
@@ -82,19 +83,19 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 @final
 class LossScale:
-    """The dynamic loss scale of this process, which follows the rule of ``torch.amp.GradScaler``.
+    """The dynamic loss scale of this process, with the rule of ``torch.amp.GradScaler``.
 
-    The scale exists only during ``backward``. Afterwards gradients are divided by it, so that
-    clipping, logging and models of a different precision see true gradients. It is a power of two,
-    so both are exact.
+    The scale exists only during ``backward``. Afterwards gradients are divided by it, because
+    clipping, logging and models of a different precision need true gradients. It is a power of
+    two, so both are exact.
     """
 
     GROWTH_INTERVAL: Final = 2000
 
     def __init__(self) -> None:
         self.restore()
-        #: The numbers of the last scaled backward, the last one that was counted as a good step,
-        #: and the last one that halved the scale.
+        #: The numbers of the last scaled backward, of the last good step, and of the last backward
+        #: with inf or NaN.
         self.serial = self._counted = self._halved = 0
 
     def state(self) -> tuple[float, int]:
@@ -107,7 +108,8 @@ class LossScale:
 
     def backward(self, loss: torch.Tensor, holders: Iterable[Any], **options: Any) -> None:
         """Call ``backward`` of a scaled loss. ``holders`` and leaves get true gradients."""
-        unique = {id(holder): holder for holder in chain(holders, _leaves(loss))}.values()
+        # A parameter may be a holder and a leaf. Equal tensors are different keys.
+        unique = dict.fromkeys(chain(holders, _leaves(loss)))
         _multiply(unique, self.value)
         try:
             (loss * self.value).backward(**options)
@@ -130,11 +132,11 @@ class LossScale:
 
 @torch.no_grad()
 def _multiply(holders: Iterable[Any], factor: float) -> None:
-    """Multiply gradients. Inf becomes NaN, so that clipping by value can't hide an overflow."""
+    """Multiply gradients. Inf becomes NaN, because clipping by value would hide an overflow."""
     grads = [here(holder.grad) for holder in holders if holder.grad is not None]
+    dense = [grad for grad in grads if grad.layout == torch.strided]
     if grads:
         torch._foreach_mul_(grads, factor)
-    dense = [grad for grad in grads if grad.layout == torch.strided]
     if dense:
         torch._foreach_lerp_(dense, dense, 0.0)  # x + 0 * (x - x)
 
@@ -166,16 +168,17 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def all_finite(optimizer: Optimizer) -> bool:
     """True if an optimizer's gradients on this rank contain neither inf nor NaN."""
-    local = [here(gradient) for gradient in gradients_of(optimizer)]
+    local = map(here, gradients_of(optimizer))
     dense = [g.coalesce().values() if g.is_sparse else g for g in local]
-    nonempty = [g for g in dense if g.numel()]
+    nonempty = list(filter(torch.Tensor.numel, dense))
     if not nonempty:
         return True
     largest = torch._foreach_norm(nonempty, float("inf"))
     torch._foreach_mul_(largest, 0.0)  # 0 or NaN, which every dtype has
     device = largest[0].device
-    # One tensor, because each read of a number waits for the device.
-    return bool(torch.stack([zero.to(device, torch.float32) for zero in largest]).isfinite().all())
+    # In one tensor, because each read of a number waits for the device.
+    zeros = torch.stack([zero.to(device, torch.float32) for zero in largest])
+    return bool(zeros.isfinite().all())
 
 
 # -- conversion in place: parameters keep their identity -------------------------------------------
@@ -247,6 +250,7 @@ def restore_batchnorms(replaced: Replaced) -> None:
     for parent, name, child in replaced:
         stand_in = parent.get_submodule(name)
         child.train(stand_in.training)
-        child._buffers.update(stand_in._buffers)
-        parent._modules[name] = child
+        for key, buffer in stand_in.named_buffers():
+            setattr(child, key, buffer)
+        setattr(parent, name, child)
     replaced.clear()

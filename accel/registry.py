@@ -6,7 +6,7 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -35,7 +35,7 @@ logger = logging.getLogger("accel")
 
 @final
 class Registry:
-    """The live engines. An engine is kept alive by its raw module, not by the registry."""
+    """The live engines. The raw module keeps an engine alive, and the registry doesn't."""
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -44,14 +44,14 @@ class Registry:
         self.serials = itertools.count()
         #: Serials of engines that were torn down.
         self.ended: set[int] = set()
-        # Equal on all ranks, even if some engines were garbage-collected on this rank.
-        #: Serials of sharded engines that were not torn down explicitly.
+        # These two are equal on all ranks, even if this rank has collected some engines as garbage.
+        #: Serials of sharded engines before their teardown.
         self.divided: set[int] = set()
-        #: Serials of engines with "16-mixed" that were not torn down explicitly.
+        #: Serials of engines with "16-mixed" before their teardown.
         self.scaled: set[int] = set()
         #: The engine of each submodule.
         self._owners: Any = WeakIdKeyDictionary()
-        #: Optimizers of parameters in no model, of which a warning told.
+        #: Optimizers of parameters in no model, after a warning.
         self._strangers: set[tuple[object, ...]] = set()
         #: Listeners of backward passes, in the order of the engines.
         self._listeners: Listeners = []
@@ -62,18 +62,10 @@ class Registry:
         self._compiling = compile_patch(ModelHandle)
 
     def add(self, engine: Engine) -> None:
-        """Add an engine, and install the hooks and patches that it needs."""
+        """Add an engine, and install its hooks and patches."""
         HiddenAttribute.put(engine.module, engine)
-        with changing:
-            self.engines.add(engine)
-            self._find_listeners()
-            if not self._module_hooks:
-                self._module_hooks = [
-                    register_module_parameter_registration_hook(self._registered),
-                    register_module_module_registration_hook(self._registered),
-                ]
-            if engine.gradients.watched and not self._step_hooks:
-                self._step_hooks = [register_optimizer_step_pre_hook(self._before_any_step)]
+        self.engines.add(engine)
+        self._install_hooks()
         if engine.distributed and engine.placements.partial:
             self.divided.add(engine.serial)
         if engine.precision.scaled:
@@ -84,10 +76,10 @@ class Registry:
             self._owners[module] = reference
         for patch in self._patches(engine):
             patch.need(engine)
-        weakref.finalize(engine, self._prune).atexit = False
+        weakref.finalize(engine, self._install_hooks).atexit = False
 
     def remove(self, engine: Engine) -> None:
-        """Forget an engine that is about to be torn down."""
+        """Forget an engine before its teardown."""
         HiddenAttribute.clear(engine.module)
         self.ended.add(engine.serial)
         self.engines.discard(engine)
@@ -97,7 +89,7 @@ class Registry:
             self._owners.pop(module, None)
         for patch in self._patches(engine):
             patch.drop(engine)
-        self._prune()
+        self._install_hooks()
 
     def _patches(self, engine: Engine) -> list[Patch]:
         patches = [self._compiling]
@@ -105,46 +97,46 @@ class Registry:
             patches += [*self._clipping, *self._backwards]
         return patches if engine.sequence is None else patches + engine.sequence.patches
 
-    def _find_listeners(self) -> None:
-        gradients = [engine.gradients for engine in self.in_order()]
-        self._listeners[:] = [weakref.ref(g) for g in gradients if g.watched]
-
-    def _prune(self) -> None:
-        """Remove hooks that no live engine needs."""
+    def _install_hooks(self) -> None:
+        """Install the hooks of live engines, and remove those of engines that have ended."""
         with changing:
-            self._find_listeners()
+            # Replaced at once, because a garbage collection may call this in between.
+            gradients = [engine.gradients for engine in self.in_order()]
+            self._listeners[:] = [weakref.ref(g) for g in gradients if g.watched]
             if not self.engines:
                 remove_hooks(self._module_hooks)
+            elif not self._module_hooks:
+                self._module_hooks += [
+                    register_module_parameter_registration_hook(self._registered),
+                    register_module_module_registration_hook(self._registered),
+                ]
             if not self._listeners:
                 remove_hooks(self._step_hooks)
+            elif not self._step_hooks:
+                self._step_hooks.append(register_optimizer_step_pre_hook(self._before_any_step))
 
     # -- look-up -----------------------------------------------------------------------------------
 
     def in_order(self) -> list[Engine]:
-        """Return the live engines in an order that is the same on all ranks.
+        """Return the live engines, in the same order on all ranks.
 
         They include engines that nobody references any more, until a garbage collection.
         """
         return sorted(self.engines, key=lambda engine: engine.serial)
 
     def sweep(self) -> None:
-        """Collect garbage, because engines that nobody references are in reference cycles."""
+        """Collect garbage, because unreachable engines are in reference cycles."""
         if self.engines:
             gc.collect()
 
     def find_engine(self, model: object) -> Engine:
-        """Return the engine of a handle, a raw module, or a ``torch.compile`` wrapper.
-
-        Raises:
-            AccelError: it has none.
-        """
+        """Return the engine of a handle, a raw module, or a ``torch.compile`` wrapper."""
         module, _ = resolve_module(model)
         engine = self.engine(module)
         if engine is not None:
             return engine
         kind = type(module).__name__
-        outer = self.owner_of(list(module.parameters()), None)
-        if outer is not None:
+        for outer in self.owners_of(list(module.parameters())):
             raise AccelError(f"This {kind} is a part of a {outer.kind}. Pass the {outer.kind}.")
         raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, ...) first.")
 
@@ -155,16 +147,15 @@ class Registry:
 
     @staticmethod
     def find_engine_of(optimizer: Optimizer) -> Engine | None:
-        """Return the live engine of an optimizer that was given to ``setup``, or None."""
+        """Return the live engine of an optimizer, or None before ``setup``."""
         reference: weakref.ref[Engine] | None = HiddenAttribute.get(optimizer)
         return None if reference is None else reference()
 
-    def owner_of(self, params: Sequence[torch.Tensor], excluded: Engine | None) -> Engine | None:
-        """Return an engine other than ``excluded`` that has some of these parameters."""
+    def owners_of(self, params: Sequence[torch.Tensor]) -> Iterator[Engine]:
+        """Give the engines with some of these parameters, in the order of all ranks."""
         for engine in self.in_order():
-            if engine is not excluded and any(id(p) in engine.known for p in params):
-                return engine
-        return None
+            if any(id(p) in engine.known for p in params):
+                yield engine
 
     def check_new(self, module: nn.Module) -> None:
         """Raise if a different engine or library distributes a module or some of its parameters."""
@@ -182,10 +173,9 @@ class Registry:
     # -- events ------------------------------------------------------------------------------------
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that autograd knows in the place of a parameter."""
-        for engine in self.engines:
-            if id(tensor) in engine.known:
-                return engine.gradients.leaf(tensor)
+        """Return autograd's leaf in the place of a parameter."""
+        for engine in self.owners_of([tensor]):
+            return engine.gradients.leaf(tensor)
         return tensor
 
     def _registered(self, module: nn.Module, name: str, value: object) -> None:
@@ -195,35 +185,35 @@ class Registry:
             engine.restructured = True
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Make gradients final for an optimizer that was not given to ``setup``, or raise."""
-        # Without a call, because every step comes here.
+        """Make gradients final for an optimizer unknown to ``setup``, or raise."""
+        # Without a call of HiddenAttribute, because every step comes here.
         slot = optimizer.__dict__.get(HiddenAttribute.KEY)
         if slot is not None and slot.owner_id == id(optimizer):
             return
         parameters = parameters_of(optimizer)
-        engines = [e for e in self.in_order() if any(id(p) in e.known for p in parameters)]
+        engines = list(self.owners_of(parameters))
         if not engines:
             self._warn_of_stranger(optimizer, parameters)
         for engine in engines:
-            gradients, is_scaled = engine.gradients, engine.precision.scaled
-            late = gradients.before_any_step or gradients.pending() or gradients.hidden()
-            if not gradients.watched or not (late or is_scaled):
+            gradients = engine.gradients
+            if not gradients.watched:
                 continue
-            if is_scaled or gradients.hidden():
+            if engine.precision.scaled or gradients.hidden():
                 raise OptimizerError(
                     f"This {type(optimizer).__name__} was not given to accel.setup, but steps a "
                     f"{engine.kind} with precision {engine.precision.name!r} and backend "
                     f"{engine.name!r}. Call accel.setup(model, optimizer)."
                 )
-            prepare(engine, optimizer)
+            if gradients.before_any_step or gradients.pending():
+                prepare(engine, optimizer)
 
     def _warn_of_stranger(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-        """Warn once of a criterion with parameters, such as ArcFace, that was not set up. Local."""
-        if not params or any(type(p) is not nn.Parameter for p in params):
+        """Warn once of parameters outside of every model, as of ArcFace. Local."""
+        trains = any(engine.distributed and engine.optimizers for engine in self.engines)
+        if not trains or set(map(type, params)) != {nn.Parameter}:
             return
         facts = (type(optimizer).__name__, len(params), tuple(params[0].shape))
-        trains = any(engine.distributed and engine.optimizers for engine in self.engines)
-        if facts in self._strangers or not trains:
+        if facts in self._strangers:
             return
         self._strangers.add(facts)
         logger.warning(
@@ -235,19 +225,15 @@ class Registry:
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
-    """Return a raw module, and the module that a forward calls, such as a compile wrapper.
-
-    Raises:
-        AccelError: the object is not a module, or the handle of an engine that has ended.
-    """
+    """Return a raw module, and the module to call, such as a compile wrapper."""
     if type(model) is ModelHandle:
         if engine_behind(model) is None:
             raise AccelError("This model was torn down. Pass the raw module, accel.unwrap(model).")
         return raw(model), raw(model)
     if not isinstance(model, nn.Module):
         raise AccelError(f"The model is {described(model)}. Pass a torch.nn.Module.")
-    if type(model).__name__ == "OptimizedModule" and "_orig_mod" in model._modules:
-        return resolve_module(model._modules["_orig_mod"])[0], model
+    if type(model).__name__ == "OptimizedModule":
+        return resolve_module(model.get_submodule("_orig_mod"))[0], model
     return model, model
 
 

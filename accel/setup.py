@@ -1,4 +1,4 @@
-"""``accel.setup``: plan a call on each rank, agree on the plan, then build and start the engine."""
+"""``accel.setup``: plan a call on each rank, agree on the plan, then build the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .errors import (
     text_of_error,
 )
 from .facts import comparable_text, first_difference
-from .handles import Dataloaders, Handles, HiddenAttribute, Model, Optimizers
+from .handles import Dataloaders, Handles, HiddenAttribute, Model, Optimizers, loader_state
 from .precision import Precision, convert_module, convert_optimizer
 from .process import Process, current, running, use_devices
 from .process.control import Waiting, agree, locked, raise_together
@@ -116,7 +116,7 @@ class Plan:
     optimizers: Any
     dataloaders: Any
     loader_options: LoaderOptions = LoaderOptions()
-    #: The module, and the object that a forward calls. None for dataloaders alone.
+    #: The module, and the object to call, such as a compile wrapper. None for dataloaders alone.
     module: nn.Module | None = None
     entry: nn.Module | None = None
     #: The module's engine. None until it is built.
@@ -135,23 +135,14 @@ class Plan:
 
 
 def make_plan(
-    plan: Plan,
-    model: Any,
-    backend: Any,
-    precision: Any,
-    devices: Any,
-    loader_options: Any,
+    plan: Plan, model: Any, backend: Any, precision: Any, devices: Any, loader_options: Any
 ) -> None:
-    """Find the objects that are not set up yet, and check that they can be.
-
-    Raises:
-        AccelError: the call can't work.
-    """
-    if loader_options is not None:
-        if not isinstance(loader_options, LoaderOptions):
-            what = described(loader_options)
-            raise LoaderError(f"loader_options is {what}. Pass accel.LoaderOptions(...).")
+    """Find and check the objects for ``setup`` to distribute."""
+    if isinstance(loader_options, LoaderOptions):
         plan.loader_options = loader_options
+    elif loader_options is not None:
+        given = described(loader_options)
+        raise LoaderError(f"loader_options is {given}. Pass accel.LoaderOptions(...).")
     if devices != "auto":
         use_devices(devices)
     if model is not None:
@@ -163,8 +154,8 @@ def make_plan(
         _take_engine(plan, plan.engine, backend, precision)
     elif plan.module is not None:
         _choose_engine(plan, plan.module, backend, precision)
-    place = plan.engine_type.replica(plan.options, plan.process)
-    plan.place = LoaderPlace(*place, plan.process.device, plan.process)
+    replica = plan.engine_type.replica(plan.options, plan.process)
+    plan.place = LoaderPlace(*replica, plan.process.device, plan.process)
     map_leaves(partial(_plan_optimizer, plan), plan.optimizers, "optimizers")
     map_leaves(partial(_plan_loader, plan, loader_options), plan.dataloaders, "dataloaders")
     world_size = plan.process.place.world_size
@@ -173,13 +164,10 @@ def make_plan(
             f"backend={plan.engine_type.name!r} can't train on {world_size} ranks, because "
             "each process would train a model of its own. Use a distributed backend."
         )
-    if plan.builds and plan.module is not None and weights_of(plan.module) is not None:
-        from .checkpoint.load import first_values  # imports everything that checkpoints need
-
-        plan.fill = first_values(plan.module)
 
 
 def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> None:
+    """Take backend, options and precision of the model's engine."""
     plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
     options = engine.options if backend == "auto" else engines.resolve(backend)[1]
     conflict = ""
@@ -195,50 +183,51 @@ def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> No
 
 
 def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) -> None:
-    """Choose backend, options and precision of the engine that this call builds."""
-    registry.sweep()  # a model that was dropped must not count as set up, or keep its memory
+    """Choose backend, options and precision of a new engine."""
+    # A model that a notebook has dropped must not count as set up, or keep its memory.
+    registry.sweep()
     registry.check_new(module)
     check_deferred(module)
     process = plan.process
     if precision == "auto":
-        precision = os.environ.get("ACCEL_PRECISION") or "auto"
-    plan.precision = Precision("32-true" if precision == "auto" else precision, process.device)
+        precision = os.environ.get("ACCEL_PRECISION") or "32-true"
+    plan.precision = Precision(precision, process.device)
     plan.precision.check(module)
     if backend == "auto":
-        backend = os.environ.get("ACCEL_BACKEND") or "auto"
-    if backend == "auto":
-        backend = engines.default(process)
+        backend = os.environ.get("ACCEL_BACKEND") or engines.default(process)
     plan.engine_type, plan.options = engines.resolve(backend)
     if process.place.world_size > 1:
         engines.check_torch(plan.engine_type.name)
     plan.engine_type.check(module, plan.options, process)
     plan.builds = True
+    if weights_of(module) is not None:
+        from .checkpoint.load import first_values  # imports everything that checkpoints need
+
+        plan.fill = first_values(module)
 
 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(f"{path} is {described(optimizer)}. Pass a torch.optim.Optimizer.")
-    engine = registry.find_engine_of(optimizer)
-    is_known = engine is not None and engine is plan.engine
-    if is_known or any(optimizer is other for other in plan.new_optimizers):
-        return
     assert plan.module is not None
+    engine = plan.engine
+    is_known = engine is not None and engine is registry.find_engine_of(optimizer)
+    if is_known or optimizer in plan.new_optimizers:
+        return
     kind, model_kind = type(optimizer).__name__, type(plan.module).__name__
-    known: Any = set(map(id, plan.module.parameters()))
-    if plan.engine is not None:
-        known, model_kind = plan.engine.known, plan.engine.kind
+    known: Any = set(map(id, plan.module.parameters())) if engine is None else engine.known
     parameters = parameters_of(optimizer)
     if not any(id(p) in known for p in parameters):
         raise OptimizerError(
             f"{path} ({kind}) holds no parameter of this {model_kind}. "
             "Build it from the model's parameters()."
         )
-    other = engine or registry.owner_of(parameters, plan.engine)
-    if other is not None:
-        raise OptimizerError(
-            f"{path} ({kind}) holds parameters of two models, {model_kind} and {other.kind}. "
-            "Set up one model that contains both: accel.setup(nn.ModuleDict({...}), optimizer)."
-        )
+    for other in registry.owners_of(parameters):
+        if other is not engine:
+            raise OptimizerError(
+                f"{path} ({kind}) holds parameters of two models, {model_kind} and {other.kind}. "
+                "Set up one model that contains both: accel.setup(nn.ModuleDict({...}), optimizer)."
+            )
     if plan.process.place.world_size > 1:
         check_parameters(optimizer, known, plan.module, path)
     plan.new_optimizers.append(optimizer)
@@ -249,56 +238,55 @@ def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: s
         raise LoaderError(f"{path} is {described(loader)}. Pass a torch.utils.data.DataLoader.")
     loader = raw_loader(loader)
     handle = find_handle(loader, plan.place)
-    if handle is None:
-        if not any(loader is other for other in plan.new_loaders):
-            data.check(loader, plan.loader_options, plan.place.world)
-            plan.new_loaders.append(loader)
-    elif options is not None and options != handle._accel.options:
-        before = handle._accel.options
-        raise AlreadySetUpError(f"{path} is already set up with {before}, not {options}.")
+    if handle is not None:
+        before = loader_state(handle).options
+        if options not in (None, before):
+            raise AlreadySetUpError(f"{path} is already set up with {before}, not {options}.")
+    elif loader not in plan.new_loaders:
+        data.check(loader, plan.loader_options, plan.place.world)
+        plan.new_loaders.append(loader)
 
 
 # -- Agree: every rank has the same plan, or all raise ---------------------------------------------
 
 
 def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
-    """Compare the ranks' plans, and return rank 0's seeds of the new loaders. Collective.
-
-    Raises:
-        Exception: this rank's plan failed.
-        RankMismatchError: a different rank's plan failed, or the plans differ.
-    """
+    """Compare the ranks' plans, and return rank 0's seeds of the new loaders. Collective."""
     options = plan.loader_options
     compared = options.shard and plan.process.place.world_size > 1
     facts = describe(plan) if error is None else {}
-    loaders: list[tuple[int, str]] = []
+    seeds, samples = [], []
     for number, loader in enumerate(plan.new_loaders if error is None else ()):
-        sample = data.first_sample(loader.dataset) if compared else ""
-        loaders.append((data.loader_seed(loader, options.seed, number), sample))
+        seeds.append(data.loader_seed(loader, options.seed, number))
+        samples.append(data.first_sample(loader.dataset) if compared else "")
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    answers = agree("accel.setup", (digest, text_of_error(error), loaders))
-    raise_together("accel.setup", error, [text for _, text, _ in answers])
-    if any(other != digest for other, _, _ in answers):
+    answers = agree("accel.setup", (digest, text_of_error(error), (seeds, samples)))
+    digests, texts, loaders = zip(*answers, strict=True)
+    raise_together("accel.setup", error, texts)
+    if len(set(digests)) > 1:
         facts_by_rank = agree("accel.setup (comparing the models)", facts)
         difference = first_difference(facts_by_rank) or "their parameters are in different orders"
         raise RankMismatchError(f"accel.setup got different arguments: {difference}.")
-    for number, by_rank in enumerate(zip(*[loaders for _, _, loaders in answers], strict=True)):
-        if len({sample for _, sample in by_rank}) > 1 and plan.process.place.rank == 0:
+    for number, sample in enumerate(samples):
+        differs = any(others[number] != sample for _, others in loaders)
+        if differs and plan.process.place.rank == 0:
             logger.warning(
                 "dataloader %d has different data on different ranks, so most of it will not be "
                 "read. Build the same data on every rank, for example by accel.seed(0). If each "
                 "rank has its own data, use accel.LoaderOptions(shard=False).",
                 number,
             )
-    return [seed for seed, _ in answers[0][2]]
+    return list(loaders[0][0])
 
 
 def describe(plan: Plan) -> dict[str, str]:
-    """Return everything that must be equal on all ranks, as text by name."""
+    """Return all facts to compare between the ranks, as text by name."""
     facts = {}
+    names: dict[int, str] = {}
     # Parameters come first, because other differences often follow from them.
     if plan.module is not None:
         for name, parameter in plan.module.named_parameters():
+            names[id(parameter)] = name
             trainable = "trainable" if parameter.requires_grad else "frozen"
             facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {trainable}"
         for name, buffer in plan.module.named_buffers():
@@ -315,9 +303,8 @@ def describe(plan: Plan) -> dict[str, str]:
         for option in dataclasses.fields(plan.options):
             value = getattr(plan.options, option.name)
             facts[f"{option.name} of accel.{type(plan.options).__name__}"] = comparable_text(value)
-        names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
-        for number, optimizer in enumerate(plan.new_optimizers):
-            facts |= _describe_optimizer(optimizer, f"optimizer {number}", names)
+    for number, optimizer in enumerate(plan.new_optimizers):
+        facts |= _describe_optimizer(optimizer, f"optimizer {number}", names)
     for number, loader in enumerate(plan.new_loaders):
         for key, value in data.describe(loader, plan.loader_options).items():
             facts[f"{key} of dataloader {number}"] = str(value)
@@ -345,7 +332,7 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
 
 def build_engine(plan: Plan) -> None:
     """Build the engine or add the optimizers to it, on all ranks or on none. Collective."""
-    # In torch.inference_mode an engine would create tensors that no backward can use.
+    # In torch.inference_mode an engine would create tensors without a backward.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
         error: Exception | None = None
         serial = next(registry.serials) if plan.builds else 0
@@ -381,7 +368,8 @@ def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
     if not reads:
         _materialize(plan, module, undo)
     convert_module(module, plan.process.device, precision.storage, undo)
-    if reads:  # only now, so that the memory has its final dtypes
+    if reads:
+        # Only now, because the memory must have its final dtypes.
         _materialize(plan, module, undo)
     changes = checkpointed(module, plan.options)
     undo.push(changes)
@@ -408,11 +396,12 @@ def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> N
 def find_handle(loader: DataLoader[Any], place: LoaderPlace) -> LoaderHandle | None:
     """Return the last handle of a loader, or None if there is none for this place."""
     handle: LoaderHandle | None = HiddenAttribute.get(loader)
-    if handle is None or handle._accel.place != place:
+    if handle is None:
         return None
+    state = loader_state(handle)
     # After teardown a loader starts from its first epoch again.
-    has_ended = handle._accel.engines and handle._accel.engines <= registry.ended
-    return None if has_ended else handle
+    has_ended = state.engines and state.engines <= registry.ended
+    return None if has_ended or state.place != place else handle
 
 
 def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
@@ -425,16 +414,17 @@ def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
 
 
 def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
-    """Return the handles of everything in the plan, which is set up by now."""
-    serial = -1 if plan.engine is None else plan.engine.serial  # -1: loaders without a model
+    """Return the handles of everything in the plan, after its setup."""
+    model, serial = None, -1  # -1: loaders without a model
+    if plan.engine is not None:
+        model, serial = plan.engine.handle, plan.engine.serial
 
     def handle_of_loader(loader: Any, path: str) -> LoaderHandle:
         handle = find_handle(raw_loader(loader), plan.place)
         assert handle is not None
-        handle._accel.engines.add(serial)
+        loader_state(handle).engines.add(serial)
         return handle
 
-    model = None if plan.engine is None else plan.engine.handle
     loaders = map_leaves(handle_of_loader, plan.dataloaders, "dataloaders")
     return Handles(model, plan.optimizers, loaders)
 
@@ -444,13 +434,14 @@ def log_setup(plan: Plan) -> None:
     engine, places = plan.engine, plan.place.world
     if plan.builds and engine is not None:
         ranks = f"{plan.process.place.world_size} x {plan.process.device.type}"
-        facts = (engine.kind, engine.name, engine.precision.name, ranks)
-        logger.info("%s: backend %s, %s, %s", *facts)
+        precision = engine.precision.name
+        logger.info("%s: backend %s, %s, %s", engine.kind, engine.name, precision, ranks)
     optimizers = () if engine is None else engine.optimizers
     is_scheduled = any("initial_lr" in group for o in optimizers for group in o.param_groups)
     for loader in plan.new_loaders:
         handle: Any = find_handle(loader, plan.place)
-        with contextlib.suppress(LoaderError):  # the loader doesn't tell its batch size
+        # A loader with a batch sampler need not have a batch size.
+        with contextlib.suppress(LoaderError):
             size = data.effective_batch_size(handle)
             logger.info("effective batch size: %d x %d ranks = %d", size // places, places, size)
         before, after = data.length_of(loader), data.length_of(handle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, Final
 
 import torch
@@ -29,8 +29,8 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """Return the index that selects a box in its tensor."""
-    return tuple(slice(begin, end) for begin, end in box)
+    """Return the index of a box in its tensor."""
+    return tuple(starmap(slice, box))
 
 
 def intersection(one: Box, other: Box) -> Box | None:
@@ -85,11 +85,12 @@ def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def expanded(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Give boxes with a side for each dimension that have the elements of ``box``, in order."""
+    """Give the elements of ``box`` in order, in boxes with a side for each dimension."""
     if len(box) == len(shape):
         yield box
     else:
-        yield from divided(tuple((0, size) for size in shape), *box[0])
+        full = tuple((0, size) for size in shape)
+        yield from divided(full, *box[0])
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -97,19 +98,15 @@ def expanded(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The elements of a tensor that are stored on this rank.
+    """This rank's elements of a tensor."""
 
-    Args:
-        name: the tensor's name. An optimizer's state of a parameter is named
-            ``"<parameter>/<key>"``.
-        shape: the shape of the full tensor.
-        region: a box of the full tensor, which has one side if it is a range in row-major order.
-        tensor: the elements, in any shape. Writing to it changes the state itself.
-    """
-
+    #: The tensor's name, or ``"<parameter>/<key>"`` for optimizer state.
     name: str
+    #: The shape of the full tensor.
     shape: tuple[int, ...]
+    #: A box of the full tensor. A box with one side is a range in row-major order.
     region: Box
+    #: The elements, in any shape. Writing to it changes the state itself.
     tensor: torch.Tensor
 
     def fill(self, whole: torch.Tensor) -> None:
@@ -125,7 +122,7 @@ def flat_shard(name: str, shape: tuple[int, ...], start: int, tensor: torch.Tens
 
 
 def whole(name: str, tensor: torch.Tensor) -> Shard:
-    """Return the shard of a tensor that this rank has in full."""
+    """Return the shard of a tensor this rank has in full."""
     return flat_shard(name, tuple(tensor.shape), 0, tensor.detach())
 
 
@@ -154,30 +151,27 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
 def module_shards(
     module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]
 ) -> list[Shard]:
-    """Return the shards of parameters and persistent buffers. Tied ones have their first name.
-
-    Raises:
-        CheckpointError: ``state_dict`` adds entries, which could not be filled in place.
-    """
-    own = {id(tensor) for tensor in chain(module.parameters(), module.buffers())}
-    kind = type(module).__name__
-    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    """Return the shards of parameters and persistent buffers. Tied ones have their first name."""
+    own = set(map(id, chain(module.parameters(), module.buffers())))
+    seen: set[int] = set()
+    shards: list[Shard | None] = []
     for name, value in module.state_dict(keep_vars=True).items():
-        if name.rpartition(".")[2] == _EXTRA:
+        if name.rpartition(".")[2] == _EXTRA or id(value) in seen:
             continue
-        # bitsandbytes adds the scales of quantized weights, which no parameter holds.
+        # bitsandbytes adds the scales of quantized weights, which can't be filled in place.
         if id(value) not in own:
             raise CheckpointError(
-                f"the state_dict() of this {kind} has {name!r} ({type(value).__name__}), which is "
-                "not one of its parameters or buffers. Save model.state_dict() as a value instead."
+                f"the state_dict() of this {type(module).__name__} has {name!r} "
+                f"({type(value).__name__}), which is not one of its parameters or buffers. "
+                "Save model.state_dict() as a value instead."
             )
-        tensors.setdefault(id(value), (name, value))
-    shards = [make(name, tensor) for name, tensor in tensors.values()]
-    return [shard for shard in shards if shard is not None]
+        seen.add(id(value))
+        shards.append(make(name, value))
+    return list(filter(None, shards))
 
 
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules with a ``get_extra_state``, by their names in ``state_dict``."""
+    """Return the submodules with a ``get_extra_state``, by name in ``state_dict``."""
     modules = {}
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
@@ -186,10 +180,10 @@ def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Set the extra state of the submodules that have some in ``values``."""
-    modules = extra_modules(module)
-    for name in values.keys() & modules.keys():
-        modules[name].set_extra_state(values[name])
+    """Set the extra state of submodules from ``values``, by name in ``state_dict``."""
+    for name, child in extra_modules(module).items():
+        if name in values:
+            child.set_extra_state(values[name])
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -222,30 +216,24 @@ def state_device(
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """The optimizer state of one parameter that this rank keeps.
-
-    Args:
-        name, shape: those of the full parameter.
-        parameter: the parameter, or this rank's shard of it.
-        state: by key, empty before the first step.
-    """
+    """This rank's optimizer state of a parameter."""
 
     name: str
+    #: The shape of the full parameter.
     shape: tuple[int, ...]
+    #: The parameter, or this rank's shard of it.
     parameter: torch.Tensor
+    #: By key, empty before the first step.
     state: Mapping[Any, Any]
 
 
 class Raw:
-    """The state of a module and its optimizers on this rank. ``optimizer=None`` means the module.
-
-    Args:
-        module: None if only optimizers are asked for.
-        parameter_names: the names of the parameters in the optimizers' groups, by id.
-    """
+    """This rank's state of a module and its optimizers. ``optimizer=None`` means the module."""
 
     def __init__(self, module: nn.Module | None, parameter_names: Mapping[int, str]) -> None:
+        #: An empty module for optimizers alone.
         self.module = nn.Module() if module is None else module
+        #: The names of the parameters in the optimizers' groups, by id.
         self.parameter_names = parameter_names
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
@@ -257,7 +245,7 @@ class Raw:
         return whole(f"{name}/{key}" if key else name, tensor)
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        """Return the optimizer state that this rank keeps. Local."""
+        """Return the optimizer state of this rank. Local."""
         names, state = self.parameter_names, optimizer.state
         return [
             StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {}))
@@ -276,18 +264,19 @@ class Raw:
 
     def groups(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
         """Return the group of each parameter, by name."""
-        names = self.parameter_names
-        return {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+        groups: dict[str, Mapping[str, Any]] = {}
+        for group in optimizer.param_groups:
+            groups.update(dict.fromkeys(self._names_in(group), group))
+        return groups
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        return [self.parameter_names[id(p)] for p in group["params"]]
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """Return this rank's tensors (master copies if there are some), without a copy. Local.
-
-        Raises:
-            CheckpointError: there is something that could not be loaded again.
-        """
+        """Return this rank's tensors (master copies if there are some), without a copy. Local."""
         if optimizer is None:
             return module_shards(self.module, self.part)
-        shards = []
+        shards: list[Shard | None] = []
         for entry in self.entries(optimizer):
             for key, value in entry.state.items():
                 if not is_shard(key, value, entry.parameter):
@@ -298,10 +287,10 @@ class Raw:
                         "Use a string without a slash as the key."
                     )
                 shards.append(self.part(entry.name, value, key))
-        return [shard for shard in shards if shard is not None]
+        return list(filter(None, shards))
 
     def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
-        """Return everything that is not a shard. Local.
+        """Return everything except shards. Local.
 
         For an optimizer these are its groups, with the names of their parameters, and the values of
         its state, by parameter and key. All ranks' values together are the optimizer's. For the
@@ -310,11 +299,8 @@ class Raw:
         if optimizer is None:
             modules = extra_modules(self.module)
             return {n: child.get_extra_state() for n, child in modules.items() if self.has(n)}
-        names, state = self.parameter_names, {}
-        groups = [
-            {**group, "params": [names[id(p)] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
+        groups = [{**group, "params": self._names_in(group)} for group in optimizer.param_groups]
+        state = {}
         for entry in self.entries(optimizer):
             if entry.state:
                 items = entry.state.items()
@@ -324,7 +310,7 @@ class Raw:
     def slots(
         self, optimizer: Optimizer | None, manifest: Manifest, *, create: bool = True
     ) -> list[Shard]:
-        """Return the shards that a checkpoint fills. Local.
+        """Return the shards for a checkpoint to fill. Local.
 
         Optimizer state that doesn't exist is created, or if not ``create``, on the meta device.
         """

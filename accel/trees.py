@@ -59,27 +59,24 @@ def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return plain
 
 
-@dataclasses.dataclass(frozen=True)
 class TensorPlace:
-    """A placeholder for a tensor that was taken out of a tree."""
+    """A placeholder for a tensor outside of its tree."""
 
-    number: Any
+    def __init__(self, number: Any) -> None:
+        self.number = number
 
 
 def put_back(tree: Any, tensors: Sequence[Any] | Mapping[Any, Any]) -> Any:
     """Replace placeholders by tensors, by their numbers."""
 
-    def is_place(leaf: Any) -> bool:
-        return isinstance(leaf, TensorPlace)
-
     def visit(path: str, leaf: Any) -> Any:
-        return tensors[leaf.number] if is_place(leaf) else leaf
+        return tensors[leaf.number] if isinstance(leaf, TensorPlace) else leaf
 
-    return walk(visit, tree, "value", is_place)
+    return walk(visit, tree, "value")
 
 
 def move(tree: Any, to: Callable[[Any], Any]) -> Any:
-    """Apply ``to`` to tensors and to everything else that has a method ``to``."""
+    """Apply ``to`` to tensors and all other objects with a method ``to``."""
 
     def is_movable(leaf: Any) -> bool:
         return hasattr(leaf, "to") and not isinstance(leaf, type)
@@ -96,7 +93,7 @@ def walk(
     path: str,
     is_leaf: Callable[[Any], bool] = lambda tree: False,
 ) -> T:
-    """Replace each leaf by ``visit(path, leaf)``, with paths that begin with ``path``.
+    """Replace each leaf by ``visit(path, leaf)``. The root has the path ``path``.
 
     A container is a leaf too if ``is_leaf`` says so.
     """

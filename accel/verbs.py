@@ -26,10 +26,11 @@ from .errors import (
     text_of_error,
     whole_number,
 )
-from .handles import Model, ModelHandle, raw
+from .handles import Model, ModelHandle, loader_state, raw
 from .process import current, ended, running
 from .process.control import agree, locked, raise_together
 from .registry import registry, resolve_module
+from .trees import all_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,8 +56,8 @@ def backward(
     Under "16-mixed" the loss is scaled first, and gradients are unscaled before this returns.
 
     Raises:
-        PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or the
-            graph that ``create_graph`` asks for would contain the scale.
+        PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or
+            ``create_graph`` would put the scale into the graph.
     """
     if not registry.scaled:
         loss.backward(gradient, retain_graph, create_graph, inputs)
@@ -66,13 +67,14 @@ def backward(
             "accel.backward(create_graph=True) would put the loss scale of '16-mixed' into the "
             "graph. Use torch.autograd.grad(loss, inputs, create_graph=True)."
         )
-    engines = registry.in_order()
-    scaled = [engine for engine in engines if engine.precision.scaled]
-    for engine in scaled:
-        engine.gradients.refuse_plain(zeros=False)
-    holders = [holder for engine in engines for holder in engine.gradients.holders()]
-    wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs or ()
-    holders += [tensor for tensor in wanted if isinstance(tensor, torch.Tensor)]
+    scaled: list[Engine] = []
+    holders: list[Any] = []
+    for engine in registry.in_order():
+        holders += engine.gradients.holders()
+        if engine.precision.scaled:
+            engine.gradients.refuse_plain(zeros=False)
+            scaled.append(engine)
+    holders += dict(all_tensors([inputs])).values()
     options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
     registry.loss_scale.backward(loss, holders, **options)
     for engine in scaled:
@@ -80,7 +82,7 @@ def backward(
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients without synchronization, for the forwards inside. Can be nested.
+    """Accumulate gradients without synchronization in the forwards inside. Can be nested.
 
     The last backward pass may be inside too, because ``optimizer.step()`` synchronizes.
     """
@@ -115,7 +117,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             "accel.accumulate() takes the loader that accel.setup returned and a number of "
             f"batches, found {described(loader)} and {n!r}."
         )
-    serials = handle._accel.engines
+    serials = loader_state(handle).engines
 
     def set_accumulating(accumulating: bool) -> None:
         for engine in registry.in_order():
@@ -180,28 +182,30 @@ def unwrap(model: Model) -> Model:
 
 @locked
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
-    """Return what the raw object's ``state_dict()`` would return in one process. Collective.
+    """Return the ``state_dict()`` of the raw object, as in a single process. Collective.
 
-    Tensors that were sharded are on the CPU, because a device may be too small for all of them.
+    Sharded tensors come to the CPU, because a device may be too small for all of them.
 
     Args:
         model_or_optimizer: a model or optimizer that is set up.
         rank0_only: return ``{}`` on the other ranks, which then need no memory for the state.
     """
     keep = not rank0_only or process.is_main()
+    optimizer: Optimizer | None = None
     if isinstance(model_or_optimizer, Optimizer):
-        optimizer, engine = model_or_optimizer, registry.find_engine_of(model_or_optimizer)
+        optimizer = model_or_optimizer
+        engine = registry.find_engine_of(optimizer)
         if engine is None:
             kind = type(optimizer).__name__
             raise AccelError(f"This {kind} isn't set up. Call accel.setup(model, optimizer) first.")
     else:
-        optimizer, engine = None, registry.find_engine(model_or_optimizer)
+        engine = registry.find_engine(model_or_optimizer)
     state: dict[str, Any] = engine.holdings.full_state_dict(optimizer, keep=keep)
     return state if keep else {}
 
 
 class DataParallelPlace(NamedTuple):
-    """The index of a process among those that read different batches, and their number."""
+    """The index of a process among the processes with different batches, and their number."""
 
     rank: int
     world_size: int
@@ -268,8 +272,8 @@ def teardown() -> None: ...
 def teardown(model: Any = None) -> Any:
     """Undo ``setup`` and return the raw module with its full trained weights. Collective.
 
-    The optimizers work again as before ``setup``. Without a model, tear down every engine and the
-    process group that accel created, and return None.
+    The optimizers work again as before ``setup``. Without a model, tear down every engine and
+    accel's own process group, and return None.
 
     Raises:
         RankMismatchError: the ranks tear down different models, or a sharded one after different
@@ -294,7 +298,8 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
     """End every engine and accel's process group. Ranks that wait for this one hear ``how``."""
     save = sys.modules.get("accel.checkpoint.background")
     if save is not None:
-        save.background.wait()  # it uses the groups
+        # A background save uses the groups.
+        save.background.wait()
     try:
         end_all()
     finally:
@@ -303,7 +308,7 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
 
 
 def end_all() -> None:
-    """End every engine, together with the ranks that have it too. Collective if one was sharded.
+    """End every engine, together with the other ranks. Collective if an engine is sharded.
 
     An error is raised after all engines have ended.
     """
@@ -324,7 +329,8 @@ def end_all() -> None:
             engine.teardown(reasons.get(engine.serial, ""))
         except Exception as error:
             if ended() and isinstance(error, AccelError):
-                logger.error("%s", error)  # the error that ended the groups was raised earlier
+                # An earlier error has ended the groups.
+                logger.error("%s", error)
             else:
                 problem = problem or error
     registry.divided.clear()
@@ -337,7 +343,7 @@ def end_all() -> None:
 
 
 def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
-    """Return why engines can't end together with the other ranks, by serial. Collective."""
+    """Return the reasons to end engines without the other ranks, by serial. Collective."""
     # A rank that tears down after an error must not wait long for ranks that wait elsewhere.
     after_error = sys.exc_info()[0] is not None
     limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
@@ -346,9 +352,9 @@ def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
         progress[engine.serial] = engine.drift.progress if engine.placements.partial else ""
     progress_by_rank = agree("accel.teardown", progress, timeout=limit)
     reasons = {}
-    for serial in progress:
-        texts = [others.get(serial, "dropped") for others in progress_by_rank]
+    for engine in engines:
+        texts = [others.get(engine.serial, "dropped") for others in progress_by_rank]
         if len(set(texts)) > 1:
             states = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
-            reasons[serial] = f"the model is not the same on all ranks: {states}"
+            reasons[engine.serial] = f"the model is not the same on all ranks: {states}"
     return reasons

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import weakref
@@ -20,7 +19,7 @@ from accel.handles import ModelHandle
 from accel.registry import registry
 from tests.backends import need
 from tests.distributed import run
-from tests.models import adamw, distance, mlp, normalised, one_step, rows
+from tests.models import adamw, distance, mlp, normalised, one_step
 from tests.programs import by_hand, free_port, scripts
 
 
@@ -85,47 +84,6 @@ def test_a_dropped_model_is_collected() -> None:
     for backend in backends:
         assert not any(map(any, run(2, unreferenced, backend)))
     assert not registry.engines
-    for _ in range(12):  # a reused id never matches
-        raw = normalised()
-        assert accel.unwrap(accel.setup(raw).model) is raw
-        del raw
-        gc.collect()
-
-
-def train_gan() -> None:
-    """Train a generator and a critic beside a frozen model, and compare with one process."""
-    torch.manual_seed(accel.rank())
-    raws = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 4).requires_grad_(False)
-    models: list[Any] = [accel.setup(raw).model for raw in raws]
-    assert len(registry.engines) == 3
-    references: Any = copy.deepcopy(raws)
-
-    def play(nets: Any, z: torch.Tensor, real: torch.Tensor) -> None:
-        g, c, f = nets
-        g_opt, c_opt = torch.optim.SGD(g.parameters(), lr=0.1), torch.optim.SGD(c.parameters(), lr=0.1)
-        if nets is models:
-            accel.setup(g, g_opt)
-            accel.setup(c, c_opt)
-        for _ in range(4):
-            c_opt.zero_grad()
-            fake = g(z)
-            (F.softplus(-c(real)).mean() + F.softplus(c(f(fake.detach()))).mean()).backward()
-            c_opt.step()
-            g_opt.zero_grad()
-            F.softplus(-c(f(fake))).mean().backward()
-            g_opt.step()
-
-    z, real = rows(5, 8, 3), rows(6, 8, 4)
-    world, rank = accel.world_size(), accel.rank()
-    play(references, z, real)
-    play(models, z.chunk(world)[rank], real.chunk(world)[rank])
-    for raw, reference in zip(raws, references, strict=True):
-        assert distance(raw, reference) < 1e-5
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_gan_beside_a_frozen_model(world: int) -> None:
-    run(world, train_gan)
 
 
 # -- engines that live on some ranks only ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Net(nn.Module):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10))
         self.head = nn.Linear(10, 3)
-        self.output = "tensor"
+        self.has_features = False
         self.checkpointing: bool | None = None
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor | None = None) -> Any:
@@ -43,14 +43,7 @@ class Net(nn.Module):
         if hidden is not None:
             features = torch.tanh(features + hidden)
         y = self.head(features)
-        if self.output == "dict":
-            return {"y": y, "features": [features]}
-        if self.output == "dataclass":
-            return Output(y, {"features": features})
-        return y if self.output == "tensor" else (y, features)
-
-    def init_hidden(self, n: int) -> torch.Tensor:
-        return self.head.weight.new_zeros(n, 10)
+        return Output(y, {"features": features}) if self.has_features else y
 
     def embed(self, x: torch.Tensor) -> torch.Tensor:
         return self.backbone(x)
@@ -64,7 +57,6 @@ class Setting:
     raw: Net
     optimizer: Any
     share: Callable[[torch.Tensor], torch.Tensor]
-    distributed: bool
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(step)
@@ -73,10 +65,6 @@ class Setting:
 
 
 # -- the losses of a step ------------------------------------------------------------------------------------------------
-
-
-def plain(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    F.mse_loss(s.model(x), y).backward()
 
 
 def raw_module(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -111,19 +99,6 @@ def gradients_assigned(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
         p.grad = g
 
 
-# torch's reducer takes the shared end of a reentrant segment for a second gradient, and says so.
-
-
-def dict_output(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    s.model.output = "dict"
-    F.mse_loss(s.model(x)["y"], y).backward()
-
-
-def dataclass_output(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    s.model.output = "dataclass"
-    F.mse_loss(s.model(x).prediction, y).backward()
-
-
 def checkpointing(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
     s.model.checkpointing = False
     F.mse_loss(s.model(x.requires_grad_(True)), y).backward()
@@ -139,19 +114,21 @@ def checkpointing_reentrant(s: Setting, x: torch.Tensor, y: torch.Tensor) -> Non
 
 def never_zeroed(s: Setting) -> None:
     for step in range(STEPS):
-        plain(s, *s.batch(step))
+        raw_module(s, *s.batch(step))
         s.optimizer.step()
 
 
 def hidden_state(s: Setting) -> None:
-    hidden = s.model.init_hidden(len(s.batch(0)[0]))
-    s.model.output = "tuple"
+    """The output is a dataclass, and a part of it an input of the next step."""
+    s.model.has_features = True
+    hidden = torch.zeros(len(s.batch(0)[0]), 10)
     for step in range(STEPS):
         x, y = s.batch(step)
         s.optimizer.zero_grad()
-        out, hidden = s.model(x, hidden.detach())
-        F.mse_loss(out, y).backward()
+        out = s.model(x, hidden)
+        F.mse_loss(out.prediction, y).backward()
         s.optimizer.step()
+        hidden = out.aux["features"].detach()
 
 
 def optimizer_not_given_to_setup(s: Setting) -> None:
@@ -177,9 +154,9 @@ def closure(s: Setting) -> None:
 
 def lbfgs(s: Setting) -> None:
     optimizer = torch.optim.LBFGS(s.model.parameters(), lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
-    if s.distributed:
+    if s.model is not s.raw:
         optimizer = accel.setup(s.model, optimizer).optimizers
-    closure(Setting(s.model, s.raw, optimizer, s.share, s.distributed))
+    closure(Setting(s.model, s.raw, optimizer, s.share))
 
 
 LOSSES = (
@@ -189,8 +166,6 @@ LOSSES = (
     gradient_penalty,
     functional_call,
     gradients_assigned,
-    dict_output,
-    dataclass_output,
     checkpointing,
     checkpointing_reentrant,
 )
@@ -221,12 +196,12 @@ def start() -> tuple[Net, torch.optim.Optimizer]:
 
 def compare(pattern: Any, backend: Any) -> float:
     reference, optimizer = start()
-    play(pattern, Setting(reference, reference, optimizer, torch.clone, False))
+    play(pattern, Setting(reference, reference, optimizer, torch.clone))
     assert distance(reference, start()[0]) > 0
     net, optimizer = start()
     model, handle, _ = accel.setup(net, optimizer, backend=backend)
     place = accel.data_parallel_place(model)
-    play(pattern, Setting(model, net, handle, lambda t: t.chunk(place.world_size)[place.rank].clone(), True))
+    play(pattern, Setting(model, net, handle, lambda t: t.chunk(place.world_size)[place.rank].clone()))
     accel.teardown(model)
     return distance(net, reference)
 

@@ -38,7 +38,12 @@ def test_optimizer_state_before_the_first_step() -> None:
     for build in OPTIMIZERS.values():
         net = nn.ParameterList([torch.ones(12, 5), torch.ones(7, dtype=torch.bfloat16)])
         optimizer = build(list(net.parameters()))
+        steps: list[object] = []
+        optimizer.register_step_pre_hook(lambda *args, steps=steps: steps.append(args))
+        state = repr(optimizer.state_dict())
         before = [p.state_bytes for p in tensor_sizes(net, [optimizer])]
+        assert (repr(optimizer.state_dict()), steps) == (state, [])
+        assert all(p.grad is None and bool((p == 1).all()) for p in net.parameters())
         for p in net.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
@@ -46,19 +51,6 @@ def test_optimizer_state_before_the_first_step() -> None:
         expected = [sum(v.nbytes for v in state if isinstance(v, torch.Tensor)) for state in states]
         assert before == expected
         assert [p.state_bytes for p in tensor_sizes(net, [optimizer])] == expected
-
-
-def test_prediction_changes_nothing() -> None:
-    net = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(net.parameters())
-    steps: list[object] = []
-    optimizer.register_step_pre_hook(lambda *args: steps.append(args))
-    before = [p.detach().clone() for p in net.parameters()]
-    accel.memory_report(net, optimizer)
-    assert not optimizer.state
-    assert not steps
-    assert all(p.grad is None for p in net.parameters())
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
 
 
 def test_frozen_parameters_and_tied_weights() -> None:
@@ -76,17 +68,9 @@ def test_frozen_parameters_and_tied_weights() -> None:
     assert (use.parameters, use.optimizer_state) == (4 * 450, 4 * 400 + 4)
 
 
-def layers(widths: list[int], frozen: int = 0) -> list[TensorSize]:
-    """Return vectors of fp32, the first ones frozen, with two vectors of state each, and a buffer."""
-    size = TensorSize(name="", shape=(), itemsize=4)
-    tensors = [replace(size, name="layers.buffer", shape=(3,), is_buffer=True)]
-    for i, width in enumerate(widths):
-        size = replace(size, name=f"layers.{i}.weight", shape=(width,), optimizer=0, trainable=i >= frozen)
-        tensors.append(replace(size, state_bytes=8 * width if size.trainable else 0))
-    return tensors
-
-
-EVEN = layers([64] * 16)
+BUFFER = TensorSize(name="layers.buffer", shape=(3,), itemsize=4, is_buffer=True)
+VECTOR = TensorSize(name="", shape=(64,), itemsize=4, optimizer=0, trainable=True, state_bytes=8 * 64)
+EVEN = [BUFFER, *(replace(VECTOR, name=f"layers.{i}.weight") for i in range(16))]
 N = 4 * 64 * 16
 HALF = {"bf16": {"enabled": True}}
 
@@ -106,16 +90,11 @@ def predict(options: Any, tensors: list[TensorSize], world: int, module: nn.Modu
     ("options", "world", "units"),
     [
         (accel.DDP(gradient_as_bucket_view=True), 8, (1, 1, 2)),
-        (accel.Sharded(), 1, (1, 1, 2)),
         (accel.Sharded(), 4, (1, 1 / 4, 1 / 2)),
         (accel.FSDP(), 1, (1, 1, 2)),
-        (accel.FSDP(), 4, (1 / 4, 1 / 4, 1 / 2)),
         (accel.FSDP(), 64, (1 / 64, 1 / 64, 1 / 32)),
         (accel.FSDP(replicas=2), 8, (1 / 4, 1 / 4, 1 / 2)),
-        (accel.DeepSpeed(stage=1), 4, (1, 1 / 4, 1 / 2)),
         (accel.DeepSpeed(), 4, (1, 1 / 4, 1 / 2)),
-        (accel.DeepSpeed(stage=3), 1, (1, 1, 2)),
-        (accel.DeepSpeed(stage=3), 4, (5 / 4, 1 / 4, 1 / 2)),
         (accel.DeepSpeed(stage=1, config=HALF), 4, (1 / 2, 1 / 4, 3 / 4)),
         (accel.DeepSpeed(stage=3, config=keeping(63)), 4, (1 / 4, 1 / 4, 1 / 2)),
         (accel.DeepSpeed(stage=3, config=keeping(64)), 4, (5 / 4, 1 / 4, 1 / 2)),
@@ -128,15 +107,6 @@ def test_predictions_in_units_of_the_parameters(options: Any, world: int, units:
     assert (use.parameters / N, use.gradients / N, use.optimizer_state / N) == units
     assert use.buffers == 12
     assert use.total == N * sum(units) + 12 + use.buckets
-
-
-def test_sharded_deals_parameters_by_size() -> None:
-    assert predict(accel.Sharded(), layers([10, 100, 20, 30, 40, 1]), 2).gradients == 4 * 101
-    # Frozen parameters come last.
-    assert predict(accel.Sharded(), layers([100, 99, 7, 9, 7], frozen=2), 2).gradients == 4 * 14
-    _, *two = layers([50, 30, 20, 5])
-    two[1:3] = replace(two[1], optimizer=1), replace(two[2], optimizer=None)  # nobody steps the third
-    assert predict(accel.Sharded(), two, 2).gradients == 4 * (50 + 20)
 
 
 def test_uneven_shards_of_fsdp_are_padded() -> None:
@@ -199,16 +169,8 @@ def test_seventy_billion_parameters_without_memory() -> None:
 MODELS = """
 import torch
 from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.huge = nn.Linear(10**6, 10**6)
-
-    @staticmethod
-    def small():
-        return nn.Linear(1000, 1000)
-
+def huge(): return nn.Linear(10**6, 10**6)
+def small(): return nn.Linear(1000, 1000)
 def values(): return nn.Linear(torch.ones(1).int().item(), 2)
 """
 
@@ -217,12 +179,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     (tmp_path / "accel_test_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["memory", "accel_test_models:Net"]) == 0
+    assert main(["memory", "accel_test_models:huge"]) == 0
     out = capsys.readouterr().out
-    assert "Net, 1,000,001,000,000 parameters, AdamW" in out
+    assert "Linear, 1,000,001,000,000 parameters, AdamW" in out
     assert out.endswith("picture: memory.png\n")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    small = ["memory", "accel_test_models:Net.small", "--ranks", "3", "--no-plot", "--optimizer", "rmsprop"]
+    small = ["memory", "accel_test_models:small", "--ranks", "3", "--no-plot", "--optimizer", "rmsprop"]
     assert main(small) == 0
     header, *rows = capsys.readouterr().out.splitlines()[1:]
     assert header.split() == ["ranks", "backend", "parameters", "gradients", "optimizer", "buffers", "buckets", "total"]

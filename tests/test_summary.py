@@ -1,9 +1,8 @@
-"""What accel says about itself: accel.summary, accel.effective_batch_size, the lines of setup; and accel.any_rank."""
+"""The texts and numbers about a model: accel.summary, accel.effective_batch_size, the lines of setup, accel.any_rank."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,7 @@ import accel
 from accel.memory import human
 from tests.distributed import run
 
-
-def loader(batch_size: int | None = 8, **arguments: Any) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.zeros(64, 2)), batch_size, **arguments)
+DATA = TensorDataset(torch.zeros(64, 2))
 
 
 def summarise() -> str:
@@ -47,54 +44,35 @@ def test_summary(world: int) -> None:
         assert rows[f"on rank {rank}"] == f"weights and buffers {weights}, optimizer state {state}"
 
 
-def sizes() -> tuple[int, ...]:
-    batches = BatchSampler(SequentialSampler(range(64)), 5, drop_last=False)
-    own = DataLoader(TensorDataset(torch.zeros(64, 2)), batch_sampler=batches)
-    raw = loader()
-    handle = accel.setup(nn.Linear(2, 2), None, raw)[2]
-    seen = accel.all_reduce(torch.tensor([len(next(iter(handle))[0])]), "sum").item()
-    return int(seen), *(accel.effective_batch_size(one) for one in (handle, raw, own))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_effective_batch_size(world: int) -> None:
-    for found in run(world, sizes):
-        assert found == (8 * world, 8 * world, 8 * world, 5 * world)
-    with pytest.raises(accel.LoaderError, match="has no batch_size"):
-        accel.effective_batch_size(loader(None))
-
-
-def lines_of_setup() -> list[str]:
+def lines_of_setup() -> tuple[list[str], list[int], int]:
+    """Return the log of three setups, batch sizes, and the number of steps before rank 1 stops all."""
     lines: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("accel")
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    model, data, batches = nn.Linear(2, 2), DataLoader(DATA, 8), BatchSampler(SequentialSampler(range(64)), 5, False)
     try:
-        model, data = nn.Linear(2, 2), loader()
         for _ in range(2):
-            accel.setup(model, None, [data, loader(None)])
-        accel.setup(model, torch.optim.SGD(model.parameters(), 0.1), data)
+            accel.setup(model, None, [data, DataLoader(DATA, None)])
+        loader = accel.setup(model, torch.optim.SGD(model.parameters(), 0.1), data).dataloaders
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    return lines
+    own = DataLoader(DATA, batch_sampler=batches)
+    seen = accel.all_reduce(torch.tensor([len(next(iter(loader))[0])]), "sum").item()
+    steps = 0
+    while not accel.any_rank(np.bool_(accel.rank() == 1 and steps == 3)):
+        steps += 1
+    assert not accel.any_rank(torch.tensor(False))
+    return lines, [int(seen), *map(accel.effective_batch_size, (loader, data, own))], steps
 
 
 def test_setup_logs_once_on_rank_0() -> None:
     first, second = run(2, lines_of_setup)
     kind = accel.device().type
-    assert first == [f"Linear: backend ddp, 32-true, 2 x {kind}", "effective batch size: 8 x 2 ranks = 16"]
-    assert second == []
-
-
-def stop_when(rank: int, last: int) -> tuple[int, bool]:
-    steps = 0
-    while not accel.any_rank(np.bool_(accel.rank() == rank and steps == last)):
-        steps += 1
-    return steps, accel.any_rank(torch.tensor(False))
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_one_rank_stops_all(world: int) -> None:
-    assert run(world, stop_when, world - 1, 3) == [(3, False)] * world
+    log = [f"Linear: backend ddp, 32-true, 2 x {kind}", "effective batch size: 8 x 2 ranks = 16"]
+    assert first == (log, [16, 16, 16, 10], 3)
+    assert second == ([], [16, 16, 16, 10], 3)
+    with pytest.raises(accel.LoaderError, match="has no batch_size"):
+        accel.effective_batch_size(DataLoader(DATA, None))

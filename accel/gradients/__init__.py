@@ -1,1 +1,1 @@
-"""Gradients: which came, their mean and norm over the ranks, and what accel changes in torch."""
+"""Gradients: their writes, means and norms over the ranks, and accel's patches of torch."""

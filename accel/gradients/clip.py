@@ -19,8 +19,6 @@ from ..process.control import Waiting
 from .patches import Attributes, Patch, around
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-
-
 #: ``Gradients`` of engines, with some parameters of each.
 Owners: TypeAlias = list[tuple[Any, Tensors]]
 
@@ -35,13 +33,9 @@ _DEVICE: Final = operator.attrgetter("device")
 def clip_sharded_(
     owners: Owners, full: Tensors, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Clip final gradients that are sharded, and the gradients ``full``, by one norm. Collective.
+    """Clip final sharded gradients, and the gradients ``full``, by one norm. Collective.
 
     Returns the norm before.
-
-    Raises:
-        BackendError: the order is not above 0, so norms don't add up over the ranks.
-        RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
     """
     order = float(norm_type)
     if not order > 0:
@@ -68,7 +62,7 @@ def clip_sharded_(
 def _norm_over_ranks(
     process: Process, parameters: Tensors, counted: list[list[torch.Tensor]], order: float
 ) -> torch.Tensor:
-    """Return the norm of the gradients that all ranks count. Collective.
+    """Return the norm of the counted gradients of all ranks. Collective.
 
     A single rank counts a replicated gradient.
     """
@@ -92,7 +86,8 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return lists of the tensors on each device. Torch has no largest value of an empty tensor."""
     nonempty = list(filter(torch.Tensor.numel, tensors))
     devices = dict.fromkeys(map(_DEVICE, nonempty))
-    if len(devices) == 1:  # nearly always, and a model may have very many tensors
+    # Nearly always, and a model may have very many tensors.
+    if len(devices) == 1:
         return [nonempty]
     return [[tensor for tensor in nonempty if tensor.device == device] for device in devices]
 
@@ -101,7 +96,7 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def clip_patches(registry: Any) -> tuple[Patch, ...]:
-    """Return the patches with which torch's functions clip the parameters of live engines."""
+    """Return patches for torch's functions to clip the parameters of live engines."""
     replacements: dict[Any, Callable[..., Any]] = {
         clip_grad.clip_grad_norm_: _clip_by_norm,
         clip_grad.clip_grad_value_: _clip_by_value,
@@ -144,24 +139,22 @@ def _clip_by_value(
 
 
 def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[torch.Tensor]]:
-    """Make the gradients of parameters final.
-
-    Returns the owners of sharded gradients, and the parameters with full gradients. The engines
-    come in the order of all ranks.
-    """
+    """Make gradients final. Return owners of sharded ones, and parameters with full ones."""
     owners, full, rest = Owners(), list[torch.Tensor](), given
     for engine in registry.in_order():
         gradients = engine.gradients
         if not given and gradients.hidden():
-            # The program has looked for parameters with a p.grad.
+            # The program has searched for parameters with a p.grad.
             raise BackendError(
                 f"Backend {engine.name!r} keeps the gradients of {engine.label} outside of p.grad. "
                 "Use accel.clip_grad_norm_(model, max_norm)."
             )
-        own = [p for p in rest if id(p) in engine.known]
+        own, others = list[torch.Tensor](), list[torch.Tensor]()
+        for parameter in rest:
+            (own if id(parameter) in engine.known else others).append(parameter)
         # A stage of a pipeline without gradients takes part in the norm of all stages.
         if engine.distributed and (own or (gradients.spread and not given)):
-            rest = [p for p in rest if id(p) not in engine.known]
+            rest = others
             gradients.finalize(what, own)
             if gradients.in_parts:
                 owners.append((gradients, own))

@@ -4,18 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id
 from torch.utils.hooks import RemovableHandle
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the backward that runs."""
+    """Call a function at the end of the running backward."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
 
 
 def runs_backward() -> bool:
-    """True inside a backward, also in a forward that activation checkpointing runs there."""
-    return torch._C._current_graph_task_id() != -1
+    """True inside a backward, also in a forward of activation checkpointing."""
+    return _current_graph_task_id() != -1
 
 
 def remove_hooks(hooks: list[RemovableHandle]) -> None:

@@ -79,7 +79,7 @@ class Patch:
 
 
 def around(table: Table, name: Any, act: Callable[..., Any]) -> Patch:
-    """Return a patch that calls ``act(original, *args, **kwargs)`` instead of a function.
+    """Return a patch to call ``act(original, *args, **kwargs)`` instead of a function.
 
     A library that wraps it may keep it, so ``act`` must do no harm when nobody needs it.
     """
@@ -87,7 +87,7 @@ def around(table: Table, name: Any, act: Callable[..., Any]) -> Patch:
 
 
 def replaced(table: Table, name: Any, value: Any) -> Patch:
-    """Return a patch that puts ``value`` into the table."""
+    """Return a patch to put ``value`` into the table."""
     return Patch(table, name, lambda before: value)
 
 
@@ -116,9 +116,9 @@ _INPUTS: Final = 4  # the place of ``inputs`` among the arguments of a backward
 def backward_patches(
     listeners: Listeners, leaf: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Patch, ...]:
-    """Return patches of the function that ``backward()``, ``grad()`` and checkpoints call.
+    """Return patches of autograd's function behind ``backward()`` and ``grad()``.
 
-    ``leaf`` returns the tensor that autograd knows in the place of a parameter among ``inputs``.
+    ``leaf`` returns autograd's leaf in the place of a parameter among ``inputs``.
     """
     # Counted per process: a re-entrant checkpoint runs its backward in a thread of autograd's.
     depth = 0
@@ -160,7 +160,7 @@ def backward_patches(
 
 
 def compile_patch(kind: type[torch.nn.Module]) -> Patch:
-    """Return a patch with which ``torch.compile`` compiles a handle's own model in place.
+    """Return a patch for ``torch.compile`` to compile a handle's own model in place.
 
     Without it torch would compile the engine's code around the model.
     """
@@ -189,7 +189,7 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
 
 
 def shard_patches() -> tuple[Patch, ...]:
-    """Return patches that raise for ``item()`` and writable cuts of a shard.
+    """Return patches to raise for ``item()`` and writable cuts of a shard.
 
     Torch gets them silently wrong: the number is this rank's, and the cut is a copy.
     """
@@ -221,12 +221,15 @@ def _is_silent(op: Any, args: tuple[Any, ...]) -> bool:
     is_leaf = torch.is_grad_enabled() and tensor.requires_grad
     if is_leaf or runs_backward():
         return False
-    dims = [args[at] if at < len(args) else default for at, default in _CUTS[op].items()]
-    return any(placement.is_shard(d % tensor.ndim) for placement in tensor.placements for d in dims)
+    for at, default in _CUTS[op].items():
+        dim = args[at] if at < len(args) else default
+        if any(placement.is_shard(dim % tensor.ndim) for placement in tensor.placements):
+            return True
+    return False
 
 
 def muon_patch() -> Patch:
-    """Return a patch with which Muon computes with full momenta, one at a time.
+    """Return a patch for Muon to compute with full momenta, one at a time.
 
     DTensor would split the products, which rounds differently in bfloat16.
     """
@@ -238,12 +241,12 @@ def muon_patch() -> Patch:
         full = original(update.full_tensor(), *args, **kwargs)
         return distribute_tensor(full, update.device_mesh, update.placements, src_data_rank=None)
 
-    module: Any = torch.optim._muon
+    module = sys.modules["torch.optim._muon"]
     return around(vars(module), "_zeropower_via_newtonschulz", orthogonalize)
 
 
 def data_patch() -> Patch:
-    """Return a patch with which ``p.data = values`` calls ``p.set_data(values)`` if p has it."""
+    """Return a patch for ``p.data = values`` to call ``p.set_data(values)`` if p has it."""
     from torch.distributed.tensor import DTensor
 
     data: Any = torch.Tensor.data
@@ -265,19 +268,23 @@ def _function_patch(place: str, name: str, act: Callable[..., Any]) -> Patch:
 def sequence_patches(
     module: torch.nn.Module, attention: Callable[..., Any], cross_entropy: Callable[..., Any]
 ) -> list[Patch]:
-    """Return patches that call ``attention`` and ``cross_entropy`` instead of torch's functions."""
-    # ``from torch.nn.functional import cross_entropy`` makes a name in the model's module.
-    places = {cls.__module__ for child in module.modules() for cls in type(child).__mro__}
-    places = {p for p in places if p in sys.modules and not p.startswith("torch.")}
-    patches = []
+    """Return patches to call ``attention`` and ``cross_entropy`` instead of torch's functions."""
     functional = torch.nn.functional
-    pairs = (
+    acts = {}
+    for function, act in (
         (functional.scaled_dot_product_attention, attention),
         (functional.cross_entropy, cross_entropy),
-    )
-    for function, act in pairs:
-        known = {id(function), id(inspect.unwrap(function))}
-        for place in sorted({functional.__name__, *places}):
-            keys = [key for key, value in vars(sys.modules[place]).items() if id(value) in known]
-            patches += [_function_patch(place, key, act) for key in keys]
+    ):
+        acts[id(function)] = acts[id(inspect.unwrap(function))] = act
+    # ``from torch.nn.functional import cross_entropy`` makes a name in the model's module.
+    places = {functional.__name__}
+    for child in module.modules():
+        for cls in type(child).__mro__:
+            if not cls.__module__.startswith("torch."):
+                places.add(cls.__module__)
+    patches = []
+    for place in sorted(places & sys.modules.keys()):
+        for key, value in vars(sys.modules[place]).items():
+            if id(value) in acts:
+                patches.append(_function_patch(place, key, acts[id(value)]))
     return patches

@@ -12,32 +12,32 @@ from ..errors import BackendError
 from ..process import Process, current
 from ..process.control import Waiting, agree, announce
 from ..process.packing import average_
+from .watch import GRAD
 
 _NONE, _DENSE, _SPARSE = range(3)
 
 
 def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
     """Return the kind of each parameter's gradient on this rank, for ``held_by_any``."""
-    gradients = (parameter.grad for parameter in parameters)
-    return bytes(_NONE if g is None else _SPARSE if g.is_sparse else _DENSE for g in gradients)
+    kinds = bytearray()
+    for gradient in map(GRAD, parameters):
+        if gradient is None:
+            kinds.append(_NONE)
+        else:
+            kinds.append(_SPARSE if gradient.is_sparse else _DENSE)
+    return bytes(kinds)
 
 
 def held_by_any(what: str, held_by_rank: Iterable[bytes], names: Sequence[str]) -> list[int]:
-    """Return the indices of the parameters that have a gradient on any rank.
+    """Return the indices of the parameters with a gradient on any rank.
 
-    Args:
-        what: the operation that needs the gradients, for messages.
-        held_by_rank: ``held_here`` of each rank.
-        names: the parameters' names.
-
-    Raises:
-        BackendError: on every rank, if any rank has a sparse gradient.
+    Every rank raises if a rank has a sparse gradient. ``what`` is the operation with the gradients.
+    ``held_by_rank`` has ``held_here`` of each rank.
     """
     kinds = list(map(max, zip(*held_by_rank, strict=True)))
     if _SPARSE in kinds:
-        sparse = [name for name, kind in zip(names, kinds, strict=True) if kind == _SPARSE]
         raise BackendError(
-            f"{what} can't take the sparse gradients of {', '.join(sparse[:5])}. "
+            f"{what} can't take the sparse gradients of {names[kinds.index(_SPARSE)]}. "
             "Use nn.Embedding(sparse=False)."
         )
     return [index for index, kind in enumerate(kinds) if kind == _DENSE]
@@ -50,7 +50,7 @@ def average_gradients_(
     process: Process,
     add: Callable[[torch.Tensor], object] | None = None,
 ) -> bool:
-    """Average the gradient of every parameter that has one on any rank. Collective.
+    """Average the gradients of parameters with a gradient on any rank. Collective.
 
     A rank without a gradient counts as zero. ``add`` sums a flat tensor over the ranks in place,
     None is ``dist.all_reduce``. Return True if there was a gradient. Raises as ``held_by_any``.

@@ -1,4 +1,4 @@
-"""Which gradients a backward has written, and which parameters may get one."""
+"""The writes of a backward to gradients, and the trainable parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 GRAD: Final = operator.attrgetter("grad")
 REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
@@ -24,22 +25,22 @@ class Look(NamedTuple):
 def look(holders: Sequence[Any]) -> Look:
     """Return the gradients of ``holders`` as they are now."""
     # A parameter's class may watch its uses, which takes time.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         gradients = list(map(GRAD, holders))
         return Look(gradients, list(map(getattr, gradients, repeat("_version"), repeat(0))))
 
 
 def written(before: Look, after: Look) -> list[int]:
-    """Return the indices of the gradients that autograd replaced or added to between two looks."""
+    """Return the indices of gradients with a write of autograd between two looks."""
+    indices = []
     pairs = zip(*before, *after, strict=True)
-    return [
-        index
-        for index, (old, old_version, new, new_version) in enumerate(pairs)
-        if new is not None and (new is not old or new_version != old_version)
-    ]
+    for index, (old, old_version, new, new_version) in enumerate(pairs):
+        if new is not None and (new is not old or new_version != old_version):
+            indices.append(index)
+    return indices
 
 
 def trainable(parameters: Sequence[nn.Parameter]) -> list[bool]:
     """Return ``requires_grad`` of every parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return list(map(REQUIRES_GRAD, parameters))

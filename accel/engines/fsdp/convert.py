@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...deferred import borrowing, reset_own, resetting, swap, weights_of, without_values
+from ...deferred import resetting, swap, weights_of, without_values
 from ...errors import AccelError, BackendError
 from ...process import reason_of
 from ...process.packing import broadcast_
@@ -84,7 +84,7 @@ class Conversion:
         single process. Then rank 0 sends its values.
         """
         process = self.engine.process
-        resets, borrowed = list(resetting(self.module)), borrowing(self.module)
+        resets = list(resetting(self.module))
         # The last reset of each module, which may be that of a module around it.
         last: dict[nn.Module, int] = {}
         for number, (child, _) in enumerate(resets):
@@ -99,7 +99,7 @@ class Conversion:
                     full[id(p)] = nn.Parameter(value, p.requires_grad)
                 table[name] = full.get(id(p), p)
             if not set(full.values()).isdisjoint(child.parameters()):
-                reset_own(child, reset, borrowed[id(child)])
+                reset()
                 broadcast_([p.data for p in child.parameters()], process.group)
             for block in blocks:
                 if ends[block] == number:
