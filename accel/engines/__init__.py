@@ -33,7 +33,7 @@ _WRAPPERS: Final = re.compile(
 
 
 def refuse_foreign(module: nn.Module) -> None:
-    """Raise BackendError if another library distributes a module or shards a parameter of it."""
+    """Raise BackendError for a module that another library distributes or shards."""
     for name, child in module.named_modules():
         for kind in type(child).__mro__:
             if _WRAPPERS.fullmatch(f"{kind.__module__}.{kind.__qualname__}"):
@@ -59,7 +59,7 @@ class _Engines(UserDict[str, type[Engine]]):
 
     def __getitem__(self, name: str) -> type[Engine]:
         engine = super().__getitem__(name)
-        if engine is Engine:  # its file wasn't imported yet
+        if engine is _not_imported:
             module = importlib.import_module(f"{__name__}.{name}")
             for kind in vars(module).values():
                 is_own = isinstance(kind, type) and kind.__module__ == module.__name__
@@ -68,9 +68,11 @@ class _Engines(UserDict[str, type[Engine]]):
         return engine
 
 
-_files = [info.name for info in pkgutil.iter_modules(__path__)]
-_backends: Any = [name for name in _files if name != "base" and not name.startswith("_")]
-ENGINES: Final = _Engines(dict.fromkeys(_backends, Engine))
+_not_imported: Any = Engine
+ENGINES: Final = _Engines()
+for _file in pkgutil.iter_modules(__path__):
+    if _file.name != "base" and not _file.name.startswith("_"):
+        ENGINES[_file.name] = _not_imported
 
 
 # -- option classes --------------------------------------------------------------------------------
@@ -92,18 +94,16 @@ def engine_of(options: Options) -> type[Engine]:
     name = type(options).__name__.lower()
     if name in ENGINES:
         return ENGINES[name]
-    return next(engine for engine in ENGINES.values() if engine.options_type is type(options))
+    # A test or another package may have added an engine under any name.
+    kinds = {engine.options_type: engine for engine in ENGINES.values()}
+    return kinds[type(options)]
 
 
 # -- backend=... -----------------------------------------------------------------------------------
 
 
 def resolve(backend: object) -> tuple[type[Engine], Any]:
-    """Return the engine and options for an options object, or for a text such as "fsdp:replicas=2".
-
-    Raises:
-        BackendError: the backend or option doesn't exist, or a package isn't installed.
-    """
+    """Return the engine and options for an options object or "fsdp:replicas=2", or raise."""
     name = backend.partition(":")[0] if isinstance(backend, str) else ""
     if isinstance(backend, Options):
         engine, options = engine_of(backend), backend
@@ -146,13 +146,15 @@ def _value(text: str, is_dtype: bool) -> Any:
     if dtype is not None:
         return dtype
     with contextlib.suppress(ValueError, SyntaxError):
-        return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
+        is_word = text in ("true", "false", "none")
+        return ast.literal_eval(text.capitalize() if is_word else text)
     return text
 
 
 def _unknown(backend: object) -> BackendError:
     advice = f"Use 'auto', an options object or one of {', '.join(map(repr, ENGINES))}."
-    matches = difflib.get_close_matches(re.split(r"\W", f"{backend}".lower())[0], ENGINES, 1)
+    word, *_ = re.split(r"\W", f"{backend}".lower())
+    matches = difflib.get_close_matches(word, ENGINES, 1)
     if str(backend) in ("gloo", "mpi", "nccl", "ucc"):
         advice = f"Use accel.init(process_group={backend!r})."
     elif isinstance(backend, type) and issubclass(backend, Options):

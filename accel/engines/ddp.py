@@ -222,7 +222,7 @@ class DDPGradients(AveragedGradients):
 
     def _count_backward(self) -> None:
         """Count a step and synchronize buffers, for a model without optimizers. Collective."""
-        self.engine.drift.count_backward()
+        self.engine.drift.count()
         self.buffers.synchronize()
 
     def _finish_reduction(self, indices: set[int]) -> None:

@@ -47,7 +47,6 @@ _COMMON: Final[Names] = (
     ("torch:UntypedStorage.", "_cdata", "which storage was written"),
     ("torch._ops:OpOverload.", "_schema", "operators that write"),
     ("torch.distributed:", "_broadcast_coalesced", "rank 0's tensors in few messages, as DDP sends its weights"),
-    ("torch.optim:Optimizer.", "_optimizer_step_pre_hooks _optimizer_step_post_hooks", "the begin and end of a step"),
     ("torch.optim:", "_muon", "torch.optim.Muon on shards"),
 )
 _OF_BUCKETS: Final = "torch.distributed:Reducer."

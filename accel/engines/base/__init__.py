@@ -1,1 +1,1 @@
-"""What all backends share: the engine contract, its gradients and its holdings."""
+"""The code of all backends: the engine contract, its gradients and its holdings."""

@@ -1,7 +1,7 @@
-"""Parameters whose values are not on this rank.
+"""Parameters without values on this rank.
 
-Facts about such a parameter, for example its shape, are right. A use of its values fetches them or
-raises an error. Otherwise torch would silently compute with whatever tensor is in their place.
+Facts about such a parameter, for example its shape, are right. A use of its values fetches them
+or raises an error. Otherwise torch would silently compute with the tensor in their place.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import torch
+from torch import Tensor
 
 from ...errors import BackendError
 from ...trees import all_tensors
 
-_T: Any = torch.Tensor
+_T: Any = Tensor
+#: A context in which torch takes parameters of any class for plain tensors.
+as_plain: Final = torch._C.DisableTorchFunctionSubclass
 
 
 def attributes(names: str, *ways: str) -> list[Any]:
-    """Return the functions of a tensor's methods and attributes: ``__get__`` or ``__set__``."""
+    """Return the functions of a tensor's methods and attributes."""
     functions = []
     for name in names.split():
         function = getattr(_T, name, None)
         if callable(function):
             functions.append(function)
         elif function is not None:
-            functions += [getattr(function, way) for way in ways]
+            functions += map(functools.partial(getattr, function), ways)
     return functions
 
 
@@ -43,7 +46,7 @@ _SHAPE: Final = {
 }
 #: They return the parameter itself if it has this dtype and device: ``model.to(device)``.
 _CONVERSIONS: Final = set(attributes("to cuda cpu float double half bfloat16"))
-#: Functions of autograd: the tensor in the values' place has the gradient and the hooks.
+#: For autograd, the tensor in the values' place has the gradient and the hooks.
 FOR_AUTOGRAD: Final = {
     *attributes("grad_fn output_nr retains_grad names _version", "__get__"),
     *attributes("requires_grad grad _grad grad_dtype", "__get__", "__set__"),
@@ -56,18 +59,18 @@ OF_ITSELF: Final = {*FOR_AUTOGRAD, _T.data_ptr, _T.untyped_storage}
 
 
 def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, which then takes parameters for plain tensors."""
+    """Return the function with plain tensors in the place of parameters."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             return function(*args, **kwargs)
 
     return call
 
 
 class Absent:
-    """A base for classes of parameters without values. It goes before the parameter's class."""
+    """A base class of parameters without values, before the parameter's own class."""
 
     __slots__ = ()
     #: More functions that the tensor in the values' place answers right.
@@ -79,7 +82,7 @@ class Absent:
         return shape
 
     def fetch(self, function: Any) -> None:
-        """Bring the values here for a function, or raise BackendError with the parameter's name."""
+        """Bring the values here for a function, or raise BackendError."""
         raise NotImplementedError
 
     @classmethod
@@ -89,9 +92,10 @@ class Absent:
         if func in _FACTS or func in cls.plain:
             return plain(*args, **kwargs)
         if func in _SHAPE:
-            parameter = args[0]
-            meta = torch.empty(parameter.full_shape(), dtype=parameter.dtype, device="meta")
-            return func(meta, *args[1:], **kwargs)
+            parameter, *rest = args
+            shape, dtype = parameter.full_shape(), parameter.dtype
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            return func(meta, *rest, **kwargs)
         if func in _CONVERSIONS:
             result = plain(*args, **kwargs)
             if result is args[0]:
@@ -106,7 +110,7 @@ class Absent:
 
 
 def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **extra: Any) -> None:
-    """Free a parameter's values. ``kind`` says what a use of them does, and reads ``extra``."""
+    """Free a parameter's values. ``kind`` handles their use, and reads ``extra``."""
     parameter.data = blank(parameter)
     vars(parameter).update(extra, _before_absent=(type(parameter), *extra))
     parameter.__class__ = kind  # type: ignore[assignment]
@@ -119,8 +123,8 @@ def bring_back(parameter: torch.nn.Parameter) -> None:
         del vars(parameter)[name]
 
 
-def blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of this shape in the memory of one element, which is NaN or 0."""
+def blank(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape in the memory of a single element, NaN or 0."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 
@@ -134,7 +138,7 @@ def name_of(function: Any) -> str:
 
 
 def refuse_second_derivatives() -> None:
-    """Raise BackendError for ``create_graph=True``: the graph lacks what other ranks computed."""
+    """Raise BackendError for ``create_graph=True`` of a sharded model."""
     raise BackendError(
         "backward(create_graph=True) can't differentiate a sharded model, because other ranks "
         'computed a part of it. Use backend="ddp" for gradient penalties.'

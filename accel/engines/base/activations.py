@@ -1,4 +1,4 @@
-"""Activation checkpointing: chosen blocks keep their inputs, and compute activations again."""
+"""Activation checkpointing: blocks compute their activations again in backward."""
 
 from __future__ import annotations
 
@@ -15,36 +15,42 @@ from torch.utils.checkpoint import checkpoint
 from ...errors import BackendError
 from ...gradients.patches import replaced
 
-#: Classes of modules, or a function that returns True for them. None means repeated blocks.
+#: Classes of modules, or a predicate of a module. None means repeated blocks.
 Choice = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
 
 
 def chosen(module: nn.Module, choice: Choice) -> list[tuple[str, nn.Module]]:
     """Return the chosen submodules with their names, outer ones first."""
+    is_block: Any = choice
     if choice is None:
-        picked = _repeated(module)
-    elif isinstance(choice, tuple):
-        picked = {child for child in module.modules() if isinstance(child, choice)}
-    else:
-        picked = set(filter(choice, module.modules()))
-    return [(name, child) for name, child in module.named_modules() if name and child in picked]
+        is_block = _repeated(module).__contains__
+    blocks = []
+    for name, child in module.named_modules():
+        is_chosen = isinstance(child, choice) if isinstance(choice, tuple) else is_block(child)
+        if name and is_chosen:
+            blocks.append((name, child))
+    return blocks
 
 
 def _repeated(module: nn.Module) -> set[nn.Module]:
-    """Return children of containers that have submodules, and a sibling of their class."""
+    """Return blocks of containers, with submodules and a sibling of their class."""
     repeated: set[nn.Module] = set()
     for container in module.modules():
-        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        blocks = []
+        for child in container.children():
             # torch.compile wraps a block in a module, which isn't the block.
-            blocks = [c._modules.get("_orig_mod") or c for c in container.children()]
-            blocks = [c for c in blocks if c._modules and not isinstance(c, nn.ModuleList)]
-            kinds = Counter(map(type, blocks))
-            repeated.update(block for block in blocks if kinds[type(block)] > 1)
+            block = getattr(child, "_orig_mod", child)
+            if any(block.children()) and not isinstance(block, nn.ModuleList):
+                blocks.append(block)
+        counts = Counter(map(type, blocks))
+        repeated.update(block for block in blocks if counts[type(block)] > 1)
     return repeated
 
 
 def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
-    """Checkpoint the blocks that the options choose, until the stack is closed."""
+    """Checkpoint the blocks of the options, until the stack is closed."""
     undo = contextlib.ExitStack()
     choice: Any = getattr(options, "activation_checkpointing", False)
     wrap = getattr(options, "wrap", None) if choice is True else choice
@@ -76,7 +82,7 @@ def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) ->
 def run_again(
     function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any
 ) -> Any:
-    """Call a function of these modules, and compute its activations again in backward."""
+    """Call a function of these modules, again in backward."""
     if not torch.compiler.is_compiling():  # a compiled graph writes buffers once
         kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _BuffersKept(modules))
     return checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -84,7 +90,7 @@ def run_again(
 
 @final
 class _BuffersKept:
-    """Lets the second forward write to copies of buffers, so that BatchNorm counts a batch once."""
+    """Lets the second forward write to copies. BatchNorm counts a batch once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [module._buffers for module in modules]
@@ -92,7 +98,8 @@ class _BuffersKept:
     def __enter__(self) -> None:
         self._buffers = list(map(dict.copy, self._tables))
         for table in self._tables:
-            table.update({k: b if b is None else b.clone() for k, b in table.items()})
+            for name, buffer in table.items():
+                table[name] = None if buffer is None else buffer.clone()
 
     def __exit__(self, *_: object) -> None:
         for table, buffers in zip(self._tables, self._buffers, strict=True):

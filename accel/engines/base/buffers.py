@@ -1,4 +1,4 @@
-"""The buffers of a model, which every rank takes from rank 0 once a step."""
+"""The buffers of a model. Every rank takes them from rank 0 before a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ...process import Process
 from ...process.control import Waiting
@@ -20,9 +20,9 @@ _device: Final = operator.attrgetter("device")
 
 @final
 class Buffers:
-    """The buffers of a module in ``setup``, by their places, because a forward may replace one.
+    """The buffers of a module in ``setup``, by their places. A forward may replace some.
 
-    A buffer that is registered later, or gets a different shape, is each rank's own.
+    A later buffer, or a buffer with a new shape, is each rank's own.
     """
 
     def __init__(self, module: nn.Module, process: Process, wanted: bool) -> None:
@@ -54,7 +54,8 @@ class Buffers:
             if now is not first and _kind(now) != self._kinds[number]:
                 buffers[number] = first
         with self._waiting:
-            if not all(map(_contiguous, buffers)) or len(set(map(_device, buffers))) > 1:
+            devices = set(map(_device, buffers))
+            if len(devices) > 1 or not all(map(_contiguous, buffers)):
                 broadcast_(writable(buffers), self._process.group)
                 return
             # One message of bytes, because not every transport knows every dtype.
@@ -65,5 +66,5 @@ class Buffers:
                 torch._foreach_copy_(rows, flat.split(list(map(len, rows))))
 
 
-def _kind(buffer: torch.Tensor | None) -> Any:
+def _kind(buffer: Tensor | None) -> Any:
     return None if buffer is None else (buffer.shape, buffer.dtype)

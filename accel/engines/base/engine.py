@@ -1,4 +1,4 @@
-"""The engine contract: what a backend implements, and what is the same for all backends."""
+"""The engine contract, and the code of all backends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -21,12 +21,14 @@ from ...handles import ModelHandle, end
 from ...precision import LossScale, Precision, Replaced
 from ...process import Process, reason_of
 from ...process.control import raise_lost, require_equal
+from .absent import as_plain
 from .drift import DriftGuard, before_load
 from .gradients import Gradients
 from .holdings import Holdings
 from .memory import MemoryUse, TensorSize, add_uses
 from .options import Options
 from .placement import REPLICATED, Placements
+from .raw_objects import Args, Function, Kwargs
 from .sequence import SequenceParallel, sequence_size
 from .step import Stepper, refuse_changes, refuse_steps
 
@@ -53,15 +55,15 @@ class Context:
 class Engine(ABC):
     """Runs one model on one backend, with its ``gradients`` and its ``holdings``.
 
-    Methods are *local* or *collective*: a local method communicates with no other rank, a
-    collective method is called on every rank. docs/internals.md shows the order of the calls.
+    A *local* method communicates with no other rank. A *collective* method is called on every
+    rank. docs/internals.md shows the order of the calls.
     """
 
     name: ClassVar[str]
     options_type: ClassVar[type[Options]]
     #: Packages beside torch: the module to import, and the argument of ``pip install``.
     requires: ClassVar[dict[str, str]] = {}
-    #: False if the backend trains one model per rank, so that an optimizer on several ranks raises.
+    #: False if the backend trains a model per rank, so an optimizer on several ranks raises.
     synchronizes: ClassVar[bool] = True
     #: How tensors lie on several ranks. A single rank holds everything.
     placements: Placements = REPLICATED
@@ -93,7 +95,7 @@ class Engine(ABC):
         self.optimizers: list[Optimizer] = []
         #: The children that SyncBatchNorm replaced.
         self.replaced_modules: Replaced = []
-        #: Undoes changes of the module that are not the backend's: compilation, checkpointing.
+        #: Undoes accel's own changes of the module: compilation, checkpointing.
         self.undo = contextlib.ExitStack()
         self.gradients = self.gradients_type(self)
         self._read_parameters()
@@ -113,7 +115,7 @@ class Engine(ABC):
             self.holdings.guard.watch(module)
 
     def _read_parameters(self) -> None:
-        """Read the module's parameters. Call it again after ``start`` replaced some of them."""
+        """Read the module's parameters, again after ``start`` replaced some."""
         self.named = dict(self.module.named_parameters())
         self.names = list(self.named)
         self.parameters = list(self.named.values())
@@ -126,26 +128,19 @@ class Engine(ABC):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Raise BackendError if the backend can't run this module. Local, and changes nothing."""
+        """Raise BackendError if the backend can't run this module. Local."""
         return
 
     @classmethod
     def probe(cls) -> str:
-        """Import the packages of the backend, and return its limits on this machine. Local.
-
-        Raises:
-            BackendError: the backend can't run here.
-        """
+        """Import the packages. Return the limits here, or raise BackendError. Local."""
         for module in cls.requires:
             importlib.import_module(module)
         return ""
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """Return this rank's data-parallel place and the number of places. Local.
-
-        Ranks of the same place read the same batch.
-        """
+        """Return this rank's place in the data, and the number of places. Local."""
         size = sequence_size(options, process)
         return process.place.rank // size, process.place.world_size // size
 
@@ -153,11 +148,8 @@ class Engine(ABC):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        """Return the bytes on the rank that needs the most, without the backend's package. Pure.
-
-        None means that the backend can't train this module on so many ranks.
-        """
-        return add_uses(tensor.use() for tensor in tensors)
+        """Return the bytes on the fullest rank, or None if it can't train. Pure."""
+        return add_uses(map(TensorSize.use, tensors))
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -166,10 +158,7 @@ class Engine(ABC):
         return
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give every rank the weights of rank 0, and shard them. Collective.
-
-        It runs after ``wrap`` and ``attach``, and again after optimizers were added.
-        """
+        """Shard the weights of rank 0, again after new optimizers. Collective."""
         if not self.started:
             self.holdings.synchronize()
             self.started = True
@@ -188,28 +177,28 @@ class Engine(ABC):
         self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
 
     def rebuild(self) -> None:
-        """Apply a change of ``requires_grad``, which is the same on all ranks. Collective."""
+        """Apply the same change of ``requires_grad`` on all ranks. Collective."""
         return
 
     def abandon(self, reason: str) -> None:
-        """Release everything that uses a process group, because the groups are ended. Local."""
+        """Release all uses of the ended process groups. Local."""
         self.ended, self.restructured = reason, True
         self.drift.pause()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``. The raw module keeps its trained weights.
 
-        Collective, unless ``ended`` says why the other ranks take no part. Then weights that were
-        on other ranks become nan, and the error of ``lost_weights`` is raised.
+        Collective, unless ``ended``. Then weights on other ranks become nan, and the error of
+        ``lost_weights`` is raised.
         """
         return
 
     @final
     def teardown(self, alone: str = "") -> None:
-        """End the engine and give the raw module and optimizers back to the user. Collective.
+        """Give the raw module and optimizers back to the user. Collective.
 
-        ``alone`` is why the other ranks take no part. Then the teardown is local, unreduced
-        gradients are dropped, and AccelError is raised if weights were on other ranks.
+        With a reason to be ``alone`` it is local, and unreduced gradients are dropped. Weights on
+        other ranks raise AccelError.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:
@@ -217,7 +206,7 @@ class Engine(ABC):
             last.callback(self.process.dependents.discard, self)
             self._finish_gradients()
             optimizers = list(self.optimizers)
-            self._give_state_back(optimizers)
+            self._give_state_back()
             last.callback(self.undo.close)
             for optimizer in optimizers:
                 self.detach(optimizer)
@@ -225,13 +214,13 @@ class Engine(ABC):
             self.holdings.guard.release(self.module)
             self.unwrap(optimizers)
 
-    def _give_state_back(self, optimizers: Sequence[Optimizer]) -> None:
-        """Gather the sharded state of optimizers, or let them raise if that is not possible."""
-        sharded = [o for o in optimizers if self.started and self.holdings.partial(o)]
+    def _give_state_back(self) -> None:
+        """Gather the state of optimizers, or let their steps raise."""
+        sharded = [o for o in self.optimizers if self.started and self.holdings.partial(o)]
         try:
             for optimizer in [] if self.ended else sharded:
-                what = "the state of an optimizer at the end of its model"
-                self.holdings.give_back(what, optimizer, self._raw_parameters)
+                title = "the state of an optimizer at the end of its model"
+                self.holdings.give_back(title, optimizer, self._raw_parameters)
         except (AccelError, RuntimeError) as error:
             self.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
         if self.ended:
@@ -239,7 +228,7 @@ class Engine(ABC):
                 refuse_steps(optimizer, self.ended)
 
     def _finish_gradients(self) -> None:
-        """Reduce pending gradients, or drop all of them if that is not possible."""
+        """Reduce pending gradients, or drop all of them after an error."""
         problem = self.ended
         try:
             if not self.gradients.pending():
@@ -249,22 +238,15 @@ class Engine(ABC):
                 return
         except AccelError as error:
             problem = str(error)
-        if any(p.grad is not None for p in self.parameters):
-            logger.warning("teardown drops unreduced gradients of %s: %s", self.label, problem)
+        logger.warning("teardown drops unreduced gradients of %s: %s", self.label, problem)
         for parameter in self.parameters:
             parameter.grad = None
 
     # -- forwards --------------------------------------------------------------------------------
 
     @abstractmethod
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call ``function`` through the backend.
-
-        ``function is self.entry`` for a forward. Otherwise it is a method of the user's model,
-        which may use parameters.
-        """
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Run ``entry``, or a method of the user's model, through the backend."""
 
     @final
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -274,26 +256,24 @@ class Engine(ABC):
         self.module.compile(*args, **kwargs)
 
     @final
-    def call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a forward (``entry``) or a method of the user's model in the engine's precision."""
+    def call(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Run ``entry`` or a method of the user's model in the right precision."""
         if self.restructured:
             refuse_changes(self)
         if self.sequence is not None and not self.sequence.running:
             with self.sequence.forward(function):
                 return self.call(function, args, kwargs)
-        watches_mask = self._watches_mask and function is self.entry and torch.is_grad_enabled()
         # LoRA and GAN loops freeze and unfreeze parameters between forwards. The comparison is an
         # idea of fairscale's (pull request 369).
-        if watches_mask:
+        is_forward = function is self.entry
+        if is_forward and self._watches_mask and torch.is_grad_enabled():
             # `trainable` without its call, because every forward comes here.
-            with torch._C.DisableTorchFunctionSubclass():
+            with as_plain():
                 changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask
             if changed:
                 self.refresh()
-        if self.drift.inputs is not None:
-            self.drift.inputs.note(self, args, kwargs)
+        if self.drift.watches_inputs:
+            self.drift.note(self, args, kwargs)
         try:
             if self.precision.plain:
                 return self.run(function, args, kwargs)
@@ -305,7 +285,7 @@ class Engine(ABC):
     @final
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Skip the reduction of gradients in backward passes of the forwards inside. Nests."""
+        """Skip the reduction of gradients in backwards of the forwards inside."""
         before = self.gradients.accumulating
         self.gradients.accumulate(True)
         try:
@@ -314,19 +294,15 @@ class Engine(ABC):
             self.gradients.accumulate(before)
 
     def join(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which ranks may have different numbers of batches."""
+        """Return a context for different numbers of batches on the ranks."""
         if self.distributed:
-            raise BackendError(f"backend {self.name!r} does not support uneven inputs (accel.join)")
+            name = self.name
+            raise BackendError(f"backend {name!r} does not support uneven inputs (accel.join)")
         return contextlib.nullcontext()
 
     @final
     def refresh(self) -> None:
-        """Apply a change of ``requires_grad`` (``accel.refresh_trainable``). Collective.
-
-        Raises:
-            RankMismatchError: the change is not the same on all ranks.
-            BackendError: gradients of ``no_sync`` are pending that a rebuild would lose.
-        """
+        """Apply a change of ``requires_grad``, or raise if ranks differ. Collective."""
         mask = trainable(self.parameters)
         if self.distributed and mask != self.mask:
             by_name = dict(zip(self.names, mask, strict=True))
@@ -345,21 +321,17 @@ class Engine(ABC):
 
     @final
     def compare(
-        self,
-        what: str,
-        value: Any = None,
-        explain: Callable[[list[Any]], str] = str,
-        beside: Any = None,
+        self, what: str, value: Any = None, explain: Function = str, beside: Any = None
     ) -> list[Any]:
-        """Return ``beside`` of all ranks, or raise RankMismatchError if a ``value`` differs.
+        """Return ``beside`` of all ranks. Collective.
 
-        Collective. ``explain`` turns the values into the text of the error.
+        If ``value`` differs, raise RankMismatchError with ``explain(values)``.
         """
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 
 
 def lost_weights(engine: Engine) -> AccelError:
-    """Return the error for weights that lay on ranks which take no part in a teardown."""
+    """Return the error for weights on ranks without a part in a teardown."""
     return AccelError(
         f"The weights of {engine.label} are lost (now nan): shards were on other ranks, and "
         f"{engine.ended}. Load a checkpoint."

@@ -1,4 +1,4 @@
-"""Full values on every rank from the shards on each of them, through batches of bounded size."""
+"""Full values on every rank from their shards, through batches of bounded size."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from ...errors import AccelError
 from ...process import Process
@@ -23,36 +24,23 @@ _CPU: Final = torch.device("cpu")
 
 #: The name of a parameter, buffer or extra state, the key of an optimizer's state or "", the value.
 Item = tuple[str, Any, Any]
+#: Returns the shard of a tensor with a name and a key, or None.
+Part = Callable[[str, Tensor, Any], Shard | None]
 
 
 def gather(
-    title: str,
-    held: Iterable[Item],
-    part: Callable[[str, torch.Tensor, Any], Shard | None],
-    process: Process,
-    *,
-    device: torch.device,
-    keep: bool = True,
+    title: str, held: Iterable[Item], part: Part, process: Process, device: torch.device, keep: bool
 ) -> dict[tuple[str, Any], Any]:
     """Return the full values of all ranks by name and key. Collective.
 
-    A value may hold tensors in nested containers. If several ranks have a value that is not a
-    tensor, or the same elements of a tensor, those of the lowest rank count.
-
-    Args:
-        title: names the gathering in messages.
-        held: the values on this rank.
-        part: returns the shard that a tensor of this rank is.
-        device: the device of full tensors. Single numbers may stay in host memory.
-        keep: False if this rank only sends, and gets nothing.
-
-    Raises:
-        AccelError: if no rank has some of the elements, or as ``agree`` does.
+    A value may hold tensors in nested containers. Of equal elements, and of values without
+    tensors, those of the lowest rank count. Full tensors are on ``device``, but single numbers
+    may stay in host memory. Without ``keep``, this rank only sends.
     """
     forms: dict[tuple[str, Any], Any] = {}
     shards: dict[Any, Shard] = {}
-    for name, key, value in held:
-        forms[name, key] = _without_tensors(name, key, value, part, shards)
+    for item in held:
+        forms[item[:2]] = _without_tensors(item, part, shards)
     rows = {}
     for key, shard in shards.items():
         # Offloaded shards and step counters are in host memory.
@@ -80,17 +68,12 @@ def gather(
     return put_back(full, tensors)  # type: ignore[no-any-return]
 
 
-def _without_tensors(
-    name: str,
-    key: Any,
-    value: Any,
-    part: Callable[[str, torch.Tensor, Any], Shard | None],
-    shards: dict[Any, Shard],
-) -> Any:
-    """Return a value with placeholders for its tensors, and add their shards to ``shards``."""
+def _without_tensors(item: Item, part: Part, shards: dict[Any, Shard]) -> Any:
+    """Return a value with placeholders for tensors, and add to ``shards``."""
+    name, key, value = item
     numbers = count()
 
-    def visit(tensor: torch.Tensor) -> Any:
+    def visit(tensor: Tensor) -> Any:
         if tensor.layout is not torch.strided:
             return tensor
         number = (name, key) if tensor is value else (name, key, next(numbers))
@@ -113,7 +96,7 @@ class _Row:
 
 
 class _FullTensor:
-    """A tensor that is put together, and the ranks that send its boxes."""
+    """A tensor from boxes, and the ranks with them."""
 
     def __init__(self, key: Any, row: _Row, device: torch.device | None) -> None:
         self.key, self.dtype, self.numel = key, row.dtype, math.prod(row.shape)
@@ -121,7 +104,7 @@ class _FullTensor:
         self.boxes: dict[Box, int] = {}
         #: True if a rank has the full tensor.
         self.is_complete = False
-        self.tensor: torch.Tensor | None = None
+        self.tensor: Tensor | None = None
         if device is not None:
             self.tensor = torch.empty(row.shape, dtype=row.dtype, device=device)
 
@@ -137,7 +120,7 @@ class _FullTensor:
         self.boxes.setdefault(box, rank)
 
     def pieces(self) -> Iterator[tuple[Box, Box]]:
-        """Give boxes that fit into a batch, each with the box around it that a rank has."""
+        """Give boxes of a batch at most, each inside of a box on a rank."""
         num_elements = sum(math.prod(shape_of(box)) for box in self.boxes)
         if num_elements != self.numel:
             raise AccelError(
@@ -151,7 +134,7 @@ class _FullTensor:
                 for box in divided(held, start, min(start + step, total)):
                     yield held, box
 
-    def view(self, box: Box) -> torch.Tensor | None:
+    def view(self, box: Box) -> Tensor | None:
         """Return the elements of a box, or None if this rank keeps nothing."""
         if self.tensor is None:
             return None
@@ -161,9 +144,9 @@ class _FullTensor:
 
 @torch.no_grad()
 def _send(fulls: Iterable[_FullTensor], shards: Mapping[Any, Shard], process: Process) -> None:
-    """Broadcast all boxes from the ranks that have them, in batches. Collective."""
-    by_rank: dict[int, list[torch.Tensor]] = {}
-    received: list[tuple[torch.Tensor | None, torch.Tensor]] = []
+    """Broadcast all boxes from their ranks, in batches. Collective."""
+    by_rank: dict[int, list[Tensor]] = {}
+    received: list[tuple[Tensor | None, Tensor]] = []
     room = _BATCH_BYTES
 
     def flush() -> None:

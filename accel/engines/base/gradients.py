@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, PrecisionError
@@ -28,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """The gradients of an engine's model, and when they are final.
-
-    As written here it serves backends whose backward leaves full, final gradients in ``p.grad``.
-    *Local* methods run no collective. *Collective* methods are called on every rank.
-    """
+    """The gradients of an engine's model, by default final after a backward."""
 
     #: Ranks reduce gradients together, so the same parameters must be trainable on all of them.
     reduced: ClassVar[bool] = False
@@ -40,7 +35,7 @@ class Gradients:
     deferred: ClassVar[bool] = False
     #: ``no_sync`` saves messages, and costs no memory.
     spares: ClassVar[bool] = False
-    #: Optimizers that were never given to ``setup`` need ``before_step`` too.
+    #: Optimizers that accel did not set up need ``before_step`` too.
     before_any_step: ClassVar[bool] = False
 
     def __init__(self, engine: Engine) -> None:
@@ -67,9 +62,10 @@ class Gradients:
     @property
     @final
     def watched(self) -> bool:
-        """True if backwards, torch's clipping and unknown optimizers concern these gradients."""
-        reduces = self.engine.distributed and (self.reduced or self.spread)
-        return self.engine.precision.scaled or reduces
+        """True if backwards, torch's clipping and unknown optimizers matter."""
+        if self.engine.precision.scaled:
+            return True
+        return self.engine.distributed and (self.reduced or self.spread)
 
     # -- backwards ---------------------------------------------------------------------------------
 
@@ -79,11 +75,9 @@ class Gradients:
         self._before = look(self.holders()) if needed else None
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        """Reduce gradients if the engine has no optimizer whose step would. Collective then.
+        """Reduce gradients if the engine has no optimizer to do it. Collective then.
 
-        Args:
-            completed: False if the backward raised, maybe on this rank only. Then this is local.
-            outermost: False if the backward ran inside of a different one.
+        A backward is not ``completed`` if it raised, nor ``outermost`` inside another.
         """
         if not outermost or self._before is None:
             return
@@ -96,18 +90,17 @@ class Gradients:
         if completed and reduces and not engine.optimizers:
             # pytorch/examples updates weights by hand in its example "regression".
             self.settle()
-            engine.drift.count_backward()
+            engine.drift.count()
 
     @final
     def refuse_plain(self, *, zeros: bool) -> None:
-        """Raise PrecisionError if there are gradients of an unscaled loss under ``16-mixed``.
-
-        Zero gradients count only if ``zeros`` is True.
-        """
+        """Raise PrecisionError for gradients of an unscaled loss under ``16-mixed``."""
         if not self.plain:
             return
-        gradients = [here(a.grad) for a in self.holders() if a.grad is not None]
-        exists = bool(gradients) if zeros else any(bool(grad.any()) for grad in gradients)
+        gradients = [here(h.grad) for h in self.holders() if h.grad is not None]
+        exists = bool(gradients)
+        if not zeros:
+            exists = any(bool(grad.any()) for grad in gradients)
         if self.engine.placements.partial:  # maybe on other ranks only
             exists = any(agree(f"the gradients ({self.engine.label})", exists))
         if exists:
@@ -119,15 +112,15 @@ class Gradients:
     # -- which tensor is which ---------------------------------------------------------------------
 
     def holders(self) -> Sequence[Any]:
-        """Return everything with a ``grad`` that a backward of this model writes. Local."""
+        """Return everything with a ``grad`` from a backward of this model. Local."""
         return self.engine.parameters
 
-    def leaf(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that autograd knows in the place of a parameter. Local."""
+    def leaf(self, parameter: Tensor) -> Tensor:
+        """Return the tensor of autograd in the place of a parameter. Local."""
         return parameter
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the one of ``engine.parameters`` that a module's parameter stands for. Local."""
+        """Return the item of ``engine.parameters`` for a parameter. Local."""
         return parameter
 
     # -- final gradients ---------------------------------------------------------------------------
@@ -139,9 +132,7 @@ class Gradients:
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Make gradients final. Collective if there is something to reduce.
 
-        Args:
-            optimizer: it is about to step, and each rank needs only the gradients that it steps.
-                None makes all gradients final, for code that looks at ``p.grad`` on this rank.
+        Before a step of ``optimizer``, each rank needs only those for its part.
         """
 
     def accumulate(self, accumulating: bool) -> None:
@@ -149,56 +140,53 @@ class Gradients:
         self.accumulating = accumulating
 
     def hidden(self) -> bool:
-        """True if ``p.grad`` doesn't show all gradients, even once they are final. Local."""
+        """True if ``p.grad`` doesn't show all final gradients. Local."""
         return False
 
     @final
     def finite(self, optimizer: Optimizer) -> bool:
-        """True if the final gradients of ``optimizer`` have neither inf nor nan on any rank."""
+        """True if the final gradients have neither inf nor nan on any rank."""
         finite = all_finite(optimizer)
         if self.engine.placements.partial:
-            finite = all(agree(f"the gradients' finiteness ({self.engine.label})", finite))
+            title = f"the gradients' finiteness ({self.engine.label})"
+            finite = all(agree(title, finite))
         return finite
 
     # -- clipping ----------------------------------------------------------------------------------
 
     @property
     def in_parts(self) -> bool:
-        """True if final gradients are sharded, and ``parts`` returns this rank's. Local."""
+        """True if final gradients are sharded, as in ``parts``. Local."""
         return self.engine.placements.gradients.sharded
 
-    def parts(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the local gradients that this rank counts in a norm, and the copies. Local."""
+    def parts(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's gradients in a norm, and the copies. Local."""
         raise NotImplementedError
 
-    def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
-        """Make gradients final because ``what`` clips those of ``parameters``. Collective.
-
-        Raises:
-            RankMismatchError: on every rank, if the ranks clip different parameters.
-        """
+    def finalize(self, what: str, parameters: Sequence[Tensor]) -> None:
+        """Make gradients final before they are clipped. Collective."""
         if self.in_parts:
             self.announce(what)
             self.settle()
         elif self.pending():
             self.settle()
             names = self.engine.holdings.parameter_names
-            self.engine.compare(what, sorted({names[id(p)] for p in parameters}), other_parameters)
+            clipped = {names[id(parameter)] for parameter in parameters}
+            self.engine.compare(what, sorted(clipped), other_parameters)
 
     @final
-    def clip_parts(self, max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip_parts(self, max_norm: float, norm_type: float) -> Tensor:
         """Clip sharded gradients that are final. Collective."""
-        return clip_sharded_([(self, self.engine.parameters)], (), max_norm, norm_type, False)
+        owner: Any = (self, self.engine.parameters)
+        return clip_sharded_([owner], (), max_norm, norm_type, False)
 
     # -- steps -------------------------------------------------------------------------------------
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise OptimizerError for parameters that are not the engine's. Local."""
-        engine = self.engine
+        """Raise OptimizerError for parameters of other models. Local."""
+        engine, name = self.engine, type(optimizer).__name__
         if engine.distributed:
-            check_parameters(optimizer, engine.known, engine.module, type(optimizer).__name__)
+            check_parameters(optimizer, engine.known, engine.module, name)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before ``optimizer`` steps."""
@@ -208,7 +196,7 @@ class Gradients:
 
     @final
     def announce(self, what: str, details: Hashable = None) -> None:
-        """Announce a collective that compares nothing itself. Collective if it was unexpected."""
+        """Announce a collective. Collective if it was unexpected."""
         announce(self.process, f"{what} ({self.engine.label})", details)
 
     @final
@@ -221,14 +209,14 @@ class Gradients:
 
 
 def other_parameters(given: Sequence[Sequence[str]]) -> str:
-    """Return which parameters some ranks clip and others don't."""
+    """Return an error text with the parameters which not all ranks clip."""
     common = set(given[0]).intersection(*given)
     missing = sorted(set().union(*given) - common)
     return f"some were not given {', '.join(missing[:5])}. Clip all of model.parameters()"
 
 
 def refuse_inside_backward() -> None:
-    """Raise BackendError if a backward runs, because its gradients are not reduced yet."""
+    """Raise BackendError in a backward, before its gradients are reduced."""
     if runs_backward():
         raise BackendError(
             "Gradients are not final, because an optimizer steps inside a backward. "

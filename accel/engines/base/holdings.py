@@ -1,8 +1,7 @@
 """The state of a model and its optimizers on this rank, and full state from it.
 
-A backend says which state is sharded and where its shards are: ``partial``, ``part``, ``entries``
-and ``has``. The rest is the same for every backend: ``state_dict``, ``load_state_dict``,
-checkpoints, ``teardown`` and copies.
+A backend defines its shards: ``partial``, ``part``, ``entries`` and ``has``. The rest is the same
+for every backend: ``state_dict``, ``load_state_dict``, checkpoints, ``teardown`` and copies.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError
@@ -30,7 +29,7 @@ from ...shard import (
 )
 from ...trees import inner_tensors, map_tensors, to_device
 from .gather import Item, gather
-from .raw_objects import Guard, Snapshot, Target, as_author_made, copied_to, in_place_of
+from .raw_objects import Args, Guard, Kwargs, Snapshot, Target, as_author_made, in_place_of
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -39,10 +38,7 @@ _CPU = torch.device("cpu")
 
 
 class Holdings(Raw):
-    """The state on this rank. By default each rank has all of it.
-
-    ``optimizer=None`` means the model.
-    """
+    """The state on this rank, of the model if ``optimizer=None``."""
 
     #: True if ``start`` gives parameters on the meta device memory and values.
     materializes: bool = False
@@ -54,17 +50,17 @@ class Holdings(Raw):
         #: The full shapes of parameters, which may be shards later.
         self.shapes = {name: p.shape for name, p in engine.named.items()}
 
-    # -- what a backend overrides ------------------------------------------------------------------
+    # -- for a backend to override -----------------------------------------------------------------
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """True if this rank may have only a part of the state. The same on all ranks. Local."""
+        """True if ranks may lack some of the state, everywhere the same. Local."""
         return False
 
     def prepare(self, *, writing: bool) -> None:
         """Make tensors match their shards, before they are read or written. Local."""
 
     def filled(self) -> None:
-        """Update what depends on the shards after they were filled. Collective."""
+        """Update everything else after shards were filled. Collective."""
 
     def gradients(self) -> Iterator[Item]:
         """Return the final gradients on this rank. Local."""
@@ -72,19 +68,20 @@ class Holdings(Raw):
             if parameter.grad is not None:
                 yield name, "grad", parameter.grad
 
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Return the weights that are equal before each step on all ranks with this name. Local."""
-        sharded = self.engine.placements.weights.sharded
-        return [] if sharded else list(self.engine.named.items())
+    def replicas(self) -> Sequence[tuple[str, Tensor]]:
+        """Return weights by name, equal on all ranks before a step. Local."""
+        if self.engine.placements.weights.sharded:
+            return []
+        return list(self.engine.named.items())
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The changes of the module that the backend's library made. Local."""
+        """The changes of the backend's library to the module. Local."""
         return None
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
-        """True if ``start`` copies shards from host memory to the device, so weights fit. Pure."""
+        """True if ``start`` copies shards from host memory to the device. Pure."""
         return False
 
     @property
@@ -102,7 +99,7 @@ class Holdings(Raw):
 
     @final
     def full_state_dict(self, optimizer: Optimizer | None, *, keep: bool = True) -> dict[str, Any]:
-        """Return the raw object's ``state_dict()`` of one process, if ``keep``. Collective."""
+        """Return the full ``state_dict()``, empty unless ``keep``. Collective."""
         if not self.partial(optimizer):
             return (optimizer or self.module).state_dict()
         return self.state_dict(optimizer, title="accel.full_state_dict", keep=keep)
@@ -116,14 +113,11 @@ class Holdings(Raw):
         keep: bool = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the full state for ``state_dict(...)`` of a sharded object. Collective.
-
-        The raw method runs while full tensors replace shards, so hooks and the order of keys are
-        the object's own. The tensors are in host memory, because a device may be too small.
-        """
+        """Return the full state in host memory, by the raw object's own method. Collective."""
         # If an exception ended a step on one rank, the ranks have shards of different steps.
-        name = self.engine.kind if optimizer is None else type(optimizer).__name__
-        variable = "model" if optimizer is None else "optimizer"
+        name, variable = self.engine.kind, "model"
+        if optimizer is not None:
+            name, variable = type(optimizer).__name__, "optimizer"
         advice = f"write state = {variable}.state_dict() above an `if` of one rank: the state"
         title = f"{title or advice} of {name} after {self.engine.drift.progress}"
         with Waiting(self.engine.process, title):
@@ -142,17 +136,18 @@ class Holdings(Raw):
 
     def _full_tensors(
         self, title: str, *, keep: bool = True
-    ) -> tuple[dict[int, torch.Tensor], dict[str, Any]]:
-        """Return full tensors by the identity of the model's own, and extra state. Collective."""
+    ) -> tuple[dict[int, Tensor], dict[str, Any]]:
+        """Return full tensors by identity, and extra state. Collective."""
         self.prepare(writing=False)
         tensors = dict(self.module.named_buffers()) | _first_names(self.module)
         held: list[Item] = [(name, "", tensor) for name, tensor in tensors.items()]
         # A pipeline has the extra state of a module on the module's stage.
         if type(self).has is not Holdings.has:
             held += [(name, "extra", value) for name, value in self.values(None).items()]
-        full: dict[int, torch.Tensor] = {}
+        full: dict[int, Tensor] = {}
         extra: dict[str, Any] = {}
-        for (name, key), value in self.gather(title, held, device=_CPU, keep=keep).items():
+        gathered = self.gather(title, held, device=_CPU, keep=keep)
+        for (name, key), value in gathered.items():
             if key == "extra":
                 extra[name] = value
                 continue
@@ -171,8 +166,9 @@ class Holdings(Raw):
         names = self.parameter_names
         shards, optimizer.state = optimizer.state, defaultdict(dict)
         for parameter in parameters_of(optimizer):
-            if names[id(parameter)] in full:
-                optimizer.state[parameter] = full[names[id(parameter)]]
+            name = names[id(parameter)]
+            if name in full:
+                optimizer.state[parameter] = full[name]
         try:
             with self.guard.opened():
                 return optimizer.state_dict()
@@ -181,46 +177,39 @@ class Holdings(Raw):
 
     @final
     def copy(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a deep copy of the module as its author made it, with full tensors.
-
-        Collective if the module is sharded.
-        """
+        """Return a full deep copy as the author made it. Collective if sharded."""
         extra: dict[str, Any] = {}
         if self.partial(None):
             # If a rank calls it alone, this text is in the error of the other ranks.
-            title = (
-                "write full = copy.deepcopy(model) above an `if` of one rank: the copy or pickle"
-            )
+            advice = "write full = copy.deepcopy(model) above an `if` of one rank"
+            title = f"{advice}: the copy or pickle"
             with Waiting(self.engine.process, title):
                 full, extra = self._full_tensors(title)
             memo |= full
         with as_author_made(self.module, self.snapshot, self.engine.replaced_modules):
             copied = copy.deepcopy(self.module, memo)
-        fill_module_values(copied, {n: value for n, value in extra.items() if not self.has(n)})
+        fill_module_values(copied, extra)
         return copied
 
     # -- loading full state ------------------------------------------------------------------------
 
     @final
-    def load_state_dict(
-        self, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Load a full state, the same on every rank, by the raw object's own method. Collective.
-
-        Hooks, checks and messages are the raw object's. Each rank keeps its own shards.
-        """
+    def load_state_dict(self, optimizer: Optimizer | None, args: Args, kwargs: Kwargs) -> Any:
+        """Load a full state by the raw object's own method. Collective."""
         if optimizer is None:
             return self._load_model(args, kwargs)
         return self._load_optimizer(optimizer, *args, **kwargs)
 
-    def _load_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _load_model(self, args: Args, kwargs: Kwargs) -> Any:
         if kwargs.get("assign"):
             raise BackendError(
                 "load_state_dict(assign=True) would replace shards. Leave out assign."
             )
         self.prepare(writing=True)
         tensors = _first_names(self.module)
-        targets = {id(t): Target.of(t, self.shapes.get(name)) for name, t in tensors.items()}
+        targets = {}
+        for name, tensor in tensors.items():
+            targets[id(tensor)] = Target.of(tensor, self.shapes.get(name))
 
         @torch.no_grad()
         def fill() -> None:
@@ -229,24 +218,28 @@ class Holdings(Raw):
                 value: Any = target.given
                 target.given = None
                 shard = None if value is None else self.part(name, tensor)
-                if shard is not None:
-                    shard.fill(value.full_tensor() if hasattr(value, "full_tensor") else value)
-                    # Autograd may have saved the parameter, whose memory may not be the shard's.
-                    torch.autograd.graph.increment_version(tensor)
+                if shard is None:
+                    continue
+                if hasattr(value, "full_tensor"):
+                    value = value.full_tensor()
+                shard.fill(value)
+                # Autograd may have saved the parameter, which may not share the shard's memory.
+                torch.autograd.graph.increment_version(tensor)
             self.filled()
 
-        with self.guard.opened(), copied_to(), in_place_of(self.module, targets, fill):
+        with self.guard.opened(), in_place_of(self.module, targets, fill):
             out = self.module.load_state_dict(*args, **kwargs)
         fill()
         return out
 
     def _load_optimizer(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        names = self.parameter_names
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        state, full = dict(state_dict["state"]), {}
-        for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
-            if number in state:
-                full[names[id(parameter)]] = state.pop(number)
+        names, full = self.parameter_names, {}
+        state = dict(state_dict["state"])
+        parameters = iter(parameters_of(optimizer))
+        for group in state_dict["param_groups"]:
+            for number, parameter in zip(group["params"], parameters, strict=False):
+                if number in state:
+                    full[names[id(parameter)]] = state.pop(number)
         # torch checks and loads the groups, and keeps the state of other parameters.
         with self.guard.opened():
             optimizer.load_state_dict({**state_dict, "state": state})
@@ -255,23 +248,22 @@ class Holdings(Raw):
     @final
     @torch.no_grad()
     def take(self, optimizer: Optimizer, full: Mapping[str, Mapping[Any, Any]]) -> None:
-        """Keep this rank's part of the full state of parameters, by name. Local."""
+        """Keep this rank's part of full state by name. Local."""
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
-            state = full.get(entry.name)
-            # Parameters that are not in the loaded state keep theirs.
-            if state:
-                optimizer.state[entry.parameter] = {
-                    key: self.own_part(entry, key, value, groups[entry.name])
-                    for key, value in state.items()
-                }
+            own = {}
+            for key, value in full.get(entry.name, {}).items():
+                own[key] = self.own_part(entry, key, value, groups[entry.name])
+            # Parameters without loaded state keep theirs.
+            if own:
+                optimizer.state[entry.parameter] = own
 
     @final
     def own_part(self, entry: StateEntry, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
-        """Return this rank's part of a full value in a parameter's state, with torch's dtype."""
+        """Return this rank's part of a full value of state, with torch's dtype."""
         like = entry.parameter
 
-        def shard(tensor: torch.Tensor) -> torch.Tensor:
+        def shard(tensor: Tensor) -> Tensor:
             # A state of torch.distributed.checkpoint has DTensors.
             if hasattr(tensor, "full_tensor"):
                 return tensor
@@ -291,7 +283,7 @@ class Holdings(Raw):
 
     @final
     def drop_others(self, optimizer: Optimizer) -> None:
-        """Drop the state of parameters that other ranks step. Local."""
+        """Drop the state of parameters of other ranks. Local."""
         kept = {id(entry.parameter) for entry in self.entries(optimizer)}
         for parameter in parameters_of(optimizer):
             if id(parameter) not in kept:
@@ -300,7 +292,7 @@ class Holdings(Raw):
     def _full_optimizer_state(
         self, title: str, optimizer: Optimizer, **options: Any
     ) -> dict[str, dict[Any, Any]]:
-        """Return the full state by name, in the order of the parameters. Collective."""
+        """Return the full state by name, in the order of parameters. Collective."""
         held: list[Item] = []
         for entry in self.entries(optimizer):
             held += [(entry.name, key, value) for key, value in entry.state.items()]
@@ -311,9 +303,7 @@ class Holdings(Raw):
         return {name: state for name, state in full.items() if state}
 
     @final
-    def give_back(
-        self, title: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
-    ) -> None:
+    def give_back(self, title: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
         """Make a raw optimizer's state full on every rank. Collective."""
         full = self._full_optimizer_state(title, optimizer)
         for entry in self.entries(optimizer):
@@ -327,23 +317,21 @@ class Holdings(Raw):
                 values[key] = to_device(values[key], target)
 
     @final
-    def gather(self, title: str, held: Iterable[Item], **options: Any) -> dict[Any, Any]:
-        """Return full values by name and key from the values on each rank. Collective.
-
-        ``options`` are the ``device`` of full values, by default the rank's own also if shards are
-        offloaded, and ``keep=False`` on ranks that need none.
-        """
-        process = self.engine.process
-        options.setdefault("device", process.device)
-        return gather(f"{title} ({self.engine.label})", held, self.part, process, **options)
+    def gather(
+        self, title: str, held: Iterable[Item], *, device: Any = None, keep: bool = True
+    ) -> dict[Any, Any]:
+        """Return full values by name and key. Collective."""
+        process, title = self.engine.process, f"{title} ({self.engine.label})"
+        return gather(title, held, self.part, process, device or process.device, keep)
 
     @final
     def synchronize(self, source: int = 0) -> None:
-        """Copy rank ``source``'s weights and buffers to all ranks, before sharding. Collective."""
+        """Copy a rank's full weights and buffers to all ranks. Collective."""
         engine = self.engine
         if not engine.distributed:
             return
-        weights = [] if engine.reads else [p.data for p in engine.parameters if not p.is_meta]
+        parameters = () if engine.reads else engine.parameters
+        weights = [p.data for p in parameters if not p.is_meta]
         for name, buffer in engine.module.named_buffers():
             if buffer.layout is not torch.strided or buffer.is_quantized:
                 raise BackendError(
@@ -355,9 +343,9 @@ class Holdings(Raw):
             broadcast_(values, engine.process.group, source)
 
 
-def _first_names(module: nn.Module) -> dict[str, torch.Tensor]:
+def _first_names(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers, each once, under its first name."""
-    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in named_tensors(module):
         tensors.setdefault(id(tensor), (name, tensor))
     return dict(tensors.values())

@@ -1,4 +1,4 @@
-"""A check that ranks which compute one forward together were given the same inputs."""
+"""A check of equal inputs on ranks which compute a forward together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADVICE: Final = "use the loader from accel.setup, or accel.data_parallel_place(
 
 @final
 class SameInputs:
-    """Compares the inputs of the first forwards of ranks that have the same ``place``."""
+    """Compares the inputs of the first forwards on ranks with the same ``place``."""
 
     def __init__(self, label: str, place: Hashable) -> None:
         self._label, self._place = label, place
@@ -32,21 +32,24 @@ class SameInputs:
     ) -> R:
         """Run a forward or method. Collective if it is one of the first calls."""
         self._calls[method] += 1
-        tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
-        # A method without inputs may be called on one rank.
-        if self._calls[method] > _FIRST_CALLS or not tensors:
+        if self._calls[method] > _FIRST_CALLS:
             return run()
-        prints = Prints(tensors)  # of the inputs as they are before a forward that writes to them
+        tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
+        if not tensors:  # a method without inputs may be called on one rank
+            return run()
+        # Prints are made first, because a forward may write to its inputs.
+        prints, shapes = Prints(tensors), str([tuple(t.shape) for t in tensors])
         out = run()
         title = f"{f'the method {method}' if method else 'a forward'} of {self._label}"
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        places: defaultdict[Hashable, dict[int, Any]] = defaultdict(dict)
-        for rank, facts in enumerate(agree(title, (self._place, shapes, prints.read()))):
-            places[facts[0]][rank] = facts[1:]
-        for by_rank in places.values():
-            if len({str(shapes) for shapes, _ in by_rank.values()}) > 1:
-                found = ", ".join(f"{shapes} on rank {r}" for r, (shapes, _) in by_rank.items())
+        firsts: dict[Hashable, tuple[int, str]] = {}
+        values: defaultdict[Hashable, dict[int, Any]] = defaultdict(dict)
+        by_rank = agree(title, (self._place, shapes, prints.read()))
+        for rank, (place, shapes, read) in enumerate(by_rank):
+            first, expected = firsts.setdefault(place, (rank, shapes))
+            if shapes != expected:
+                found = f"{expected} on rank {first}, {shapes} on rank {rank}"
                 raise RankMismatchError(f"{title} got different inputs ({found}): {_ADVICE}")
-            values = {rank: values for rank, (_, values) in by_rank.items()}
-            refuse_other_values(title, values, _ADVICE)
+            values[place][rank] = read
+        for of_place in values.values():
+            refuse_other_values(title, of_place, _ADVICE)
         return out

@@ -1,4 +1,4 @@
-"""Gradients that an exception in a backward left incomplete."""
+"""Gradients after an exception in a backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...errors import BackendError
 
 @final
 class Interruption:
-    """Remembers that gradients are incomplete, until the backend drops them. Local."""
+    """Remembers incomplete gradients, until the backend drops them. Local."""
 
     def __init__(self) -> None:
         self.incomplete = False

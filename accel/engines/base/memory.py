@@ -1,4 +1,4 @@
-"""Sizes of a model's tensors, and how many of their bytes one rank holds."""
+"""Sizes of a model's tensors, and the bytes of them on each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes on one rank after an optimizer step, while the gradients still exist.
+    """Bytes on a rank after an optimizer step, while the gradients still exist.
 
     ``optimizer_state`` includes fp32 master weights. ``buckets`` are kept for communication.
     """
@@ -28,7 +28,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSize:
-    """The full size of a parameter or buffer, and of its state in the optimizer of this number."""
+    """The full size of a parameter or buffer, and of its optimizer state."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorSize:
         return math.prod(self.shape)
 
     def use(self, weights: float = 1, gradients: float = 1, state: float = 1) -> MemoryUse:
-        """Return the bytes on a rank that holds these fractions. Buffers are never sharded."""
+        """Return the bytes on a rank with these fractions."""
         nbytes = self.numel * self.itemsize
         if self.is_buffer:
             return MemoryUse(buffers=nbytes)

@@ -16,7 +16,7 @@ from ...errors import BackendError
 class Options:
     """Base class of the option dataclasses.
 
-    An option accepts only bools or positive ints if its default is one. ``choices`` and
+    An option with a bool or int as default accepts only bools or positive ints. ``choices`` and
     ``check_values`` check the other options.
 
     Args:
@@ -28,7 +28,7 @@ class Options:
 
     #: The allowed values of options that have a fixed set of them.
     choices: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    #: The option that a value without a name sets, as in ``ACCEL_BACKEND=deepspeed:3``.
+    #: The option for a value without a name, as in ``ACCEL_BACKEND=deepspeed:3``.
     leading: ClassVar[str] = ""
     #: Options that the contract tests run too.
     variants: ClassVar[tuple[Options, ...]] = ()
@@ -40,12 +40,11 @@ class Options:
 
     @final
     def __post_init__(self) -> None:
-        """Raise BackendError for a value that an option can't have."""
+        """Raise BackendError for a wrong value of an option."""
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
             if "or_classes" in option.metadata:
-                are_classes = isinstance(value, tuple) and all(isinstance(k, type) for k in value)
-                valid = type(value) is bool or are_classes
+                valid = type(value) in (bool, tuple)
                 self.expect(option.name, valid, "True, False or a tuple of module classes")
             elif type(option.default) is bool:
                 self.expect(option.name, type(value) is bool, "True or False")
@@ -61,19 +60,19 @@ class Options:
         self.check_values()
 
     def check_values(self) -> None:
-        """Raise BackendError for other values that these options can't have."""
+        """Raise BackendError for other wrong values."""
 
     @final
     def expect(self, name: str, valid: bool, expected: str) -> None:
-        """Raise BackendError, naming the option and its value, unless the value is valid."""
+        """Raise BackendError for an option, unless it is valid."""
         if not valid:
-            value = getattr(self, name)
-            raise BackendError(f"{type(self).__name__}({name}={value!r}): expected {expected}")
+            text = f"{name}={getattr(self, name)!r}"
+            raise BackendError(f"{type(self).__name__}({text}): expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOptions(Options):
-    """Options of backends that run the model's own forward.
+    """Options of backends with the model's own forward.
 
     Args:
         activation_checkpointing: keep only the inputs of blocks, and compute their activations
@@ -89,7 +88,7 @@ class LayerOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOptions(LayerOptions):
-    """Options of backends that average gradients and run whole layers on each rank.
+    """Options of backends with averaged gradients and with whole layers on each rank.
 
     Args:
         sequence_parallel: the number of neighboring ranks that share each sequence

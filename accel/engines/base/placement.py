@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 
 class Placement(enum.Enum):
-    """How the tensors of one kind (weights, gradients, optimizer state) lie on the ranks."""
+    """How weights, gradients or optimizer state lie on the ranks."""
 
     #: Every rank holds all tensors, and before each step they are equal on all ranks.
     REPLICATED = enum.auto()
-    #: A rank holds all of a parameter's tensor, or nothing of it.
+    #: A rank holds the full tensor of a parameter, or nothing.
     BY_PARAMETER = enum.auto()
     #: A rank holds a range or a box of each tensor.
     BY_ELEMENT = enum.auto()
@@ -24,23 +24,18 @@ class Placement(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placements:
-    """The placements of an engine, as its backend declares them.
+    """The placements of an engine, as its backend declares them."""
 
-    Attributes:
-        weights: of parameters outside of a forward.
-        gradients: of final gradients, which a step or clipping uses.
-        optimizer_state: of the state of optimizers that the engine can split.
-    """
-
+    #: Outside of a forward.
     weights: Placement = Placement.REPLICATED
+    #: Of final gradients, for a step or clipping.
     gradients: Placement = Placement.REPLICATED
     optimizer_state: Placement = Placement.REPLICATED
 
     @property
     def partial(self) -> bool:
         """True if a rank may lack some weights, gradients or optimizer state."""
-        placements = (self.weights, self.gradients, self.optimizer_state)
-        return any(placement.sharded for placement in placements)
+        return self != REPLICATED
 
 
 REPLICATED = Placements()

@@ -1,7 +1,7 @@
 """The user's raw model and optimizers while an engine works on them.
 
-The sections are stand-ins for tensors while a full state is loaded or returned, methods of raw
-objects that are sharded, a record of what a library changed on a module, and copies of a module.
+Stand-ins for its tensors while a full state is loaded or returned, methods of sharded objects, a
+record of a library's changes to a module, and copies of a module.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError, OptimizerError
@@ -27,21 +28,30 @@ if TYPE_CHECKING:
     from .holdings import Holdings
 
 
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
 # -- stand-ins for a module's tensors --------------------------------------------------------------
+
+#: The table of hooks after ``load_state_dict``.
+_POST_HOOKS: Final = "_load_state_dict_post_hooks"
+#: A table of a module, a name in it, and the tensor.
+_Place = tuple[Any, str, Any]
+#: By ``id(tensor)``.
+StandIns = Mapping[int, Tensor]
 
 
 @contextlib.contextmanager
 def in_place_of(
-    module: nn.Module,
-    stand_ins: Mapping[int, torch.Tensor],
-    before_hooks: Callable[[], None] | None = None,
+    module: nn.Module, stand_ins: StandIns, before_hooks: Function | None = None
 ) -> Iterator[None]:
-    """Temporarily replace parameters and buffers. ``stand_ins`` has them by ``id(tensor)``.
+    """Temporarily replace parameters and buffers.
 
-    While a state is loaded, the hooks that run after a module was loaded see the module's own
-    tensors again, and ``before_hooks`` is called before them.
+    While a state is loaded, the hooks after a module's load see the module's own tensors again,
+    and ``before_hooks`` is called before them.
     """
-    places: dict[int, list[tuple[Any, str, Any]]] = {}
+    places: dict[int, list[_Place]] = {}
     hooks: list[tuple[dict[str, Any], Any]] = []
 
     def put_back(parent: nn.Module) -> None:
@@ -58,27 +68,25 @@ def in_place_of(
     try:
         for child in module.modules():
             places[id(child)] = _replace_tensors(child, stand_ins)
-            own_hooks = child._load_state_dict_post_hooks
+            attributes = vars(child)
+            own_hooks = attributes[_POST_HOOKS]
             if before_hooks is not None and own_hooks:
-                hooks.append((vars(child), own_hooks))
+                hooks.append((attributes, own_hooks))
                 # Hooks of FSDP2 raise for replaced tensors.
                 users = [h for h in own_hooks.values() if not _is_from(h, "torch.distributed.")]
-                chain = OrderedDict(enumerate([loaded, *users] if users else []))
-                vars(child)["_load_state_dict_post_hooks"] = chain
+                chain = [loaded, *users] if users else []
+                attributes[_POST_HOOKS] = OrderedDict(enumerate(chain))
         yield
     finally:
         put_back(module)
-        for names, own_hooks in hooks:
-            names["_load_state_dict_post_hooks"] = own_hooks
+        for attributes, own_hooks in hooks:
+            attributes[_POST_HOOKS] = own_hooks
 
 
-def _replace_tensors(
-    module: nn.Module, stand_ins: Mapping[int, torch.Tensor]
-) -> list[tuple[Any, str, Any]]:
-    """Replace a module's own tensors. Return the tables, names and tensors that were there."""
-    places: list[tuple[Any, str, Any]] = []
-    tables: tuple[Any, Any] = (module._parameters, module._buffers)
-    for table in tables:
+def _replace_tensors(module: nn.Module, stand_ins: StandIns) -> list[_Place]:
+    """Replace a module's own tensors. Return their places."""
+    places: list[_Place] = []
+    for table in (vars(module)["_parameters"], vars(module)["_buffers"]):
         for name, tensor in list(table.items()):
             if id(tensor) in stand_ins:
                 places.append((table, name, tensor))
@@ -87,26 +95,15 @@ def _replace_tensors(
     return places
 
 
-@contextlib.contextmanager
-def copied_to() -> Iterator[None]:
-    """Load states by copying, even if torch was told to swap tensors instead."""
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(False)
-    try:
-        yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
-
-
 @final
-class Target(Absent, torch.Tensor):
-    """A stand-in while a full state is loaded, which records the value that is copied to it."""
+class Target(Absent, Tensor):
+    """A stand-in while a full state is loaded. It records the value copied to it."""
 
     plain = frozenset(attributes("requires_grad", "__get__"))
-    given: torch.Tensor | None
+    given: Tensor | None
 
     @staticmethod
-    def of(tensor: torch.Tensor, shape: torch.Size | None) -> Target:
+    def of(tensor: Tensor, shape: torch.Size | None) -> Target:
         """Return a stand-in of the full shape in the memory of one element."""
         blank = torch.empty((), dtype=tensor.dtype, device=tensor.device)
         target = blank.expand(tensor.shape if shape is None else shape).as_subclass(Target)
@@ -121,7 +118,7 @@ class Target(Absent, torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.copy_ or not isinstance(args[0], Target):
+        if func is not Tensor.copy_ or not isinstance(args[0], Target):
             return super().__torch_function__(func, types, args, kwargs)
         target, value = args[:2]
         if value is not target:  # a module may load its own tensors
@@ -136,12 +133,12 @@ class Target(Absent, torch.Tensor):
 
 @final
 class Override:
-    """A method in the attributes of a raw object, which calls ``act(raw, original, *args)``.
+    """A method in the attributes of a raw object, to call ``act(raw, original, *args)``.
 
     ``remove`` undoes it. If something else has wrapped it since, it stays, and calls the original.
     """
 
-    def __init__(self, raw: Any, name: str, act: Callable[..., Any]) -> None:
+    def __init__(self, raw: Any, name: str, act: Function) -> None:
         self._name = name
         # A weak reference, so that the raw object is freed without the garbage collector.
         self._raw = reference = weakref.ref(raw)
@@ -154,7 +151,9 @@ class Override:
             original: Any = earlier
             if earlier is None and hasattr(type(owner), name):
                 original = MethodType(getattr(type(owner), name), owner)
-            return act(owner, original, *args, **kwargs) if active else original(*args, **kwargs)
+            if not active:
+                return original(*args, **kwargs)
+            return act(owner, original, *args, **kwargs)
 
         # Schedulers mark the function with attributes, and take ``optimizer.step.__func__``.
         vars(method).update(getattr(earlier, "__dict__", {}))
@@ -171,15 +170,20 @@ class Override:
             vars(raw)[self._name] = self._earlier
 
 
-#: The methods of raw objects that are sharded. Optimizers lack the last one.
+def move_hook(handle: Any, *, last: bool) -> None:
+    """Make a hook the first or the last to be called."""
+    handle.hooks_dict_ref().move_to_end(handle.id, last=last)
+
+
+#: The methods of sharded raw objects. Optimizers lack the last.
 _METHODS: Final = ("state_dict", "load_state_dict", "__getstate__", "__deepcopy__")
 
 
 @final
 class Guard:
-    """Overrides that gather in ``state_dict`` and ``copy.deepcopy``, and raise in pickle.
+    """Overrides for ``state_dict`` and ``copy.deepcopy``, which gather, and for pickle.
 
-    ``load_state_dict`` takes a full state. Objects that are not sharded run their own methods.
+    ``load_state_dict`` takes a full state. Objects without shards run their own methods.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -191,9 +195,8 @@ class Guard:
         """Put the methods on a raw model or optimizer."""
         self.release(raw)
         names = _METHODS if isinstance(raw, nn.Module) else _METHODS[:-1]
-        self._overrides[id(raw)] = [
-            Override(raw, name, functools.partial(self._call, name)) for name in names
-        ]
+        acts = [functools.partial(self._call, name) for name in names]
+        self._overrides[id(raw)] = list(map(Override, repeat(raw), names, acts))
 
     def release(self, raw: nn.Module | Optimizer) -> None:
         """Remove the methods of a raw object."""
@@ -231,10 +234,10 @@ class Guard:
         )
 
 
-# -- what a library changed on a module ------------------------------------------------------------
+# -- a library's changes to a module ---------------------------------------------------------------
 
 _HOOKS: Final = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
-#: Attributes that accel may put on a module.
+#: Attributes of modules that accel may replace.
 _REPLACED: Final = (*_METHODS, "forward", "zero_grad", HiddenAttribute.KEY)
 #: An attribute's name, or the name of a table of hooks and a key in it.
 _Mark = str | tuple[str, int]
@@ -259,59 +262,62 @@ def _remove(owner: Any, marks: Iterable[_Mark]) -> None:
 
 @final
 class Snapshot:
-    """The classes, attributes and hooks of modules and parameters before a library changed them.
+    """The classes, attributes and hooks of modules and parameters before a library's changes.
 
-    The library may add attributes that begin with one of ``later`` at any time.
+    The library may add attributes with the prefixes ``later`` at any time.
     """
 
     def __init__(self, module: nn.Module, later: tuple[str, ...] = ()) -> None:
         self._module, self._later = module, later
-        owners = [*module.modules(), *module.parameters()]
-        self._before = [(owner, type(owner), _marks(owner)) for owner in owners]
-        #: By identity: the owner, its class if the library changed it, and what the library added.
-        self._changes: dict[int, tuple[Any, type[Any] | None, set[_Mark]]] = {}
+        #: By identity: the owner, its class, and its marks.
+        self._before: dict[int, tuple[Any, type[Any], set[_Mark]]] = {}
+        for owner in [*module.modules(), *module.parameters()]:
+            self._before[id(owner)] = owner, type(owner), _marks(owner)
+        #: By identity: the marks of the library.
+        self._added: dict[int, set[_Mark]] = {}
 
     def changed(self) -> None:
         """Record the library's changes. Later changes are the user's."""
-        for owner, kind, marks in self._before:
-            changed = None if type(owner) is kind else kind
-            self._changes[id(owner)] = owner, changed, _marks(owner) - marks
-        self._before.clear()
+        for key, (owner, _, marks) in self._before.items():
+            self._added[key] = _marks(owner) - marks
 
     def kind(self, owner: Any) -> type[Any]:
-        """Return the class that a module or parameter had before."""
-        _, kind, _ = self._changes.get(id(owner), (owner, None, set()))
-        return kind or type(owner)
+        """Return the earlier class of a module or parameter."""
+        _, kind, _ = self._before.get(id(owner), (owner, type(owner), set()))
+        return kind
 
     def added(self, owner: Any) -> set[_Mark]:
         """Return the library's attributes and hooks of a module or parameter."""
-        *_, marks = self._changes.get(id(owner), (owner, None, set()))
+        marks = self._added.get(id(owner), set())
         return marks | {name for name in vars(owner) if name.startswith(self._later)}
 
     def hooks(self, table: str) -> list[Any]:
         """Return the library's hooks of the root module."""
         added = self.added(self._module)
-        return [hook for key, hook in getattr(self._module, table).items() if (table, key) in added]
+        hooks = vars(self._module)[table]
+        return [hook for key, hook in hooks.items() if (table, key) in added]
 
-    def change_hooks(
-        self, table: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def change_hooks(self, table: str, change: Callable[[Function], Function]) -> None:
         """Replace the library's hooks of all modules."""
-        for owner, _, marks in self._changes.values():
+        for key, (owner, *_) in self._before.items():
             hooks = getattr(owner, table, {})
-            for key in [key for key in hooks if (table, key) in marks]:
-                hooks[key] = change(hooks[key])
+            for number, hook in hooks.items():
+                if (table, number) in self._added[key]:
+                    hooks[number] = change(hook)
 
     def restore(self) -> None:
         """Undo the library's changes, also if the library failed half-way."""
-        self.changed()
-        for owner, kind, _ in self._changes.values():
+        if not self._added:
+            self.changed()
+        for owner, kind, _ in self._before.values():
             _remove(owner, self.added(owner))
-            if isinstance(owner, nn.Module) and type(owner._parameters) is not dict:
-                vars(owner)["_parameters"] = dict(owner._parameters.items())
-            if kind is not None:
+            table = vars(owner).get("_parameters", {})
+            if type(table) is not dict:
+                vars(owner)["_parameters"] = dict(table.items())
+            if type(owner) is not kind:
                 owner.__class__ = kind
-        self._changes.clear()
+        self._before.clear()
+        self._added.clear()
 
 
 # -- copies of a module ----------------------------------------------------------------------------
@@ -321,10 +327,7 @@ class Snapshot:
 def as_author_made(
     module: nn.Module, snapshot: Snapshot | None, replaced: Replaced
 ) -> Iterator[None]:
-    """Temporarily undo all that accel and a library did to a module, except to its tensors.
-
-    ``replaced`` has the BatchNorms that a SyncBatchNorm replaced, with their parents and names.
-    """
+    """Temporarily undo the changes of accel and a library, except to tensors."""
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     before = [(part, type(part), dict(vars(part))) for part in parts]
     try:
@@ -349,16 +352,18 @@ def as_author_made(
 
 
 def _marks_of_accel(module: nn.Module) -> set[_Mark]:
-    marks: set[_Mark] = {name for name in _REPLACED if _is_from(vars(module).get(name), "accel.")}
+    names = vars(module)
+    marks: set[_Mark] = {name for name in _REPLACED if _is_from(names.get(name), "accel.")}
     for table in _HOOKS:
-        hooks = vars(module)[table].items()
-        marks.update((table, key) for key, hook in hooks if _is_from(hook, "accel."))
+        for key, hook in names[table].items():
+            if _is_from(hook, "accel."):
+                marks.add((table, key))
     return marks
 
 
 def _is_from(value: Any, package: str) -> bool:
-    """True if a function or hook, or the class of an object, is defined in a package."""
+    """True if a function, or the class of an object, is from a package."""
     while isinstance(value, functools.partial):
         value = value.func
-    modules = type(value).__module__, getattr(value, "__module__", None)
-    return any(f"{module}.".startswith(package) for module in modules)
+    homes = type(value).__module__, getattr(value, "__module__", None)
+    return any(f"{home}.".startswith(package) for home in homes)

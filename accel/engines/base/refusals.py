@@ -1,11 +1,11 @@
-"""Modules and optimizers that a backend can't train."""
+"""Errors for modules and optimizers outside the limits of a backend."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -13,7 +13,7 @@ from ...errors import BackendError, OptimizerError
 
 
 def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: str) -> None:
-    """Raise OptimizerError for an optimizer's parameters that are not ``known`` by identity."""
+    """Raise OptimizerError for unknown parameters, by their identities."""
     for number, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in known:
@@ -35,7 +35,7 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
 
 
 def refuse_quantized(module: nn.Module, backend: str) -> None:
-    """Raise BackendError for a parameter of several tensors: torchao's quantized weights."""
+    """Raise BackendError for torchao's quantized weights."""
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "__tensor_flatten__"):
             raise BackendError(
@@ -49,7 +49,7 @@ def refuse_overlaps(module: nn.Module, backend: str) -> None:
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         odd = is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided
-        if odd or type(parameter.data) is not torch.Tensor or not parameter.numel():
+        if odd or type(parameter.data) is not Tensor or not parameter.numel():
             continue
         other = names.setdefault(parameter.data_ptr(), name)
         if other != name:

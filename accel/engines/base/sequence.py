@@ -1,8 +1,8 @@
-"""``sequence_parallel``: neighboring ranks hold shards of each sequence, and exchange them.
+"""``sequence_parallel``: neighboring ranks hold shards of each sequence.
 
-This is Ulysses (Jacobs et al., arXiv 2309.14509). An all-to-all before attention gives each rank
-some heads of the full sequence, and an all-to-all after it restores the shards. The rest of the
-model must treat tokens independently.
+This is Ulysses (Jacobs et al., arXiv 2309.14509). An all-to-all before attention gives
+each rank some heads of the full sequence, and an all-to-all after it restores the shards.
+The rest of the model must treat tokens independently.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -39,9 +39,11 @@ _IGNORED: Final = -100
 
 
 def sequence_size(options: Any, process: Process) -> int:
-    """Return how many ranks share one sequence. Local."""
+    """Return the number of ranks with shards of the same sequence. Local."""
     world_size = process.place.world_size
-    size: int = getattr(options, "sequence_parallel", 1) if world_size > 1 else 1
+    size: int = getattr(options, "sequence_parallel", 1)
+    if world_size == 1:
+        return 1
     if world_size % size:
         raise BackendError(
             f"sequence_parallel={size} doesn't divide the {world_size} ranks. Use a divisor."
@@ -58,20 +60,19 @@ def _tokens(batch: Any) -> Tensor | None:
 
 
 def prepared(module: nn.Module, batch: Any) -> Any:
-    """Add positions and shifted labels of the full sequence to a batch with transformers' names.
-
-    A model of transformers would number and shift its shard instead.
-    """
+    """Add positions and shifted labels to a batch with transformers' names."""
     tokens = _tokens(batch)
     if tokens is None:
         return batch
+    # A model of transformers would number and shift its shard instead.
     batch = copy.copy(batch)
     parameters = inspect.signature(module.forward).parameters
     if "position_ids" in parameters and batch.get("position_ids") is None:
         batch["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
     labels = batch.get("labels")
-    causal = getattr(getattr(module, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
-    if causal and isinstance(labels, Tensor) and "shift_labels" not in batch:
+    loss = getattr(module, "loss_function", None)
+    is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+    if is_causal and isinstance(labels, Tensor) and "shift_labels" not in batch:
         padded = nn.functional.pad(labels, (0, 1), value=_IGNORED)
         batch["shift_labels"] = padded[..., 1:].contiguous()
     return batch
@@ -79,17 +80,17 @@ def prepared(module: nn.Module, batch: Any) -> Any:
 
 @final
 class SequenceParallel:
-    """The sequences of one engine: cuts its batches and exchanges heads in its attention."""
+    """Cuts the batches of an engine, and exchanges heads in its attention."""
 
     def __init__(self, engine: Engine, size: int) -> None:
-        self._engine, self.process, self.label = engine, engine.process, engine.label
-        self.size = size
+        self._engine, self.size = engine, size
+        self.process, self.label = engine.process, engine.label
         replica, self.rank = divmod(engine.process.place.rank, size)
         #: True inside ``accel.whole_sequences``.
         self.whole = False
         self.running = False
-        self._same_inputs = SameInputs(f"{engine.label} (accel.shard_sequence)", replica)
-        #: Lengths of the shards that ``shard`` has cut.
+        self._same_inputs = SameInputs(f"{self.label} (accel.shard_sequence)", replica)
+        #: Lengths of the shards from ``shard``.
         self.lengths: set[int] = set()
         self._exchanges = 0
         self.patches = sequence_patches(engine.module, _attention, _cross_entropy)
@@ -97,18 +98,20 @@ class SequenceParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that share one sequence. Collective at first."""
-        axes = {"data": self.process.place.world_size // self.size, "sequence": self.size}
-        mesh = mesh_of(self.process, {name: n for name, n in axes.items() if n > 1})
-        return mesh.get_group(mesh.ndim - 1)
+        """The ranks with shards of the same sequence. Collective at first."""
+        axes = {"sequence": self.size}
+        replicas = self.process.place.world_size // self.size
+        if replicas > 1:
+            axes = {"data": replicas} | axes
+        return mesh_of(self.process, axes).get_group("sequence")
 
     def shard(self, batch: Any, dim: int) -> Any:
-        """Return this rank's shard of each tensor with the sequence along ``dim``. Collective."""
+        """Return this rank's shards of tensors along ``dim``. Collective."""
         self._same_inputs.call(lambda: None, (batch,), {})
         assert self.group is not None  # it is created here, where all ranks are
         tokens = _tokens(batch) if dim == 1 else None
-        tensors = [tokens] if tokens is not None else [t for _, t in all_tensors(batch)]
-        length = next((t.shape[dim] for t in tensors if t.dim() > dim), 0)
+        tensors = all_tensors(batch if tokens is None else tokens)
+        length = next((t.shape[dim] for _, t in tensors if t.dim() > dim), 0)
         if not length or length % self.size:
             raise BackendError(
                 f"accel.shard_sequence can't divide {length} tokens over {self.size} ranks. Pad "
@@ -120,23 +123,26 @@ class SequenceParallel:
         self.lengths.add(length // self.size)
 
         def cut(_: str, leaf: Any) -> Any:
-            has_tokens = isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] == length
-            return leaf.chunk(self.size, dim)[self.rank].contiguous() if has_tokens else leaf
+            if isinstance(leaf, Tensor) and leaf.shape[dim : dim + 1] == (length,):
+                return leaf.chunk(self.size, dim)[self.rank].contiguous()
+            return leaf
 
         return walk(cut, batch, "")
 
     @contextlib.contextmanager
     def forward(self, function: Callable[..., Any]) -> Iterator[None]:
         """Exchange heads in the attention of a forward or of a user's method."""
-        fast, outer = torch.backends.mha.get_fastpath_enabled(), getattr(_now, "sequence", None)
+        mha, outer = torch.backends.mha, getattr(_now, "sequence", None)
+        fast = mha.get_fastpath_enabled()
         # The fast path of nn.TransformerEncoder calls no attention function of torch.
-        torch.backends.mha.set_fastpath_enabled(fast and self.whole)
-        self._exchanges, self.running, _now.sequence = 0, True, None if self.whole else self
+        mha.set_fastpath_enabled(fast and self.whole)
+        _now.sequence = None if self.whole else self
+        self._exchanges, self.running = 0, True
         try:
             yield
         finally:
             self.running, _now.sequence = False, outer
-            torch.backends.mha.set_fastpath_enabled(fast)
+            mha.set_fastpath_enabled(fast)
         # For example attn_implementation="eager" of transformers, or softmax(q @ k.mT) @ v.
         if function is self._engine.entry and not self.whole and not self._exchanges:
             raise BackendError(
@@ -149,16 +155,17 @@ class SequenceParallel:
     ) -> Any:
         """Compute attention of some heads over the full sequence."""
         shapes = [tuple(t.shape) for t in (query, key, value)]
-        if any(len(s) != 4 or s[2] not in self.lengths or s[2] != shapes[0][2] for s in shapes):
+        lengths = {shape[2] if len(shape) == 4 else 0 for shape in shapes}
+        if len(lengths) > 1 or not lengths <= self.lengths:
             raise BackendError(
                 f"Attention of {self.label} got {shapes}, which are not shards. Call "
                 "accel.shard_sequence(model, batch), or use accel.whole_sequences(model)."
             )
         # If there are fewer heads of keys than ranks, they are repeated.
-        heads = math.lcm(key.shape[1], self.size)
-        if heads > key.shape[1]:
-            repeats = heads // key.shape[1]
-            key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+        repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
+        if repeats > 1:
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
         self._exchanges += 1
         out = original(*_swapped(self, True, query, key, value), *args, **kwargs)
         return _swapped(self, False, out)[0]
@@ -166,7 +173,7 @@ class SequenceParallel:
     def cross_entropy(
         self, original: Any, logits: Tensor, target: Tensor, weight: Any = None, **options: Any
     ) -> Any:
-        """Compute the mean over the tokens of all shards, which may ignore different numbers."""
+        """Compute the mean over the tokens of all shards, without ignored tokens."""
         if options.get("reduction", "mean") != "mean" or target.is_floating_point():
             return original(logits, target, weight, **options)
         total = original(logits, target, weight, **options | {"reduction": "sum"})
@@ -176,10 +183,11 @@ class SequenceParallel:
         with Waiting(self.process, f"the mean of a loss ({self.label})"):
             return mean_over(total, count.sum(), self.group, self.size)
 
-    def swap(self, inward: bool, tensors: tuple[Tensor, ...]) -> list[Tensor]:
-        """Exchange shards of all heads for some heads of all tokens (``inward``), or back."""
+    def swap(self, inward: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange shards of all heads for some heads of all tokens, or back."""
         before, after = (1, 2) if inward else (2, 1)
-        pieces = [t.unflatten(before, (self.size, -1)).movedim(before, 0) for t in tensors]
+        shape = (self.size, -1)
+        pieces = [t.unflatten(before, shape).movedim(before, 0) for t in tensors]
         sent = torch.cat([piece.flatten(1) for piece in pieces], 1)
         received = torch.empty_like(sent)
         with Waiting(self.process, f"the exchange of an attention ({self.label})"):
@@ -193,15 +201,16 @@ class SequenceParallel:
 
 
 def _drop_mask(batch: Any, tokens: Tensor) -> None:
-    """Remove an ``attention_mask`` without padding. A model would make one of its shard only."""
+    """Remove an ``attention_mask`` without padding."""
     mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.shape == tokens.shape[:2]:
-        if not bool(mask.all()):
-            raise BackendError(
-                "accel.shard_sequence doesn't support padding in attention_mask. For a causal "
-                f"model, pad on the right with labels of {_IGNORED} and leave out the mask."
-            )
-        batch["attention_mask"] = None
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
+        return
+    if not bool(mask.all()):
+        raise BackendError(
+            "accel.shard_sequence doesn't support padding in attention_mask. For a causal "
+            f"model, pad on the right with labels of {_IGNORED} and leave out the mask."
+        )
+    batch["attention_mask"] = None
 
 
 class _Swap(torch.autograd.Function):
@@ -222,12 +231,14 @@ _live: weakref.WeakSet[SequenceParallel] = weakref.WeakSet()
 
 
 def _current(length: int | None = None) -> SequenceParallel | None:
-    """Return the engine that computes with shards."""
+    """Return the engine of a forward on shards."""
     sequence: SequenceParallel | None = getattr(_now, "sequence", None)
-    in_backward = runs_backward()
-    if sequence is None and in_backward and not torch.compiler.is_compiling():
+    if sequence is None and runs_backward() and not torch.compiler.is_compiling():
         # Activation checkpointing computes a forward again, perhaps in a thread of autograd.
-        return next((s for s in _live if length is None or length in s.lengths), None)
+        for sequence in _live:
+            if length is None or length in sequence.lengths:
+                return sequence
+        return None
     return sequence
 
 

@@ -1,15 +1,14 @@
-"""The step of the user's optimizer: gradients are final before it, and an overflow skips it."""
+"""The step of the user's optimizer, with final gradients and without overflows."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ...errors import AccelError, BackendError, OptimizerError, PrecisionError
 from ...gradients.hooks import remove_hooks
@@ -19,7 +18,7 @@ from ...process import current
 from ...process.control import Waiting, agree, raise_lost
 from ...shard import parameters_of
 from .drift import compare_load
-from .raw_objects import Override
+from .raw_objects import Args, Function, Kwargs, Override, move_hook
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -30,15 +29,14 @@ _PROTOCOL: Final = "_step_supports_amp_scaling"
 
 
 def refuse_changes(engine: Engine) -> None:
-    """Raise if the process groups were ended, or if the module has different parameters. Local."""
+    """Raise for ended process groups, and for new parameters. Local."""
     if engine.ended:
         raise AccelError(f"{engine.label} can't go on: {engine.ended}")
     gradients, module = engine.gradients, engine.module
-    now = {name: id(gradients.canonical(p)) for name, p in module.named_parameters()}
-    known = {name: id(p) for name, p in engine.named.items()}
-    changed = sorted(name for name, _ in now.items() ^ known.items())
+    now = {(name, id(gradients.canonical(p))) for name, p in module.named_parameters()}
+    changed = now ^ {(name, id(p)) for name, p in engine.named.items()}
     if changed:
-        names = ", ".join(dict.fromkeys(changed[:10]))
+        names = ", ".join(sorted(dict(changed))[:10])
         raise BackendError(
             f"{engine.kind} has added or replaced parameters after accel.setup: {names}. "
             "Call raw = accel.teardown(model), and set it up again."
@@ -49,11 +47,9 @@ def refuse_changes(engine: Engine) -> None:
 def prepare(
     engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False
 ) -> None:
-    """Make the gradients final that ``optimizer`` is about to step. Collective.
+    """Make gradients final before a step of ``optimizer``, or in a closure. Collective.
 
-    Args:
-        by_grad_scaler: the user's GradScaler steps, so gradients of a plain backward are right.
-        in_closure: a closure inside of the step has computed them.
+    A plain backward is right if ``by_grad_scaler``, the user's GradScaler, steps.
     """
     if engine.restructured:
         refuse_changes(engine)
@@ -75,9 +71,9 @@ def prepare(
 
 @final
 class Stepper:
-    """The hooks and methods that accel puts on the user's optimizer, until ``close``.
+    """The hooks and methods of accel on the user's optimizer, until ``close``.
 
-    The optimizer holds its engine weakly, so an optimizer that is kept doesn't keep its model.
+    The optimizer holds its engine weakly, so it doesn't keep its model.
     """
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
@@ -85,7 +81,7 @@ class Stepper:
         self.optimizer = optimizer
         self._serial = engine.loss_scale.serial
         #: Parameters of a skipped step, with their gradients.
-        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hidden: list[tuple[Tensor, Tensor]] = []
         #: False if accel unscales the gradients for the user's GradScaler.
         self._fused = hasattr(optimizer, _PROTOCOL)
         self._attributes = {"step_was_skipped": False, "skipped_steps": 0}
@@ -94,18 +90,12 @@ class Stepper:
         vars(optimizer).update(self._attributes)
         HiddenAttribute.put(optimizer, self._engine)
         # The user's hooks see final gradients and weights, also if they were registered before.
-        pre_hooks: Any = optimizer._optimizer_step_pre_hooks
-        post_hooks: Any = optimizer._optimizer_step_post_hooks
-        before = optimizer.register_step_pre_hook(self._before)
-        pre_hooks.move_to_end(before.id, last=False)
-        self._hooks: list[RemovableHandle] = [
-            before,
-            optimizer.register_load_state_dict_pre_hook(self._loading),
-        ]
+        self._hooks = [optimizer.register_step_pre_hook(self._before)]
         if engine.gradients.finishes_steps:
-            after = optimizer.register_step_post_hook(self._after)
-            post_hooks.move_to_end(after.id, last=False)
-            self._hooks.append(after)
+            self._hooks.append(optimizer.register_step_post_hook(self._after))
+        for hook in self._hooks:
+            move_hook(hook, last=False)
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._loading))
         self._overrides = [
             Override(optimizer, "step", self._step),
             Override(optimizer, "add_param_group", self._add_param_group),
@@ -125,11 +115,6 @@ class Stepper:
     def _step(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
-        except BaseException:
-            engine = self._engine()
-            if engine is not None:
-                engine.drift.broken = engine.drift.steps
-            raise
         finally:
             for parameter, grad in self._hidden:
                 parameter.grad = grad
@@ -147,23 +132,19 @@ class Stepper:
 
     # -- hooks of the optimizer --------------------------------------------------------------------
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
         if torch.compiler.is_compiling():  # a graph can't contain messages between ranks
             return _outside_graphs(self._before, optimizer, args, kwargs)
         engine = self._engine()
         if engine is None:
             return None
-        drift = engine.drift  # inline, because every step comes here
-        drift.steps += 1
-        if drift.steps >= drift.next:
-            drift.check()
+        engine.drift.count()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
             global_closure = self._global_closure(engine, closure)
             engine.gradients.before_step(optimizer)
-            if len(args) > 1:
-                return (optimizer, global_closure, *args[2:]), kwargs
-            return args, {**kwargs, "closure": global_closure}
+            kwargs.pop("closure", None)
+            return (optimizer, global_closure, *args[2:]), kwargs
         if vars(optimizer).get("found_inf") is not None:
             self._prepare_for_scaler(engine, optimizer)
             return None
@@ -176,7 +157,7 @@ class Stepper:
             self._count(not engine.loss_scale.judge(finite))
         return None
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
         if torch.compiler.is_compiling():
             _outside_graphs(self._after, optimizer, args, kwargs)
             return
@@ -187,11 +168,11 @@ class Stepper:
 
     def _loading(self, optimizer: Optimizer, _: object) -> None:
         engine = self._engine()
-        if engine is not None and engine.distributed and engine.synchronizes:
+        if engine is not None:
             compare_load(engine, f"load_state_dict() of {type(optimizer).__name__}")
 
-    def _count(self, skipped: bool | torch.Tensor) -> None:
-        """Count a skipped step. It finds no gradients, so the optimizer changes nothing."""
+    def _count(self, skipped: bool | Tensor) -> None:
+        """Count a skipped step, and hide its gradients."""
         attributes = vars(self.optimizer)
         attributes["step_was_skipped"] = skipped
         attributes["skipped_steps"] += skipped
@@ -205,7 +186,7 @@ class Stepper:
     # -- the user's GradScaler ---------------------------------------------------------------------
 
     def _prepare_for_scaler(self, engine: Engine, optimizer: Any) -> None:
-        """Make gradients final for a step by the user's GradScaler, which may be skipped."""
+        """Make gradients final for a step by the user's GradScaler."""
         scale, found_inf = optimizer.grad_scale, optimizer.found_inf
         try:
             if engine.gradients.pending() or engine.gradients.hidden():
@@ -231,8 +212,8 @@ class Stepper:
 
     # -- closures ----------------------------------------------------------------------------------
 
-    def _global_closure(self, engine: Engine, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure with final gradients and the mean of the ranks' losses."""
+    def _global_closure(self, engine: Engine, closure: Function) -> Function:
+        """Return the closure with final gradients and the mean of losses."""
         if engine.precision.scaled:
             raise PrecisionError(
                 "optimizer.step(closure) has no loss scaling. Use 'bf16-mixed' or '32-true'."
@@ -243,23 +224,23 @@ class Stepper:
             prepare(engine, self.optimizer, in_closure=True)
             if not engine.distributed:
                 return loss
-            local = loss.item() if isinstance(loss, torch.Tensor) else loss
+            local = loss.item() if isinstance(loss, Tensor) else loss
             losses = agree(f"the loss of a closure ({engine.label})", local)
             if None in losses:
                 return None
             mean = sum(losses) / len(losses)
-            return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
+            return torch.full_like(loss, mean) if isinstance(loss, Tensor) else mean
 
         return global_closure
 
 
 @_disable_dynamo
-def _outside_graphs(hook: Callable[..., Any], *args: Any) -> Any:
+def _outside_graphs(hook: Function, *args: Any) -> Any:
     return hook(*args)
 
 
 def refuse_steps(optimizer: Optimizer, reason: str) -> None:
-    """Make an optimizer raise whose state on this rank stays sharded."""
+    """Make the steps of an optimizer raise, because a part of its state is lost."""
 
     def refuse(*_: object) -> None:
         raise OptimizerError(

@@ -1,4 +1,4 @@
-"""The versions of torch, DeepSpeed and fairscale that each backend was tested with."""
+"""The tested versions of torch, DeepSpeed and fairscale."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_torch(backend: str) -> None:
 
 @functools.cache
 def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
-    """Raise BackendError if a package is older than the tested versions. Warn if it is newer."""
+    """Raise BackendError for an older package than the tested ones. Warn for a newer one."""
     version = importlib.metadata.version(package)
     if _numbers(version) < _numbers(oldest):
         raise BackendError(
@@ -37,4 +37,5 @@ def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+    public = version.partition("+")[0]
+    return list(map(int, re.findall(r"\d+", public)))
