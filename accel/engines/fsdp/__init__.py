@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...errors import OptimizerError
 from ...gradients.totals import average_gradients_
+from ...gradients.watch import GRAD, trainable
 from ...precision import here
 from ...process import Process
 from ...process.control import agree
@@ -28,7 +29,7 @@ from ..base.inputs import SameInputs
 from ..base.interruption import Interruption
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options, SequenceOptions
-from ..base.parts import LocalSteps, elementwise, local_of, parts_of
+from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
@@ -75,13 +76,14 @@ class FSDP(SequenceOptions):
     }
 
     def check_values(self) -> None:
-        wrap, plan = self.wrap, self.plan
-        classes = isinstance(wrap, tuple) and all(isinstance(c, type) for c in wrap)
-        valid = wrap is None or classes or (callable(wrap) and not isinstance(wrap, type))
+        valid = self.wrap is None or (callable(self.wrap) and not isinstance(self.wrap, type))
+        if isinstance(self.wrap, tuple):
+            valid = all(isinstance(c, type) for c in self.wrap)
         self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
-        valid = self.tensor_parallel == 1 or self.sequence_parallel == 1
+        splits = self.tensor_parallel > 1
+        valid = not splits or self.sequence_parallel == 1
         self.expect("sequence_parallel", valid, "1, because tensor_parallel divides the heads too")
-        valid = isinstance(plan, Mapping) if self.tensor_parallel > 1 else plan is None
+        valid = isinstance(self.plan, Mapping) if splits else self.plan is None
         self.expect("plan", valid, "a dict of styles by module names, if tensor_parallel > 1")
 
 
@@ -108,13 +110,14 @@ class FSDPHoldings(Holdings):
     # Without gradients, to_local() returns the local tensor itself.
     @torch.no_grad()
     def part(self, name: str, tensor: Any, key: Any = "") -> Shard | None:
-        name, shape = f"{name}/{key}" if key else name, tuple(tensor.shape)
+        name = f"{name}/{key}" if key else name
         if not hasattr(tensor, "placements"):
             return whole(name, tensor)
         local = tensor.to_local().detach()
         if not len(local):
             return None
-        return Shard(name, shape, self.engine.sharded.mesh.region_of(tensor, local), local)
+        region = self.engine.sharded.mesh.region_of(tensor, local)
+        return Shard(name, tuple(tensor.shape), region, local)
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -129,15 +132,13 @@ class FSDPHoldings(Holdings):
         canonical: Any = self.engine.gradients.canonical
         for group in optimizer.param_groups:
             group["params"][:] = map(canonical, group["params"])
-        groups = self.groups(optimizer)
-        # Some optimizers keep values under strings too.
-        for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
-            shard, state = canonical(parameter), optimizer.state.pop(parameter)
-            name = self.parameter_names[id(shard)]
-            entry = StateEntry(name, tuple(shard.shape), shard, {})
-            for key, value in state.items():
-                state[key] = self.own_part(entry, key, value, groups.get(name, {}))
-            optimizer.state[shard] = state
+        names, full = self.parameter_names, dict[str, dict[Any, Any]]()
+        for parameter in list(optimizer.state):
+            # Some optimizers keep values under strings too.
+            if isinstance(parameter, torch.Tensor):
+                name = names[id(canonical(parameter))]
+                full[name] = optimizer.state.pop(parameter)
+        self.take(optimizer, full)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return tensors with copies on other ranks. A shard has its place in its name."""
@@ -146,7 +147,7 @@ class FSDPHoldings(Holdings):
         for name, p in self.engine.named.items():
             copies = mesh.copies(p)
             place = [f"{axis} {n}" for axis, n in mesh.place.items() if axis not in copies]
-            if any(mesh.sizes[axis] > 1 for axis in copies):
+            if max(map(mesh.sizes.__getitem__, copies)) > 1:
                 tensors.append((f"{name} ({', '.join(place)})" if place else name, here(p)))
         return tensors
 
@@ -172,12 +173,13 @@ class FSDPGradients(Gradients):
             copies = mesh.copies(p)
             if len(copies) == len(mesh.sizes):
                 self._replicated[name] = p
-            if any(mesh.place[axis] for axis in copies):
+            if any(map(mesh.place.get, copies)):
                 self._uncounted.add(id(p))
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = self.engine.conversion.known if self.engine.divided else {}
-        return known.get(id(parameter), parameter)
+        if not self.engine.divided:
+            return parameter
+        return self.engine.conversion.known.get(id(parameter), parameter)
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse parameters of other models, and replace old parameters by their shards."""
@@ -194,17 +196,19 @@ class FSDPGradients(Gradients):
     def backward_begins(self) -> None:
         super().backward_begins()
         if self._interruption.incomplete:
-            gradients = [here(p.grad) for p in self.engine.parameters if p.grad is not None]
-            # Zeros count as dropped, because zero_grad(set_to_none=False) leaves them.
-            self._interruption.incomplete = any(bool(gradient.any()) for gradient in gradients)
+            self._interruption.incomplete = False
+            for p in self.engine.parameters:
+                # Zeros count as dropped, because zero_grad(set_to_none=False) leaves them.
+                if p.grad is not None and here(p.grad).any():
+                    self._interruption.incomplete = True
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         # FSDP2 doesn't shard CLIP's logit_scale, so its gradient is still this rank's own.
-        parameters = list(self._replicated.values())
+        names, parameters = list(self._replicated), list(self._replicated.values())
         reduces = completed and outermost and not self.engine.ended
-        if reduces and any(p.requires_grad for p in parameters):
+        if reduces and any(trainable(parameters)):
             what = f"the reduction of scalars ({self.engine.label})"
-            average_gradients_(what, parameters, list(self._replicated), self.process)
+            average_gradients_(what, parameters, names, self.process)
         super().backward_ends(completed, outermost)
 
     def notice_exception(self) -> None:
@@ -225,23 +229,22 @@ class FSDPGradients(Gradients):
             self.buffers.synchronize()
 
     def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        gradients = [p.grad for p in parameters]
-        if not self._uncounted:
-            return parts_of([gradient for gradient in gradients if gradient is not None]), []
         counted: list[torch.Tensor] = []
         rest: list[torch.Tensor] = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for p, gradient in zip(parameters, map(GRAD, parameters), strict=True):
             if gradient is not None:
-                is_rest = id(self.canonical(parameter)) in self._uncounted
-                (rest if is_rest else counted).append(local_of(gradient))
-        return counted, rest
+                is_rest = self._uncounted and id(self.canonical(p)) in self._uncounted
+                (rest if is_rest else counted).append(gradient)
+        return parts_of(counted), parts_of(rest)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.announce_step(optimizer)
 
 
-#: Packages whose optimizers pass addresses of full tensors to their kernels.
-_OWN_KERNELS = ("apex.", "bitsandbytes.", "deepspeed.")
+def _has_kernels(optimizer: Optimizer) -> bool:
+    """True if an optimizer passes addresses of full tensors to its own kernels."""
+    packages = ("apex.", "bitsandbytes.", "deepspeed.")
+    return any(c.__module__.startswith(packages) for c in type(optimizer).__mro__)
 
 
 class FSDPEngine(Engine):
@@ -303,8 +306,7 @@ class FSDPEngine(Engine):
         return add_uses(uses)
 
     def attach(self, optimizer: Optimizer) -> None:
-        modules = [cls.__module__ for cls in type(optimizer).__mro__]
-        if self.distributed and any(name.startswith(_OWN_KERNELS) for name in modules):
+        if self.distributed and _has_kernels(optimizer):
             raise OptimizerError(
                 f"{type(optimizer).__name__} cannot train sharded parameters. "
                 'Use an optimizer of torch.optim, or backend="ddp".'
@@ -315,7 +317,8 @@ class FSDPEngine(Engine):
             self._local_steps[id(optimizer)] = LocalSteps(optimizer, written)
 
     def detach(self, optimizer: Optimizer) -> None:
-        if (steps := self._local_steps.pop(id(optimizer), None)) is not None:
+        steps = self._local_steps.pop(id(optimizer), None)
+        if steps is not None:
             steps.close()
         super().detach(optimizer)
 
@@ -333,22 +336,23 @@ class FSDPEngine(Engine):
         from .shard import ShardedModule
 
         self.holdings.synchronize()
-        names = [name for name, _ in blocks(self.module, self.options.wrap)]
-        self.compare("the choice of FSDP(wrap=...)", names)
+        separate = dict(blocks(self.module, self.options.wrap))
+        self.compare("the choice of FSDP(wrap=...)", list(separate))
         what = f"gradients before accel.setup ({self.label})"
         average_gradients_(what, self.parameters, self.names, self.process)
-        gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
+        gradients = list(self.holdings.gradients())
         self.sharded = ShardedModule(self.module, self.process, self.options)
         self.mesh = self.sharded.mesh.whole
         self.conversion, self.divided = Conversion(self), True
-        self.conversion.shard(names)
+        self.conversion.shard(separate)
         self._read_parameters()
         self.known = self.conversion.known
         self.gradients.start(self.sharded.mesh)
         # They survive a teardown and a second setup.
-        for name, gradient in gradients.items():
-            entry = StateEntry(name, tuple(gradient.shape), self.named[name], {})
-            self.named[name].grad = self.holdings.own_part(entry, "grad", gradient, {})
+        for name, key, gradient in gradients:
+            shard = self.named[name]
+            entry = StateEntry(name, tuple(shard.shape), shard, {})
+            shard.grad = self.holdings.own_part(entry, key, gradient, {})
         if self.sharded.mesh.parallel:
             self._match_ranks(self.sharded.mesh)
         self.started = True
@@ -387,14 +391,13 @@ class FSDPEngine(Engine):
         return out
 
     def rebuild(self) -> None:
-        # FSDP2 knows no dtype of a block that was frozen until now.
-        for group in self.sharded.groups if self.divided else ():
-            group._init_mp_dtypes()
+        if self.divided:
+            self.sharded.read_dtypes()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        for group in self.sharded.groups if self.divided else ():
-            group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
+        if self.divided:
+            self.sharded.let_go()
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         if not self.divided:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -31,26 +32,26 @@ def axes_of(options: Any, world_size: int) -> dict[str, int]:
     """Return the length of each axis. Raise BackendError if the ranks don't fit."""
     if world_size == 1:
         return dict.fromkeys(AXES, 1)
-    fixed = options.replicas * options.tensor_parallel
-    if world_size % fixed:
+    copies, tensor = options.replicas, options.tensor_parallel
+    shards, rest = divmod(world_size, copies * tensor)
+    if rest:
         raise BackendError(
-            f"FSDP(replicas={options.replicas}, tensor_parallel={options.tensor_parallel}) "
-            f"needs a multiple of {fixed} processes, and there are {world_size}."
+            f"FSDP(replicas={copies}, tensor_parallel={tensor}) needs a multiple of "
+            f"{copies * tensor} processes, and there are {world_size}."
         )
-    lengths = options.replicas, world_size // fixed, options.tensor_parallel
-    return dict(zip(AXES, lengths, strict=True))
+    return {"replicate": copies, "shard": shards, "tensor": tensor}
 
 
 @final
 class Mesh:
-    """The mesh of an engine. Collective if accel has no equal one yet."""
+    """The mesh of an engine. Collective if accel has no equal mesh yet."""
 
     def __init__(self, options: Any, process: Process) -> None:
         self.sizes = axes_of(options, process.place.world_size)
         # FSDP2 needs an axis to shard along, even if it has one rank.
         axes = {axis: n for axis, n in self.sizes.items() if n > 1 or axis == "shard"}
         self.whole = mesh_of(process, axes)
-        #: The dimension of each axis. After a second start, its name is like "shard (start 2)".
+        #: The dimension of each axis. After a second start, it is like "shard (start 2)".
         self.names = dict(zip(axes, self.whole.mesh_dim_names or (), strict=True))
         #: This rank's place along each axis.
         self.place = dict.fromkeys(AXES, 0)
@@ -63,8 +64,8 @@ class Mesh:
     def copies(self, tensor: Any) -> list[str]:
         """Return the axes along which all ranks hold the same values of a tensor."""
         placements = getattr(tensor, "placements", ())  # a plain tensor is replicated
-        dimensions = tensor.device_mesh.mesh_dim_names if placements else ()
-        pairs = zip(dimensions, placements, strict=True)
+        names = tensor.device_mesh.mesh_dim_names if placements else ()
+        pairs = zip(names, placements, strict=True)
         sharded = {name for name, placement in pairs if not placement.is_replicate()}
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
@@ -72,15 +73,15 @@ class Mesh:
         """Return the elements of this rank's shard, which is not empty."""
         shape = tuple(tensor.shape)
         if not self.parallel:
-            row = self.place["shard"] * -(-shape[0] // self.sizes["shard"])
-            start = row * (local.numel() // len(local))
+            rows = -(-shape[0] // self.sizes["shard"])
+            row_size = local.numel() // len(local)
+            start = self.place["shard"] * rows * row_size
             return ((start, start + local.numel()),)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         mesh, placements = tensor.device_mesh, tensor.placements
         sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
-        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        box = tuple(zip(starts, ends, strict=True))
+        box = tuple(zip(starts, map(operator.add, starts, sizes), strict=True))
         return flattened(box, shape) or box
 
 
@@ -94,7 +95,7 @@ def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
     for name, block in chosen(module, wrap):
         inside = _uses(block)
         # FSDP2 gathers a tied parameter in one place, which must contain all of its uses.
-        if inside and all(uses[key] == count for key, count in inside.items()):
+        if inside and inside.keys().isdisjoint(uses - inside):
             found.insert(0, (name, block))
     return found
 
@@ -120,24 +121,25 @@ def check_module(module: nn.Module) -> None:
 Plan: TypeAlias = "Mapping[str, ParallelStyle]"
 
 
-def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
+def planned_layers(module: nn.Module, plan: Plan) -> dict[nn.Module, ParallelStyle]:
     """Return the style of each layer in a plan."""
-    modules, layers = dict(module.named_modules()), dict[str, "ParallelStyle"]()
+    modules = dict(module.named_modules())
+    layers: dict[nn.Module, ParallelStyle] = {}
     for pattern, style in plan.items():
         expression = re.escape(pattern).replace(r"\*", "[^.]+")
-        matching = [name for name in modules if re.fullmatch(expression, name)]
+        matching = list(filter(re.compile(expression).fullmatch, modules))
         if not matching:
             raise BackendError(
                 f"The plan's {pattern!r} names no module of this {type(module).__name__}. "
                 "Use names from model.named_modules()."
             )
-        layers.update(dict.fromkeys(matching, style))
-    # A head stays full if it is tied to an embedding that isn't in the plan.
-    others = [child for name, child in modules.items() if name not in layers]
-    full = {id(p) for child in others for p in child.parameters(recurse=False)}
-    for name in list(layers):
-        if not full.isdisjoint(map(id, modules[name].parameters(recurse=False))):
-            del layers[name]
+        layers.update(dict.fromkeys(map(modules.__getitem__, matching), style))
+    others = set(modules.values()) - layers.keys()
+    full = {p for child in others for p in child.parameters(recurse=False)}
+    for layer in list(layers):
+        # A head stays full if it is tied to an embedding that isn't in the plan.
+        if not full.isdisjoint(layer.parameters(recurse=False)):
+            del layers[layer]
     return layers
 
 
@@ -151,7 +153,8 @@ def split_layer(
     buffers = dict(layer.named_buffers(recurse=False))
     parallelize_module(layer, ranks, style, src_data_rank=None)
     # torch makes DTensors of buffers, which can't be broadcast.
-    layer._buffers.update(buffers)
+    for name, buffer in buffers.items():
+        setattr(layer, name, buffer)
     for name, parameter in parameters.items():
         shard: Any = layer.get_parameter(name)
         if shard is parameter:
@@ -163,4 +166,4 @@ def split_layer(
                     f"doesn't divide by {ranks.size()} along dim {placement.dim}. "
                     "Leave this layer out of the plan."
                 )
-        layer._parameters[name] = shards.setdefault(id(parameter), shard)
+        layer.register_parameter(name, shards.setdefault(id(parameter), shard))

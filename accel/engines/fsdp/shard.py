@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.distributed import _composable_state
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed import _composable_state, fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -42,13 +36,12 @@ class ShardedModule:
         self.process = process
         self.mesh = Mesh(options, process)
         self.snapshot = Snapshot(module)
-        #: FSDP2's own objects: an ``FSDPParamGroup`` for each block, and its ``FSDPParam`` objects.
-        self.groups: list[Any] = []
+        #: FSDP2's ``FSDPParamGroup`` of each block by its name, and their ``FSDPParam`` objects.
+        self.groups: dict[str, Any] = {}
         self.params: list[Any] = []
         self._options = options
         #: The layers of the plan that aren't split yet, and the shards of the others.
-        planned = planned_layers(module, options.plan) if self.mesh.parallel else {}
-        self._planned = {module.get_submodule(name): style for name, style in planned.items()}
+        self._planned = planned_layers(module, options.plan) if self.mesh.parallel else {}
         self._split: dict[int, nn.Parameter] = {}
         self._undo = contextlib.ExitStack()
         for patch in _patches:
@@ -57,19 +50,21 @@ class ShardedModule:
     def apply(self, block: nn.Module) -> None:
         """Replace the parameters of a block by shards. The root comes last."""
         options = self._options
-        for layer in [layer for layer in block.modules() if layer in self._planned]:
-            ranks = self.mesh.whole[self.mesh.names["tensor"]]
-            split_layer(layer, self._planned.pop(layer), ranks, self._split)
-        offload = OffloadPolicy()
+        for layer in block.modules():
+            style = self._planned.pop(layer, None)
+            if style is not None:
+                ranks = self.mesh.whole[self.mesh.names["tensor"]]
+                split_layer(layer, style, ranks, self._split)
+        offload = fsdp.OffloadPolicy()
         if options.cpu_offload:
-            offload = CPUOffloadPolicy(pin_memory=self.process.device.type != "cpu")
+            offload = fsdp.CPUOffloadPolicy(pin_memory=self.process.device.type != "cpu")
         mixed = options.param_dtype is not None
-        precision = MixedPrecisionPolicy(
+        precision = fsdp.MixedPrecisionPolicy(
             param_dtype=options.param_dtype,
             reduce_dtype=options.reduce_dtype or (torch.float32 if mixed else None),
             output_dtype=torch.float32 if mixed and block is self.module else None,
         )
-        fully_shard(
+        fsdp.fully_shard(
             block,
             mesh=self.mesh.data,
             reshard_after_forward=options.reshard_after_forward,
@@ -79,52 +74,56 @@ class ShardedModule:
             ignored_params={p for p in block.parameters() if not p.dim() or not p.numel()},
         )
 
-    def initialize(self, blocks: Sequence[Any], label: str) -> None:
+    def initialize(self, blocks: Mapping[str, Any], label: str) -> None:
         """Let FSDP2 prepare training, and give shards memory. Collective."""
         # Parameters of accel.deferred_init(weights=...), whose values are read into the shards.
         device = torch.device("cpu") if self._options.cpu_offload else self.process.device
         if any(p.is_meta for p in self.module.parameters()):
             self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-        self._root = self.module._get_fsdp_state()
-        self._root._lazy_init()
-        for block in [self.module, *blocks]:
-            for group in block._get_fsdp_state()._fsdp_param_groups:
-                self.groups.append(group)
+        for name, block in {"": self.module, **blocks}.items():
+            state = block._get_fsdp_state()
+            if not name:
+                self._root = state
+                state._lazy_init()
+            for group in state._fsdp_param_groups:
+                self.groups[name] = group
                 self.params += group.fsdp_params
-        # Evaluation first, in inference mode: tensors that are made there couldn't be trained.
-        for block in [*blocks, self.module]:
+            # Evaluation first, in inference mode: tensors made there couldn't be trained.
             block.unshard()
             block.reshard()
-        # A loop calls model.encoder(x), which has parameters of the root.
-        inside = {child for block in blocks for child in block.modules()}
-        for child in set(self.module.modules()) - inside - {self.module}:
-            if any(True for _ in child.parameters(recurse=False)):
+        # FSDP2 registers a method by its name, and returns nothing.
+        vars(self.module)["accel_call"] = lambda call, *args, **kwargs: call(*args, **kwargs)
+        fsdp.register_fsdp_forward_method(self.module, "accel_call")
+        self._call: Callable[..., Any] = vars(self.module).pop("accel_call")
+        inside = {self.module}
+        for block in blocks.values():
+            inside.update(block.modules())
+        for child in self.module.modules():
+            # A loop calls model.encoder(x), which has parameters of the root.
+            if child not in inside and dict(child.named_parameters(recurse=False)):
                 forward = functools.partial(self.compute, child.forward)
                 self._undo.enter_context(replaced(vars(child), "forward", forward))
         self.snapshot.changed()
-        for group in self.groups:
-            _announce(group, self.process, label)
+        for name, group in self.groups.items():
+            _announce(group, name, self.process, label)
         for param in self.params:
+            attributes = vars(param.sharded_param)
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            leaf, attributes = param.unsharded_param, vars(param.sharded_param)
-            attributes["register_hook"] = lambda hook, leaf=leaf: leaf.register_hook(hook)
+            attributes["register_hook"] = param.unsharded_param.register_hook
             # A weak reference, so that an optimizer that outlives its model doesn't keep it.
-            reference = weakref.ref(param)
-            attributes["set_data"] = lambda value, param=reference: _set_data(param(), value)
+            attributes["set_data"] = functools.partial(_set_data, weakref.ref(param))
 
     # -- training ----------------------------------------------------------------------------------
 
     def compute(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Gather the root's parameters, and call a method of the model or of a submodule."""
-        root = self._root
-        if root._training_state is not TrainingState.IDLE:
+        if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
-        args, kwargs = root._pre_forward(self.module, args, kwargs)
-        return root._post_forward(self.module, args, method(*args, **kwargs))
+        return self._call(method, *args, **kwargs)
 
     def reshard(self) -> None:
         """Free gathered parameters, unless a backward needs them. The next use gathers again."""
-        for group in self.groups:
+        for group in self.groups.values():
             if not group.is_sharded and not runs_backward():
                 group.reshard()
 
@@ -141,7 +140,18 @@ class ShardedModule:
                 param.unsharded_param.grad = None
             self.module.reset_iter_state()
 
+    def read_dtypes(self) -> None:
+        """Read dtypes again. FSDP2 knows none of a block which was frozen until now."""
+        for group in self.groups.values():
+            group._init_mp_dtypes()
+
     # -- the end -----------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Free the process groups, which have ended."""
+        for group in self.groups.values():
+            info = group.mesh_info
+            info.shard_process_group = info.replicate_process_group = None
 
     def undo(self) -> None:
         """Make the modules plain again. The caller puts parameters in the shards' places."""
@@ -153,11 +163,12 @@ class ShardedModule:
             _composable_state._module_state_mapping.pop(child, None)
 
 
-def _set_data(param: Any, value: Any) -> None:
+def _set_data(reference: Callable[[], Any], value: Any) -> None:
     """Set a shard to full values, or to an equally sharded DTensor.
 
     EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
     """
+    param = reference()
     shard = param.sharded_param
     if not isinstance(value, DTensor):
         value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
@@ -170,10 +181,10 @@ def _set_data(param: Any, value: Any) -> None:
     param.reset_sharded_param()
 
 
-def _announce(group: Any, process: Process, label: str) -> None:
+def _announce(group: Any, name: str, process: Process, label: str) -> None:
     """Announce gathering and reduction. Ranks with different blocks would mix their weights."""
-    name = group._module_fqn or "the parameters outside of all blocks"
-    gathering, reducing = f"the gathering of {name} ({label})", f"the reduction of {name} ({label})"
+    name = f"{name or 'the parameters outside of all blocks'} ({label})"
+    gathering, reducing = f"the gathering of {name}", f"the reduction of {name}"
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
     unshard, pre_backward, post_backward = group.unshard, group.pre_backward, group.post_backward
 
@@ -191,9 +202,9 @@ def _announce(group: Any, process: Process, label: str) -> None:
 
     def reduce(*args: Any) -> Any:
         params = enumerate(group.fsdp_params)
-        with_gradients = tuple(i for i, p in params if p.unsharded_param.grad is not None)
-        if with_gradients:
-            announce(process, reducing, with_gradients)
+        trained = tuple(i for i, p in params if p.unsharded_param.grad is not None)
+        if trained:
+            announce(process, reducing, trained)
         with in_reducing:
             return post_backward(*args)
 
