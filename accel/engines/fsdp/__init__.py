@@ -1,4 +1,4 @@
-"""``fsdp``: torch's ``fully_shard`` (FSDP2) shards the model and its optimizers over the ranks."""
+"""``fsdp``: torch's ``fully_shard`` (FSDP2) shards the model and its optimizers."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP(SequenceOptions):
-    """Options of ``fsdp``. Names and meanings are those of ``fully_shard`` if it has them.
+    """Options of ``fsdp``. They are those of ``fully_shard`` if it has the name.
 
     Args:
-        wrap: classes of modules to gather separately, or a function that returns True for them.
-            None: blocks that repeat in a ModuleList or Sequential and have submodules.
-        reshard_after_forward: free gathered parameters after the forward of their block.
+        wrap: classes of modules to gather separately, or a function that selects them.
+            None: repeated blocks of a ModuleList or Sequential, if they have submodules.
+        reshard_after_forward: free gathered parameters after the block's forward.
         cpu_offload: keep shards, their gradients and optimizer state in CPU memory.
-        replicas: HSDP: the number of copies of the model, each sharded over neighboring ranks.
-            Blocks are gathered within a copy, and gradients are averaged over the copies.
-        tensor_parallel: the number of neighboring ranks that split each layer named by the plan.
+        replicas: HSDP: the number of copies of the model, each sharded over neighboring
+            ranks. Gradients are averaged over the copies.
+        tensor_parallel: the number of neighboring ranks that split each planned layer.
             They compute on the same batches. The other ranks shard what is left.
-        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which
+        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules.
             ``*`` stands for one component.
-        param_dtype: FSDP2's mixed precision: gather and compute in this dtype (torch.bfloat16).
-        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, otherwise
-            the dtype of the parameters.
+        param_dtype: gather and compute in this dtype: torch.bfloat16.
+        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``,
+            otherwise the dtype of the parameters.
     """
 
     # The text of a function has an address, which differs between ranks.
@@ -128,9 +128,10 @@ class FSDPHoldings(Holdings):
         return torch.empty(shape, dtype=dtype, device=like.device)
 
     def rebind(self, optimizer: Optimizer) -> None:
-        """Put shards into an optimizer's groups, which schedulers hold, and shard its state."""
+        """Put shards into an optimizer's groups, and shard its state."""
         canonical: Any = self.engine.gradients.canonical
         for group in optimizer.param_groups:
+            # In place, because schedulers hold the groups.
             group["params"][:] = map(canonical, group["params"])
         names, full = self.parameter_names, dict[str, dict[Any, Any]]()
         for parameter in list(optimizer.state):
@@ -141,12 +142,12 @@ class FSDPHoldings(Holdings):
         self.take(optimizer, full)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Return tensors with copies on other ranks. A shard has its place in its name."""
+        """Return tensors with copies on other ranks. A shard's name has its place."""
         mesh = self.engine.sharded.mesh
         tensors: list[tuple[str, torch.Tensor]] = []
         for name, p in self.engine.named.items():
             copies = mesh.copies(p)
-            place = [f"{axis} {n}" for axis, n in mesh.place.items() if axis not in copies]
+            place = [f"{a} {n}" for a, n in mesh.place.items() if a not in copies]
             if max(map(mesh.sizes.__getitem__, copies)) > 1:
                 tensors.append((f"{name} ({', '.join(place)})" if place else name, here(p)))
         return tensors
@@ -154,7 +155,7 @@ class FSDPHoldings(Holdings):
 
 @final
 class FSDPGradients(Gradients):
-    """FSDP2 reduces gradients in its hooks during every backward, inside ``no_sync`` too."""
+    """Gradients reduced by FSDP2 in every backward, inside ``no_sync`` too."""
 
     reduced = before_any_step = True
     engine: FSDPEngine
@@ -182,25 +183,22 @@ class FSDPGradients(Gradients):
         return self.engine.conversion.known.get(id(parameter), parameter)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse parameters of other models, and replace old parameters by their shards."""
+        """Refuse parameters of other models, and replace the others by shards."""
         super().check(optimizer)
         if self.engine.divided:
             self.engine.holdings.rebind(optimizer)
 
-    def leaf(self, parameter: Any) -> torch.Tensor:
+    def leaf(self, parameter: Any) -> Any:
         # VQGAN asks autograd for the gradient of its last layer.
         shard = self.canonical(parameter)
-        leaf: torch.Tensor = self.engine.conversion.gathered.get(id(shard), parameter)
-        return leaf
+        return self.engine.conversion.gathered.get(id(shard), parameter)
 
     def backward_begins(self) -> None:
         super().backward_begins()
         if self._interruption.incomplete:
-            self._interruption.incomplete = False
-            for p in self.engine.parameters:
-                # Zeros count as dropped, because zero_grad(set_to_none=False) leaves them.
-                if p.grad is not None and here(p.grad).any():
-                    self._interruption.incomplete = True
+            gradients = self.engine.holdings.gradients()
+            # Zeros count as dropped, because zero_grad(set_to_none=False) leaves them.
+            self._interruption.incomplete = any(bool(here(grad).any()) for *_, grad in gradients)
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         # FSDP2 doesn't shard CLIP's logit_scale, so its gradient is still this rank's own.
@@ -229,8 +227,7 @@ class FSDPGradients(Gradients):
             self.buffers.synchronize()
 
     def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        counted: list[torch.Tensor] = []
-        rest: list[torch.Tensor] = []
+        counted, rest = list[torch.Tensor](), list[torch.Tensor]()
         for p, gradient in zip(parameters, map(GRAD, parameters), strict=True):
             if gradient is not None:
                 is_rest = self._uncounted and id(self.canonical(p)) in self._uncounted
@@ -241,14 +238,12 @@ class FSDPGradients(Gradients):
         self.announce_step(optimizer)
 
 
-def _has_kernels(optimizer: Optimizer) -> bool:
-    """True if an optimizer passes addresses of full tensors to its own kernels."""
-    packages = ("apex.", "bitsandbytes.", "deepspeed.")
-    return any(c.__module__.startswith(packages) for c in type(optimizer).__mro__)
+#: Packages whose optimizers pass addresses of full tensors to their kernels.
+_OWN_KERNELS = ("apex.", "bitsandbytes.", "deepspeed.")
 
 
 class FSDPEngine(Engine):
-    """Replaces parameters by shards, which FSDP2 gathers and frees in its hooks."""
+    """Replaces parameters by shards. FSDP2's hooks gather and free them."""
 
     name = "fsdp"
     options_type: ClassVar[type[Options]] = FSDP
@@ -286,7 +281,8 @@ class FSDPEngine(Engine):
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """Let ranks with shards of a layer read the same batches."""
-        place, size = process.place, axes_of(options, process.place.world_size)["tensor"]
+        place = process.place
+        size = axes_of(options, place.world_size)["tensor"]
         if size == 1:
             return super().replica(options, process)
         return place.rank // size, place.world_size // size
@@ -306,9 +302,10 @@ class FSDPEngine(Engine):
         return add_uses(uses)
 
     def attach(self, optimizer: Optimizer) -> None:
-        if self.distributed and _has_kernels(optimizer):
+        kind = type(optimizer)
+        if self.distributed and kind.__module__.startswith(_OWN_KERNELS):
             raise OptimizerError(
-                f"{type(optimizer).__name__} cannot train sharded parameters. "
+                f"{kind.__name__} cannot train sharded parameters. "
                 'Use an optimizer of torch.optim, or backend="ddp".'
             )
         super().attach(optimizer)
@@ -317,13 +314,12 @@ class FSDPEngine(Engine):
             self._local_steps[id(optimizer)] = LocalSteps(optimizer, written)
 
     def detach(self, optimizer: Optimizer) -> None:
-        steps = self._local_steps.pop(id(optimizer), None)
-        if steps is not None:
-            steps.close()
+        if id(optimizer) in self._local_steps:
+            self._local_steps.pop(id(optimizer)).close()
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take rank 0's weights, and replace parameters by shards, in the optimizers too."""
+        """Shard rank 0's weights, and put the shards into the optimizers."""
         if not self.distributed:
             return
         if not self.divided:
@@ -358,7 +354,7 @@ class FSDPEngine(Engine):
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
-        """Give ranks with shards of a layer equal random numbers and inputs. Collective."""
+        """Give ranks with shards of a layer equal random numbers. Collective."""
         place = mesh.place["replicate"], mesh.place["shard"]
         self._same_inputs = SameInputs(self.label, place)
         states = torch_states() if mesh.place["tensor"] == 0 else None
@@ -391,13 +387,14 @@ class FSDPEngine(Engine):
         return out
 
     def rebuild(self) -> None:
-        if self.divided:
-            self.sharded.read_dtypes()
+        # FSDP2 knows no dtype of a block that was frozen until now.
+        for group in self.sharded.groups.values() if self.divided else ():
+            group._init_mp_dtypes()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        if self.divided:
-            self.sharded.let_go()
+        for group in self.sharded.groups.values() if self.divided else ():
+            group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         if not self.divided:

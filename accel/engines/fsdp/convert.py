@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -20,12 +20,9 @@ from ..base.absent import Absent, bring_back, name_of, take_away
 if TYPE_CHECKING:
     from . import FSDPEngine
 
-#: A module, a name in it, and the parameter of this name.
-Place: TypeAlias = tuple[nn.Module, str, nn.Parameter]
 
-
-def _places(module: nn.Module) -> Iterator[Place]:
-    """Give the places of all parameters. A tied parameter has several."""
+def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Give all parameters with their modules and names. A tied parameter has several."""
     for child in module.modules():
         for name, p in child.named_parameters(recurse=False, remove_duplicate=False):
             yield child, name, p
@@ -36,8 +33,8 @@ class Conversion:
     """The parameters of before ``setup``, and their shards. Methods are collective.
 
     Attributes:
-        known: the shard of each old parameter, gathered parameter and shard, by identity.
-        gathered: the parameter that autograd knows, by the identity of its shard.
+        known: the shard of each old or gathered parameter, and of itself, by identity.
+        gathered: the parameter in the graph, by the identity of its shard.
         old: the parameter objects that shards replaced, by name.
     """
 
@@ -90,7 +87,8 @@ class Conversion:
         for number, (child, reset) in enumerate(resets):
             for owner, name, p in _places(child):
                 if p.is_meta:
-                    real = nn.Parameter(without_values(p, process.device), p.requires_grad)
+                    memory = without_values(p, process.device)
+                    real = nn.Parameter(memory, p.requires_grad)
                     setattr(owner, name, full.setdefault(id(p), real))
             if not set(full.values()).isdisjoint(child.parameters()):
                 reset_own(child, reset, borrowed[id(child)])
@@ -146,7 +144,7 @@ def _of_shard(name: str) -> Any:
 
 
 class StandIn(Absent, nn.Parameter):
-    """A replaced parameter. Its ``grad`` is the shard's, and any use of its values raises."""
+    """A replaced parameter with its shard's ``grad``. A use of its values raises."""
 
     shard: nn.Parameter
     plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `FSDPGradients.leaf`

@@ -1,4 +1,4 @@
-"""How a model is sharded: the mesh, the blocks of FSDP2, and tensor parallelism."""
+"""The mesh of a sharded model, its blocks, and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ class Mesh:
         self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
 
     def copies(self, tensor: Any) -> list[str]:
-        """Return the axes along which all ranks hold the same values of a tensor."""
+        """Return the axes along which ranks hold the same values of a tensor."""
         placements = getattr(tensor, "placements", ())  # a plain tensor is replicated
         names = tensor.device_mesh.mesh_dim_names if placements else ()
         pairs = zip(names, placements, strict=True)
-        sharded = {name for name, placement in pairs if not placement.is_replicate()}
+        sharded = {name for name, kind in pairs if not kind.is_replicate()}
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
     def region_of(self, tensor: DTensor, local: torch.Tensor) -> Box:
@@ -106,7 +106,7 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise BackendError for hooks of parameters, which would be lost without an error."""
+    """Raise BackendError for hooks of parameters, which would be lost silently."""
     for name, p in module.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise BackendError(
@@ -146,7 +146,7 @@ def planned_layers(module: nn.Module, plan: Plan) -> dict[nn.Module, ParallelSty
 def split_layer(
     layer: nn.Module, style: ParallelStyle, ranks: DeviceMesh, shards: dict[int, nn.Parameter]
 ) -> None:
-    """Replace a layer's parameters by this rank's ``shards``, which tied layers share. Local."""
+    """Replace a layer's parameters by ``shards``, which tied layers share. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     parameters = dict(layer.named_parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""A module under torch's ``fully_shard``, and its use of FSDP2's private objects."""
+"""A module under torch's ``fully_shard``, and its use of FSDP2's objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ShardedModule:
         self.process = process
         self.mesh = Mesh(options, process)
         self.snapshot = Snapshot(module)
-        #: FSDP2's ``FSDPParamGroup`` of each block by its name, and their ``FSDPParam`` objects.
+        #: FSDP2's ``FSDPParamGroup`` of each block, and their ``FSDPParam`` objects.
         self.groups: dict[str, Any] = {}
         self.params: list[Any] = []
         self._options = options
@@ -49,7 +49,7 @@ class ShardedModule:
 
     def apply(self, block: nn.Module) -> None:
         """Replace the parameters of a block by shards. The root comes last."""
-        options = self._options
+        options, device = self._options, self.process.device
         for layer in block.modules():
             style = self._planned.pop(layer, None)
             if style is not None:
@@ -57,12 +57,12 @@ class ShardedModule:
                 split_layer(layer, style, ranks, self._split)
         offload = fsdp.OffloadPolicy()
         if options.cpu_offload:
-            offload = fsdp.CPUOffloadPolicy(pin_memory=self.process.device.type != "cpu")
-        mixed = options.param_dtype is not None
+            offload = fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        full = None if options.param_dtype is None else torch.float32
         precision = fsdp.MixedPrecisionPolicy(
             param_dtype=options.param_dtype,
-            reduce_dtype=options.reduce_dtype or (torch.float32 if mixed else None),
-            output_dtype=torch.float32 if mixed and block is self.module else None,
+            reduce_dtype=options.reduce_dtype or full,
+            output_dtype=full if block is self.module else None,
         )
         fsdp.fully_shard(
             block,
@@ -71,15 +71,16 @@ class ShardedModule:
             mp_policy=precision,
             offload_policy=offload,
             # CLIP's logit_scale has no dimensions.
-            ignored_params={p for p in block.parameters() if not p.dim() or not p.numel()},
+            ignored_params={p for p in block.parameters() if 0 in (p.dim(), p.numel())},
         )
 
     def initialize(self, blocks: Mapping[str, Any], label: str) -> None:
         """Let FSDP2 prepare training, and give shards memory. Collective."""
-        # Parameters of accel.deferred_init(weights=...), whose values are read into the shards.
-        device = torch.device("cpu") if self._options.cpu_offload else self.process.device
         if any(p.is_meta for p in self.module.parameters()):
-            self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+            # Of accel.deferred_init(weights=...), whose values are read into the shards.
+            device = "cpu" if self._options.cpu_offload else self.process.device
+            empty = functools.partial(torch.empty_like, device=device)
+            self.module._apply(lambda t: empty(t) if t.is_meta else t)
         for name, block in {"": self.module, **blocks}.items():
             state = block._get_fsdp_state()
             if not name:
@@ -92,7 +93,7 @@ class ShardedModule:
             block.unshard()
             block.reshard()
         # FSDP2 registers a method by its name, and returns nothing.
-        vars(self.module)["accel_call"] = lambda call, *args, **kwargs: call(*args, **kwargs)
+        self.module.accel_call = lambda call, *args, **kwargs: call(*args, **kwargs)
         fsdp.register_fsdp_forward_method(self.module, "accel_call")
         self._call: Callable[..., Any] = vars(self.module).pop("accel_call")
         inside = {self.module}
@@ -122,7 +123,7 @@ class ShardedModule:
         return self._call(method, *args, **kwargs)
 
     def reshard(self) -> None:
-        """Free gathered parameters, unless a backward needs them. The next use gathers again."""
+        """Free gathered parameters, unless a backward needs them."""
         for group in self.groups.values():
             if not group.is_sharded and not runs_backward():
                 group.reshard()
@@ -140,21 +141,10 @@ class ShardedModule:
                 param.unsharded_param.grad = None
             self.module.reset_iter_state()
 
-    def read_dtypes(self) -> None:
-        """Read dtypes again. FSDP2 knows none of a block which was frozen until now."""
-        for group in self.groups.values():
-            group._init_mp_dtypes()
-
     # -- the end -----------------------------------------------------------------------------------
 
-    def let_go(self) -> None:
-        """Free the process groups, which have ended."""
-        for group in self.groups.values():
-            info = group.mesh_info
-            info.shard_process_group = info.replicate_process_group = None
-
     def undo(self) -> None:
-        """Make the modules plain again. The caller puts parameters in the shards' places."""
+        """Make the modules plain again. The caller replaces the shards."""
         for patch in _patches:
             patch.drop(self)
         self._undo.close()
@@ -170,9 +160,10 @@ def _set_data(reference: Callable[[], Any], value: Any) -> None:
     """
     param = reference()
     shard = param.sharded_param
+    mesh, placements = shard.device_mesh, shard.placements
     if not isinstance(value, DTensor):
-        value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
-    if value.shape != shard.shape or value.placements != shard.placements:
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    if value.shape != shard.shape or value.placements != placements:
         raise BackendError(
             f"p.data = ... needs a full tensor of shape {tuple(shard.shape)}. "
             "Or call model.load_state_dict()."
@@ -182,11 +173,12 @@ def _set_data(reference: Callable[[], Any], value: Any) -> None:
 
 
 def _announce(group: Any, name: str, process: Process, label: str) -> None:
-    """Announce gathering and reduction. Ranks with different blocks would mix their weights."""
+    """Announce gathering and reduction. Different blocks would mix their weights."""
     name = f"{name or 'the parameters outside of all blocks'} ({label})"
     gathering, reducing = f"the gathering of {name}", f"the reduction of {name}"
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
-    unshard, pre_backward, post_backward = group.unshard, group.pre_backward, group.post_backward
+    unshard, pre_backward = group.unshard, group.pre_backward
+    post_backward = group.post_backward
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         if group._all_gather_result is None and not group.is_unsharded:
