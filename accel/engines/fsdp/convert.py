@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...deferred import borrowing, reset_own, resetting, swap, weights_of, without_values
+from ...deferred import borrowing, reset_own, resetting, swap, without_values
 from ...errors import AccelError, BackendError
 from ...process import reason_of
 from ...process.packing import broadcast_
@@ -51,14 +51,14 @@ class Conversion:
         for parameter in before.values():
             # Image models use torch.channels_last, but FSDP2 takes only contiguous weights.
             parameter.data = parameter.data.contiguous()
-        is_deferred = any(p.is_meta for p in before.values())
-        if is_deferred and weights_of(self.module) is None:
+        reads = self.engine.reads
+        if not reads and any(p.is_meta for p in before.values()):
             self._give_values(blocks.values())
         else:
             for block in blocks.values():
                 self.sharded.apply(block)
         self.sharded.apply(self.module)
-        self.sharded.initialize(blocks, self.engine.label)
+        self.sharded.initialize(blocks, self.engine.label, reads)
         for name, shard in self.module.named_parameters():
             parameter = before[name]
             self.known[id(shard)] = self.known[id(parameter)] = shard
@@ -92,7 +92,7 @@ class Conversion:
                     setattr(owner, name, full.setdefault(id(p), real))
             if not set(full.values()).isdisjoint(child.parameters()):
                 reset_own(child, reset, borrowed[id(child)])
-                broadcast_([p.data for p in child.parameters()], process.group)
+                broadcast_(child.parameters(), process.group)
             for block, end in ends.items():
                 if end == number:
                     self.sharded.apply(block)

@@ -74,10 +74,10 @@ class ShardedModule:
             ignored_params={p for p in block.parameters() if 0 in (p.dim(), p.numel())},
         )
 
-    def initialize(self, blocks: Mapping[str, Any], label: str) -> None:
-        """Let FSDP2 prepare training, and give shards memory. Collective."""
-        if any(p.is_meta for p in self.module.parameters()):
-            # Of accel.deferred_init(weights=...), whose values are read into the shards.
+    def initialize(self, blocks: Mapping[str, Any], label: str, reads: bool) -> None:
+        """Let FSDP2 prepare training. Collective. ``reads`` gives memory to shards."""
+        if reads:
+            # The values of accel.deferred_init(weights=...) are read into the shards.
             device = "cpu" if self._options.cpu_offload else self.process.device
             empty = functools.partial(torch.empty_like, device=device)
             self.module._apply(lambda t: empty(t) if t.is_meta else t)
