@@ -93,7 +93,7 @@ class ShardedModule:
             block.unshard()
             block.reshard()
         # FSDP2 registers a method by its name, and returns nothing.
-        self.module.accel_call = lambda call, *args, **kwargs: call(*args, **kwargs)
+        self.module.accel_call = lambda call, /, *args, **kwargs: call(*args, **kwargs)
         fsdp.register_fsdp_forward_method(self.module, "accel_call")
         self._call: Callable[..., Any] = vars(self.module).pop("accel_call")
         inside = {self.module}

@@ -1,4 +1,4 @@
-"""fsdp: the unchanged loop, from setup to teardown, and whole states that go in and out."""
+"""fsdp from setup to teardown, and optimizers of whole matrices. tests/test_loop.py has its loops."""
 
 from __future__ import annotations
 
@@ -11,56 +11,9 @@ import torch
 from torch import nn
 
 import accel
-from tests import models, test_loop
+from tests import models
 from tests.distributed import refusals, run
-from tests.engines.fsdp.training import (
-    Block,
-    Net,
-    build,
-    distance,
-    local_loss,
-    mean_loss,
-    train,
-)
-
-# -- the unchanged loop -----------------------------------------------------------------------------------------------
-
-
-# What computes with parameters outside the module, or needs a graph of a backward, is refused by torch or by accel.
-REFUSED = {
-    "gradients_assigned": "mixed torch.Tensor and DTensor",
-    "gradient_penalty": "create_graph",
-    "lbfgs": "Cannot flatten unevenly sharded tensor",
-}
-
-
-WRAPS = {
-    "root": accel.FSDP(),
-    "inner": accel.FSDP(wrap=(nn.Sequential,)),
-    "kept": accel.FSDP(wrap=lambda m: isinstance(m, nn.Sequential), reshard_after_forward=False),
-}
-
-
-def patterns(option: str) -> dict[str, Any]:
-    """All of them with blocks inside; of one group, and of groups that stay whole, every second."""
-    found: dict[str, Any] = {}
-    chosen = [p for p in (*test_loop.LOSSES, *test_loop.LOOPS) if p is not test_loop.functional_call]
-    for pattern in {"root": chosen[::2], "kept": chosen[1::2]}.get(option, chosen):
-        name = pattern.__name__
-        if name in REFUSED:
-            with pytest.raises((accel.AccelError, RuntimeError), match=REFUSED[name]):
-                test_loop.compare(pattern, WRAPS[option])
-            accel.teardown()
-        else:
-            found[name] = test_loop.compare(pattern, WRAPS[option])
-    return found
-
-
-@pytest.mark.parametrize("option", WRAPS)
-def test_patterns(option: str) -> None:
-    for found in run(2, patterns, option, timeout=180):
-        assert not {k: v for k, v in found.items() if not v <= 1e-5}
-
+from tests.engines.fsdp.training import Block, Net, build, distance, local_loss, mean_loss, train
 
 # -- setup, state, teardown -------------------------------------------------------------------------------------------
 
@@ -92,14 +45,11 @@ def life(options: Any, optimizer: str) -> None:
     assert distance(net.state_dict(), reference.state_dict()) < 1e-5
     assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
     copy.deepcopy(net)
-    model, handle, _ = accel.setup(net, raw, backend="ddp")
+    model, handle, _ = accel.setup(net, raw, backend=options)
     both(model, handle, scheduler, range(3, 5))
     accel.teardown(model)
-    model, handle, _ = accel.setup(net, raw, backend=options)
-    both(model, handle, scheduler, range(5, 7))
-    accel.teardown(model)
-    train(net, raw, range(7, 8), mean_loss)
-    train(reference, ref_optimizer, range(7, 8), mean_loss)
+    train(net, raw, range(5, 6), mean_loss)
+    train(reference, ref_optimizer, range(5, 6), mean_loss)
     assert distance(net.state_dict(), reference.state_dict()) < 1e-5
     assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
 
@@ -120,7 +70,7 @@ def lives(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_setup_teardown_and_other_backends(world: int) -> None:
+def test_setup_and_teardown_twice(world: int) -> None:
     run(world, lives, [*OPTIONS] if world < 4 else ["default"], timeout=180)
 
 
