@@ -1,8 +1,8 @@
 """``sharded``: optimizer state and final gradients by parameter, as in fairscale's OSS.
 
-OSS chooses the rank that owns a parameter, keeps weights in flat buffers, and broadcasts
-them after a step. accel reduces each gradient to its owner before the step, and the user's
-optimizer steps the parameters that have a gradient. OSS's own ``step`` and
+OSS chooses the owner of each parameter, keeps weights in flat buffers, and broadcasts
+them after a step. Before it, accel reduces each gradient to its owner, and the user's
+optimizer steps the parameters with a gradient. OSS's own ``step`` and
 ``clip_grad_norm`` are wrong if a loop freezes parameters or accumulates gradients.
 """
 
@@ -54,7 +54,7 @@ class Sharded(SequenceOptions):
 
 @final
 class FlatWeights:
-    """Trainable parameters of a dtype in an OSS, which has a flat buffer for each owner."""
+    """Trainable parameters of a dtype, in a flat buffer of OSS for each owner."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
         # fairscale's defaults would keep the process group alive.
@@ -108,10 +108,10 @@ class FlatWeights:
 class ShardedGradients(Gradients):
     """Gradients on their rank until a step or clipping, and then on their owner.
 
-    ``p.grad`` is this rank's share, and the gradient is the mean of the ranks' shares. A missing
-    share is zero. A step or clipping leaves the final gradient on the owner, and None on the other
-    ranks. Before a backward adds to it, the owner multiplies it by the number of ranks. That makes
-    it a share again.
+    ``p.grad`` is this rank's share. The gradient is the mean of the ranks' shares, and a
+    missing share is zero. A step or clipping leaves the final gradient on the owner.
+    Before a backward adds to it, the owner multiplies it by the number of ranks, which
+    makes it a share again.
     """
 
     reduced = deferred = True
@@ -131,7 +131,7 @@ class ShardedGradients(Gradients):
         self._final: dict[int, nn.Parameter] = {}
 
     def give_owners(self, optimizer: Optimizer) -> None:
-        """Give owners to an optimizer's trainable parameters without owner. Local."""
+        """Give owners to trainable parameters without an owner. Local."""
         # Parameters that become trainable later get a new OSS, so no optimizer state moves.
         by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
         for p in parameters_of(optimizer) if optimizer in self.optimizers else ():
@@ -182,7 +182,7 @@ class ShardedGradients(Gradients):
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
     ) -> None:
-        """Replace shares by final gradients, on every rank if there is no owner. Collective."""
+        """Replace shares by final gradients, on the owners if there are any. Collective."""
         if not rank_of:
             self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
@@ -215,7 +215,7 @@ class ShardedGradients(Gradients):
                     p.grad = None
 
     def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's gradients, and copies of those which rank 0 counts. Local."""
+        """Return this rank's gradients, and copies which rank 0 counts. Local."""
         counted: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
         for p in parameters:
@@ -226,7 +226,7 @@ class ShardedGradients(Gradients):
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """Give every rank the owners' values of the stepped parameters. Collective."""
+        """Broadcast the stepped parameters from their owners. Collective."""
         if optimizer not in self.optimizers:
             return
         rest = {id(p): p for p in parameters_of(optimizer) if id(p) in self._final}
@@ -245,7 +245,7 @@ class ShardedGradients(Gradients):
 
 @final
 class ShardedHoldings(Holdings):
-    """Optimizer state on the owner, or on every rank if a parameter has no owner yet."""
+    """Optimizer state on the owner, or on every rank without an owner."""
 
     engine: ShardedEngine
 
@@ -262,7 +262,7 @@ class ShardedHoldings(Holdings):
 
 @final
 class ShardedEngine(Engine):
-    """The module runs as it is, and each rank keeps optimizer state for the parameters it owns."""
+    """Runs the module as it is. A rank keeps optimizer state of its own parameters."""
 
     name = "sharded"
     options_type = Sharded
@@ -285,7 +285,7 @@ class ShardedEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
-        """Follow OSS, which gives the next parameter to the rank with the fewest elements."""
+        """Follow OSS: the rank with the fewest elements gets the next parameter."""
         sizes, owned = [0] * world_size, [MemoryUse()] * world_size
         uses: list[MemoryUse] = []
         for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):

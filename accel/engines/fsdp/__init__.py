@@ -128,7 +128,7 @@ class FSDPHoldings(Holdings):
         return torch.empty(shape, dtype=dtype, device=like.device)
 
     def rebind(self, optimizer: Optimizer) -> None:
-        """Put shards into an optimizer's groups, and shard its state."""
+        """Put shards into an optimizer's groups and state."""
         canonical: Any = self.engine.gradients.canonical
         for group in optimizer.param_groups:
             # In place, because schedulers hold the groups.
@@ -142,7 +142,7 @@ class FSDPHoldings(Holdings):
         self.take(optimizer, full)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Return tensors with copies on other ranks. A shard's name has its place."""
+        """Return replicated tensors. A shard's name has its place."""
         mesh = self.engine.sharded.mesh
         tensors: list[tuple[str, torch.Tensor]] = []
         for name, p in self.engine.named.items():
@@ -155,7 +155,7 @@ class FSDPHoldings(Holdings):
 
 @final
 class FSDPGradients(Gradients):
-    """Gradients reduced by FSDP2 in every backward, inside ``no_sync`` too."""
+    """Gradients reduced in every backward, inside ``no_sync`` too."""
 
     reduced = before_any_step = True
     engine: FSDPEngine
@@ -183,7 +183,7 @@ class FSDPGradients(Gradients):
         return self.engine.conversion.known.get(id(parameter), parameter)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse parameters of other models, and replace the others by shards."""
+        """Refuse parameters of other models, and replace the rest."""
         super().check(optimizer)
         if self.engine.divided:
             self.engine.holdings.rebind(optimizer)
@@ -354,7 +354,7 @@ class FSDPEngine(Engine):
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
-        """Give ranks with shards of a layer equal random numbers. Collective."""
+        """Give ranks with parts of a layer equal random numbers. Collective."""
         place = mesh.place["replicate"], mesh.place["shard"]
         self._same_inputs = SameInputs(self.label, place)
         states = torch_states() if mesh.place["tensor"] == 0 else None

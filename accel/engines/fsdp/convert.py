@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Give all parameters with their modules and names. A tied parameter has several."""
+    """Give all parameters, each in all of its places."""
     for child in module.modules():
         for name, p in child.named_parameters(recurse=False, remove_duplicate=False):
             yield child, name, p
@@ -73,7 +73,7 @@ class Conversion:
 
     @torch.no_grad()
     def _give_values(self, blocks: Iterable[nn.Module]) -> None:
-        """Initialize deferred parameters, and shard each block at its last reset."""
+        """Initialize parameters, and shard each block at its last reset."""
         process = self.engine.process
         # In the order of the constructors, so rank 0 draws the random numbers of a single process.
         resets, borrowed = list(resetting(self.module)), borrowing(self.module)
@@ -100,7 +100,7 @@ class Conversion:
     # -- back to full parameters -------------------------------------------------------------------
 
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
-        """Put full values into the old parameters: NaN if a rank can't be reached."""
+        """Fill the old parameters, with NaN if a rank can't be reached."""
         engine, named = self.engine, self.engine.named
         full: dict[tuple[str, Any], torch.Tensor] = {}
         try:

@@ -29,7 +29,7 @@ AXES: Final = ("replicate", "shard", "tensor")
 
 
 def axes_of(options: Any, world_size: int) -> dict[str, int]:
-    """Return the length of each axis. Raise BackendError if the ranks don't fit."""
+    """Return the length of each axis, or raise BackendError."""
     if world_size == 1:
         return dict.fromkeys(AXES, 1)
     copies, tensor = options.replicas, options.tensor_parallel
@@ -62,8 +62,8 @@ class Mesh:
         self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
 
     def copies(self, tensor: Any) -> list[str]:
-        """Return the axes along which ranks hold the same values of a tensor."""
-        placements = getattr(tensor, "placements", ())  # a plain tensor is replicated
+        """Return the axes along which a tensor is replicated."""
+        placements = getattr(tensor, "placements", ())
         names = tensor.device_mesh.mesh_dim_names if placements else ()
         pairs = zip(names, placements, strict=True)
         sharded = {name for name, kind in pairs if not kind.is_replicate()}
@@ -89,7 +89,7 @@ class Mesh:
 
 
 def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
-    """Return the submodules for FSDP2 to gather separately, inner modules first."""
+    """Return submodules to gather separately, inner modules first."""
     uses = _uses(module)
     found: list[tuple[str, nn.Module]] = []
     for name, block in chosen(module, wrap):
@@ -106,7 +106,7 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise BackendError for hooks of parameters, which would be lost silently."""
+    """Raise BackendError for hooks of parameters, which shards lose."""
     for name, p in module.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise BackendError(
@@ -146,7 +146,7 @@ def planned_layers(module: nn.Module, plan: Plan) -> dict[nn.Module, ParallelSty
 def split_layer(
     layer: nn.Module, style: ParallelStyle, ranks: DeviceMesh, shards: dict[int, nn.Parameter]
 ) -> None:
-    """Replace a layer's parameters by ``shards``, which tied layers share. Local."""
+    """Replace parameters by ``shards``, which tied layers share. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     parameters = dict(layer.named_parameters(recurse=False))

@@ -29,7 +29,7 @@ _patches: Final[tuple[Patch, ...]] = (*shard_patches(), data_patch(), muon_patch
 
 @final
 class ShardedModule:
-    """A module with sharded parameters, which FSDP2 gathers block by block."""
+    """A module with shards, which FSDP2 gathers block by block."""
 
     def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
         self.module: Any = module
@@ -75,7 +75,7 @@ class ShardedModule:
         )
 
     def initialize(self, blocks: Mapping[str, Any], label: str, reads: bool) -> None:
-        """Let FSDP2 prepare training. Collective. ``reads`` gives memory to shards."""
+        """Prepare training. Collective. ``reads`` gives memory to shards."""
         if reads:
             # The values of accel.deferred_init(weights=...) are read into the shards.
             device = "cpu" if self._options.cpu_offload else self.process.device
@@ -117,7 +117,7 @@ class ShardedModule:
     # -- training ----------------------------------------------------------------------------------
 
     def compute(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Gather the root's parameters, and call a method of the model or of a submodule."""
+        """Call a method of the model or a submodule with the root's parameters."""
         if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
         return self._call(method, *args, **kwargs)
@@ -129,12 +129,12 @@ class ShardedModule:
                 group.reshard()
 
     def interrupted(self) -> bool:
-        """True if an exception ended a backward before FSDP2's last callback."""
+        """True if a backward ended before FSDP2's last callback."""
         context = self._root._state_ctx
         return context.post_backward_final_callback_queued and not runs_backward()
 
     def reset(self) -> None:
-        """Clear the state of FSDP2 after an exception in a forward or backward."""
+        """Clear FSDP2's state after an exception in a forward or backward."""
         # Checkpointing ends its second forward by an exception, inside of a backward.
         if not runs_backward():
             for param in self.params:
@@ -173,7 +173,7 @@ def _set_data(reference: Callable[[], Any], value: Any) -> None:
 
 
 def _announce(group: Any, name: str, process: Process, label: str) -> None:
-    """Announce gathering and reduction. Different blocks would mix their weights."""
+    """Announce gathering and reduction, because ranks could mix blocks."""
     name = f"{name or 'the parameters outside of all blocks'} ({label})"
     gathering, reducing = f"the gathering of {name}", f"the reduction of {name}"
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
