@@ -39,13 +39,6 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(step: Callable[[], Any]) -> int:
-    counter = Counter()
-    with counter:
-        step()
-    return counter.on_dtensors
-
-
 #: The optimizers, and how they compute.
 WAYS = [(name, "") for name in NAMES] + [(name, how) for name in FUSED for how in ("foreach", "fused")]
 
@@ -76,7 +69,9 @@ def train_many(model: Any, optimizers: list[Any]) -> list[int]:
             optimizer.zero_grad()
         model(torch.full((2, 3), 1.0 + step)).backward()
         for number, optimizer in enumerate(optimizers):
-            counts[number] += counted(optimizer.step)
+            with Counter() as counter:
+                optimizer.step()
+            counts[number] += counter.on_dtensors
     return counts
 
 
