@@ -42,15 +42,3 @@ def test_copies_that_drift_apart(wrong: int, ranks: tuple[int, int]) -> None:
     named = rf"0\.weight \(shard {wrong % 2}\) is \w+ on rank {ranks[0]}; \w+ on rank {ranks[1]}"
     for message in refusals(4, drift, wrong, error="RankMismatchError", breaks=True):
         assert re.search(named, message), message
-
-
-def refuse(replicas: int) -> None:
-    accel.setup(mlp(8, 4), backend=accel.FSDP(replicas=replicas))
-
-
-def test_replicas_must_divide_the_ranks() -> None:
-    for message in refusals(4, refuse, 3, error="BackendError"):
-        assert "FSDP(replicas=3, tensor_parallel=1) needs a multiple of 3 processes, and there are 4." in message
-    with pytest.raises(accel.BackendError, match=r"FSDP\(replicas=0\): expected a whole number of at least 1"):
-        accel.FSDP(replicas=0)
-    assert accel.setup(mlp(8, 4), backend=TWO).model(torch.ones(1, 8)).shape == (1, 4)  # one process is one copy
