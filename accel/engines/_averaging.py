@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import _current_graph_task_id
 from torch.optim import Optimizer
 
 from ..gradients.totals import average_gradients_
@@ -47,17 +48,16 @@ class AveragedGradients(Gradients):
         super().backward_ends(completed, outermost)
 
     def pending(self) -> bool:
-        if not self.engine.distributed or self.final:
-            return False
-        return any(p.grad is not None for p in self.engine.parameters)
+        waiting = self.engine.distributed and not self.final
+        return waiting and any(p.grad is not None for p in self.engine.parameters)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Average all gradients, on a rank that has none too. Collective."""
+        """Average all gradients, also on a rank without gradients. Collective."""
         if not self.engine.distributed:
             return
         is_first = False
         if optimizer is not None:
-            if torch._C._current_graph_task_id() != -1:  # inline, because every step comes here
+            if _current_graph_task_id() != -1:  # inline, because every step comes here
                 refuse_inside_backward()
             if id(optimizer) in self.stepped:
                 # The loop may have assigned gradients, because no backward ran since its last step.
@@ -73,9 +73,8 @@ class AveragedGradients(Gradients):
         """Average all gradients, and return True if any rank has a gradient. Collective."""
         engine = self.engine
         what = f"the reduction of gradients ({engine.label})"
-        averaged = average_gradients_(
-            what, engine.parameters, engine.names, self.process, engine.add
-        )
+        parameters, names = engine.parameters, engine.names
+        averaged = average_gradients_(what, parameters, names, self.process, engine.add)
         self.final = True
         return averaged
 

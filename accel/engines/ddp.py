@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, final
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -67,14 +68,15 @@ DDP.approximate = (DDP(comm_hook="powersgd"),)
 def _build_ddp(core: nn.Module, options: DDP, process: Process) -> DistributedDataParallel:
     """Return a DistributedDataParallel of the trainable parameters. Collective."""
     known = inspect.signature(DistributedDataParallel).parameters
-    names = ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb")
-    given: dict[str, Any] = {name: getattr(options, name) for name in names}
+    given: dict[str, Any] = {"process_group": process.group, "init_sync": False}
+    for name in ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"):
+        given[name] = getattr(options, name)
     if "batched_grad_copy" in known:
         given["batched_grad_copy"] = options.batched_grad_copy
     # accel broadcasts buffers once a step. torch 2.13 renamed the option.
     renamed = "forward_sync_buffers" in known
     given["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
-    ddp = DistributedDataParallel(core, process_group=process.group, init_sync=False, **given)
+    ddp = DistributedDataParallel(core, **given)
     if options.comm_hook is not None:
         _compress(ddp, options, process)
     return ddp
@@ -132,9 +134,12 @@ class DDPGradients(AveragedGradients):
     def build(self, core: nn.Module) -> None:
         """Build a reducer of the trainable parameters, around ``core``. Collective."""
         self.let_go()
-        parameters = self.engine.parameters
-        self._trained = [i for i, p in enumerate(parameters) if p.requires_grad]
-        self._others = [p for p in parameters if not p.requires_grad]
+        self._trained, self._others = [], []
+        for index, p in enumerate(self.engine.parameters):
+            if p.requires_grad:
+                self._trained.append(index)
+            else:
+                self._others.append(p)
         if self._trained:
             self.ddp = _build_ddp(core, self.engine.options, self.process)
             self.ddp.require_backward_grad_sync = not self.accumulating
@@ -157,13 +162,13 @@ class DDPGradients(AveragedGradients):
         if self.engine.options.gradient_as_bucket_view:
             self._separate_versions()
         # `look` without its call, because every backward comes here.
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             gradients = list(map(GRAD, self.engine.parameters))
             versions = list(map(getattr, gradients, repeat("_version"), repeat(0)))
         self._look = Look(gradients, versions)
 
     def _separate_versions(self) -> None:
-        """Replace gradients by aliases. Views of one bucket share a version, but aliases don't."""
+        """Replace gradients by aliases. Views of a bucket share a version. Aliases don't."""
         for parameter in self.engine.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.data
@@ -179,10 +184,10 @@ class DDPGradients(AveragedGradients):
                 self.ddp.reducer._check_reducer_finalized()
             except RuntimeError:
                 waits = True
-            first, before = self._trained[0], self._look
+            first = self._trained[0]
             grad = self.engine.parameters[first].grad
-            reached = grad is not before.gradients[first]
-            reached |= getattr(grad, "_version", 0) != before.versions[first]
+            reached = grad is not self._look.gradients[first]
+            reached |= getattr(grad, "_version", 0) != self._look.versions[first]
             only_trained = set(map(GRAD, self._others)) <= _NO_GRADIENTS
             if reached and completed and only_trained and not waits:
                 # The usual backward: the reducer has averaged all gradients.
@@ -226,30 +231,28 @@ class DDPGradients(AveragedGradients):
         self.buffers.synchronize()
 
     def _finish_reduction(self, indices: set[int]) -> None:
-        """End a reduction that waits for parameters without a gradient. Collective.
+        """End a reduction if only ``indices`` got a gradient. Collective.
 
         A model with two heads has a backward for each of them.
-
-        Args:
-            indices: the parameters that got a gradient.
         """
         assert self.ddp is not None
         engine = self.engine
         reducer: Any = self.ddp.reducer
-        missing = [index for index in self._trained if index not in indices]
-        names = ", ".join(engine.names[index] for index in missing[:5])
+        missing = sorted(set(self._trained) - indices)
+        names = ", ".join(map(engine.names.__getitem__, missing[:5]))
         options = f"accel.{type(engine.options).__name__}(find_unused_parameters=True)"
         engine.compare(
             f"{len(missing)} parameters got no gradient in the last backward: {names}. "
             f"If ranks use different parameters, pass backend={options}",
             missing,
         )
-        parameters = [engine.parameters[index] for index in missing]
-        empty = [parameter for parameter in parameters if parameter.grad is None]
+        empty: list[nn.Parameter] = []
 
         def mark_ready(_: torch.Tensor) -> None:
-            for index, parameter in zip(missing, parameters, strict=True):
+            for index in missing:
+                parameter = engine.parameters[index]
                 if parameter.grad is None:
+                    empty.append(parameter)
                     parameter.grad = torch.zeros_like(parameter)
                 reducer._autograd_hook(self._trained.index(index))
 
@@ -264,13 +267,13 @@ class DDPGradients(AveragedGradients):
 
     def recover(self) -> None:
         """Build a new reducer after an interruption, if gradients were dropped. Collective."""
-        gradients = [p.grad for p in self.engine.parameters if p.grad is not None]
-        if any(bool(gradient.any()) for gradient in gradients):
-            self._refuse_incomplete()
+        for p in self.engine.parameters:
+            if p.grad is not None and p.grad.any():
+                self._refuse_incomplete()
         self.engine.compare("a new start after an interrupted backward")
-        for parameter in self.engine.parameters:
+        for p in self.engine.parameters:
             # A bucket that is still being reduced may be the memory of these zeros.
-            parameter.grad = None
+            p.grad = None
         self.interrupted = False
         self.engine.rebuild()
 
@@ -318,7 +321,7 @@ class DDPEngine(AveragingEngine):
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
         """Count the gradients twice, unless they are views of the reducer's buckets."""
-        use = add_uses(tensor.use() for tensor in tensors)
+        use = add_uses(map(TensorSize.use, tensors))
         copied = world_size > 1 and not options.gradient_as_bucket_view
         return replace(use, buckets=use.gradients) if copied else use
 
@@ -334,12 +337,12 @@ class DDPEngine(AveragingEngine):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         restore_batchnorms(self.replaced_modules)
         if self.gradients.ddp is not None and self.options.gradient_as_bucket_view:
-            for parameter in self.parameters:
-                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            for p in self.parameters:
+                p.grad = None if p.grad is None else p.grad.clone()
         self.gradients.let_go()
 
     def abandon(self, reason: str) -> None:
-        """Free the reducer too: peers that wait in it wake only once nothing holds the group."""
+        """Free the reducer too. Peers in it wake only if nothing holds the group."""
         super().abandon(reason)
         self.gradients.let_go()
 

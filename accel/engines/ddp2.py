@@ -40,7 +40,7 @@ class DDP2Engine(DDPEngine):
 
     def wrap(self) -> None:
         """Put the replicas between the reducer and the module."""
-        devices = self.process.devices
+        devices = list(self.process.devices)
         if len(devices) > 1:
             self._core = Replicas(self.entry, devices)
         super().wrap()

@@ -25,10 +25,7 @@ class DP(LayerOptions):
 
 @final
 class Replicas(nn.DataParallel[nn.Module]):
-    """``nn.DataParallel`` whose threads have the caller's autocast dtype."""
-
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
-        super().__init__(module, list(devices), devices[0])
+    """``nn.DataParallel`` with the caller's autocast dtype in its threads."""
 
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
@@ -60,18 +57,13 @@ class DPEngine(Engine):
 
     def wrap(self) -> None:
         self._parallel: nn.Module = self.entry
-        devices = self.process.devices
-        if len(devices) > 1:
-            self._parallel = Replicas(self.entry, devices)
+        if len(self.process.devices) > 1:
+            self._parallel = Replicas(self.entry, list(self.process.devices))
         else:
-            _warn_of_one_device(str(self.process.device))
+            text = "backend 'dp' with one device (%s) runs as 'single': no batch is split"
+            logger.warning(text, self.process.device)
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         return (self._parallel if function is self.entry else function)(*args, **kwargs)
-
-
-@functools.cache
-def _warn_of_one_device(device: str) -> None:
-    logger.warning("backend 'dp' with one device (%s) runs as 'single': no batch is split", device)

@@ -1,4 +1,4 @@
-"""``horovod``: gradients averaged by Horovod, for clusters that are set up for it."""
+"""``horovod``: gradients averaged by Horovod, for clusters with Horovod."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class HorovodEngine(AveragingEngine):
         super().start(optimizers)
 
     def add(self, flat: torch.Tensor) -> None:
-        """Sum a tensor by ``allreduce_``. Horovod doesn't know bfloat16."""
+        """Sum a tensor by ``allreduce_``, which doesn't know bfloat16."""
         hvd: Any = importlib.import_module("horovod.torch")
         packed = flat.float() if flat.dtype is torch.bfloat16 else flat
         if self.options.compression:

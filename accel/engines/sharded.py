@@ -1,13 +1,14 @@
-"""``sharded``: optimizer state and final gradients are sharded by parameter, as in fairscale's OSS.
+"""``sharded``: optimizer state and final gradients by parameter, as in fairscale's OSS.
 
-OSS chooses the rank that owns a parameter, keeps the weights in flat buffers, and broadcasts them
-after a step. accel reduces each gradient to its owner before the step, and the user's own optimizer
-steps the parameters that have a gradient. OSS's own ``step`` and ``clip_grad_norm``, and
-ShardedDataParallel, are wrong if a loop freezes parameters or accumulates gradients.
+OSS chooses the owner of each parameter, keeps weights in flat buffers, and broadcasts
+them after a step. Before it, accel reduces each gradient to its owner, and the user's
+optimizer steps the parameters with a gradient. OSS's own ``step`` and
+``clip_grad_norm`` are wrong if a loop freezes parameters or accumulates gradients.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from ..gradients.totals import held_by_any, held_here
+from ..gradients.watch import REQUIRES_GRAD
 from ..process import Process
 from ..process.control import agree
 from ..process.packing import average_, broadcast_, reduce_to_owners
@@ -52,7 +54,7 @@ class Sharded(SequenceOptions):
 
 @final
 class FlatWeights:
-    """Trainable parameters of one dtype in the flat buffers of an OSS, one buffer per owner."""
+    """Trainable parameters of a dtype, in a flat buffer of OSS for each owner."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
         # fairscale's defaults would keep the process group alive.
@@ -80,7 +82,7 @@ class FlatWeights:
                 bucket.buffer = bucket.buffer.view(torch.uint8)
         # OSS synchronizes this device before a broadcast, but NCCL waits for the stream by itself.
         self._oss._default_device = torch.device("cpu")
-        self.flat = [p for p in self._oss.param_groups[0]["params"] if p.requires_grad]
+        self.flat = list(filter(REQUIRES_GRAD, self._oss.param_groups[0]["params"]))
         self._addresses = list(map(torch.Tensor.data_ptr, self.flat))
 
     def broadcast(self) -> None:
@@ -104,12 +106,12 @@ class FlatWeights:
 
 @final
 class ShardedGradients(Gradients):
-    """Gradients that stay on their rank until a step or clipping, and then are on their owner.
+    """Gradients on their rank until a step or clipping, and then on their owner.
 
-    ``p.grad`` is this rank's share, and the gradient is the mean of the ranks' shares. A missing
-    share is zero. A step or clipping leaves the final gradient on the owner, and None on the other
-    ranks. Before a backward adds to it, the owner multiplies it by the number of ranks. That makes
-    it a share again.
+    ``p.grad`` is this rank's share. The gradient is the mean of the ranks' shares, and a
+    missing share is zero. A step or clipping leaves the final gradient on the owner.
+    Before a backward adds to it, the owner multiplies it by the number of ranks, which
+    makes it a share again.
     """
 
     reduced = deferred = True
@@ -117,7 +119,8 @@ class ShardedGradients(Gradients):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        self._rank, self._world = engine.process.place.rank, engine.process.place.world_size
+        place = engine.process.place
+        self._rank, self._world = place.rank, place.world_size
         #: The owner of each parameter, by the parameter's ``id``. It steps the parameter.
         self.rank_of: dict[int, int] = {}
         #: The optimizers that step only the parameters of this rank.
@@ -128,15 +131,13 @@ class ShardedGradients(Gradients):
         self._final: dict[int, nn.Parameter] = {}
 
     def give_owners(self, optimizer: Optimizer) -> None:
-        """Give owners to an optimizer's trainable parameters that have none. Local.
-
-        Parameters that become trainable later get a new OSS, so no optimizer state moves.
-        """
+        """Give owners to trainable parameters without an owner. Local."""
+        # Parameters that become trainable later get a new OSS, so no optimizer state moves.
         by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
-        for parameter in parameters_of(optimizer) if optimizer in self.optimizers else ():
-            is_new = id(parameter) in self.engine.known and id(parameter) not in self.rank_of
-            if is_new and parameter.requires_grad and parameter.numel():
-                by_dtype[parameter.dtype].append(parameter)
+        for p in parameters_of(optimizer) if optimizer in self.optimizers else ():
+            is_new = id(p) in self.engine.known and id(p) not in self.rank_of
+            if is_new and p.requires_grad and p.numel():
+                by_dtype[p.dtype].append(p)
         for parameters in by_dtype.values():
             self.weights.append(FlatWeights(parameters, optimizer))
             self.rank_of |= self.weights[-1].rank_of
@@ -151,20 +152,21 @@ class ShardedGradients(Gradients):
     @torch.no_grad()
     def _share_final(self) -> None:
         """Make final gradients shares, because a backward may add to them. Local."""
-        for key, parameter in self._final.items():
-            if self.rank_of[key] == self._rank and parameter.grad is not None:
-                parameter.grad.mul_(self._world)
+        for key, p in self._final.items():
+            if self.rank_of[key] == self._rank and p.grad is not None:
+                p.grad.mul_(self._world)
         self._final.clear()
 
     def pending(self) -> bool:
-        """Return True, because only the ranks together know if there is a gradient."""
+        """True, because only the ranks together know if there is a gradient."""
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
         engine = self.engine
         if not engine.distributed:
             return
-        what, parameters, rank_of = "the reduction of gradients", engine.parameters, {}
+        what, rank_of = "the reduction of gradients", dict[int, int]()
+        parameters = engine.parameters
         if optimizer is not None:
             # An optimizer that setup has not seen may hold parameters of other models too.
             parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
@@ -180,64 +182,62 @@ class ShardedGradients(Gradients):
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
     ) -> None:
-        """Replace shares by final gradients, on every rank if there is no owner. Collective."""
+        """Replace shares by final gradients, on the owners if there are any. Collective."""
         if not rank_of:
             self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
         what = f"{what} ({self.engine.label})"
         by_rank = agree(what, (held_here(parameters), self.buffers.stale))
-        if any(stale for _, stale in by_rank):
+        masks, stale = zip(*by_rank, strict=True)
+        if any(stale):
             self.buffers.synchronize()
-        masks = [mask for mask, _ in by_rank]
         names = self.engine.holdings.parameter_names
         indices = held_by_any(what, masks, [names[id(p)] for p in parameters])
         everywhere: list[torch.Tensor] = []
         by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
         for index in indices:
-            parameter = parameters[index]
+            p = parameters[index]
             # If the loop has assigned gradients on all ranks, they are shares.
-            if id(parameter) in self._final and sum(mask[index] for mask in masks) == 1:
+            if id(p) in self._final and sum(mask[index] for mask in masks) == 1:
                 continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            owner = rank_of.get(id(parameter))
-            (everywhere if owner is None else by_owner[owner]).append(parameter.grad)
-        group = self.process.group
-        average_(everywhere, self._world, lambda flat: dist.all_reduce(flat, group=group))
-        reduce_to_owners(by_owner, self._rank, group)
-        for parameter in map(parameters.__getitem__, indices):
-            owner = rank_of.get(id(parameter), self._rank)
-            if id(parameter) in rank_of:
-                self._final[id(parameter)] = parameter
-            if owner != self._rank:
-                parameter.grad = None  # The optimizer skips it, and makes no state.
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            owner = rank_of.get(id(p))
+            (everywhere if owner is None else by_owner[owner]).append(p.grad)
+        add = functools.partial(dist.all_reduce, group=self.process.group)
+        average_(everywhere, self._world, add)
+        reduce_to_owners(by_owner, self._rank, self.process.group)
+        for p in map(parameters.__getitem__, indices):
+            if id(p) in rank_of:
+                self._final[id(p)] = p
+                # The optimizer skips it on other ranks, and makes no state.
+                if rank_of[id(p)] != self._rank:
+                    p.grad = None
 
-    def parts(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's gradients, and those that every rank has and rank 0 counts. Local."""
+    def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return this rank's gradients, and copies which rank 0 counts. Local."""
         counted: list[torch.Tensor] = []
         copies: list[torch.Tensor] = []
-        for parameter in parameters:
-            if parameter.grad is not None:
-                counts = self._rank == 0 or id(parameter) in self._final
-                (counted if counts else copies).append(parameter.grad)
+        for p in parameters:
+            if p.grad is not None:
+                counts = self._rank == 0 or id(p) in self._final
+                (counted if counts else copies).append(p.grad)
         return counted, copies
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """Give every rank the owners' values of the stepped parameters. Collective."""
+        """Broadcast the stepped parameters from their owners. Collective."""
         if optimizer not in self.optimizers:
             return
         rest = {id(p): p for p in parameters_of(optimizer) if id(p) in self._final}
         for weights in self.weights:
             if not weights.rank_of.keys().isdisjoint(rest):
                 weights.broadcast()
-                for parameter in weights.flat:
-                    rest.pop(id(parameter), None)
+                for p in weights.flat:
+                    rest.pop(id(p), None)
         # Frozen parameters that have a gradient of zeros are stepped too.
-        for key, parameter in rest.items():
-            broadcast_([parameter.data], None, self.rank_of[key])
+        for key, p in rest.items():
+            broadcast_([p.data], None, self.rank_of[key])
 
 
 # -- the engine ---------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class ShardedGradients(Gradients):
 
 @final
 class ShardedHoldings(Holdings):
-    """Optimizer state that is on the owner, or on every rank if a parameter has no owner yet."""
+    """Optimizer state on the owner, or on every rank without an owner."""
 
     engine: ShardedEngine
 
@@ -256,14 +256,13 @@ class ShardedHoldings(Holdings):
         entries = super().entries(optimizer)
         if not self.partial(optimizer):
             return entries
-        rank = self.engine.process.place.rank
-        rank_of = self.engine.gradients.rank_of
+        rank, rank_of = self.engine.process.place.rank, self.engine.gradients.rank_of
         return [entry for entry in entries if rank_of.get(id(entry.parameter), rank) == rank]
 
 
 @final
 class ShardedEngine(Engine):
-    """The module runs as it is, and each rank keeps optimizer state for the parameters it owns."""
+    """Runs the module as it is. A rank keeps optimizer state of its own parameters."""
 
     name = "sharded"
     options_type = Sharded
@@ -286,17 +285,17 @@ class ShardedEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
-        """Follow OSS, which gives the next parameter to the rank with the fewest elements."""
-        sizes = [0] * world_size
-        uses: list[list[MemoryUse]] = [[] for _ in sizes]
+        """Follow OSS: the rank with the fewest elements gets the next parameter."""
+        sizes, owned = [0] * world_size, [MemoryUse()] * world_size
+        uses: list[MemoryUse] = []
         for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):
             is_split = tensor.optimizer is not None and tensor.trainable
-            owner = sizes.index(min(sizes))
-            sizes[owner] += tensor.numel * is_split
-            for rank, of_rank in enumerate(uses):
-                here = rank == owner or not is_split
-                of_rank.append(tensor.use(1, here, here))
-        return max(map(add_uses, uses), key=lambda use: use.total)
+            uses.append(tensor.use(1, not is_split, not is_split))
+            if is_split:
+                owner = sizes.index(min(sizes))
+                sizes[owner] += tensor.numel
+                owned[owner] = add_uses([owned[owner], tensor.use(0)])
+        return add_uses([*uses, max(owned, key=lambda use: use.total)])
 
     def attach(self, optimizer: Optimizer) -> None:
         super().attach(optimizer)

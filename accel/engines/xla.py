@@ -1,4 +1,4 @@
-"""``xla``: TPUs, by torch-tpu, or on one device by the older torch_xla."""
+"""``xla``: TPUs, by torch-tpu, or on a single device by the older torch_xla."""
 
 from __future__ import annotations
 
@@ -53,6 +53,5 @@ class XLAEngine(AveragingEngine):
 
     @classmethod
     def probe(cls) -> str:
-        kind = available()[0]
-        _require_tpu(kind, f"torch finds {kind} here")
+        _require_tpu(available()[0], f"torch finds {available()[0]} here")
         return ""

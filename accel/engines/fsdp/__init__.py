@@ -1,4 +1,4 @@
-"""``fsdp``: torch's ``fully_shard`` (FSDP2) shards the model and its optimizers over the ranks."""
+"""``fsdp``: torch's ``fully_shard`` (FSDP2) shards the model and its optimizers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...errors import OptimizerError
 from ...gradients.totals import average_gradients_
+from ...gradients.watch import GRAD, trainable
 from ...precision import here
 from ...process import Process
 from ...process.control import agree
@@ -28,7 +29,7 @@ from ..base.inputs import SameInputs
 from ..base.interruption import Interruption
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options, SequenceOptions
-from ..base.parts import LocalSteps, elementwise, local_of, parts_of
+from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Snapshot
 from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
@@ -40,22 +41,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP(SequenceOptions):
-    """Options of ``fsdp``. Names and meanings are those of ``fully_shard`` if it has them.
+    """Options of ``fsdp``. They are those of ``fully_shard`` if it has the name.
 
     Args:
-        wrap: classes of modules to gather separately, or a function that returns True for them.
-            None: blocks that repeat in a ModuleList or Sequential and have submodules.
-        reshard_after_forward: free gathered parameters after the forward of their block.
+        wrap: classes of modules to gather separately, or a function that selects them.
+            None: repeated blocks of a ModuleList or Sequential, if they have submodules.
+        reshard_after_forward: free gathered parameters after the block's forward.
         cpu_offload: keep shards, their gradients and optimizer state in CPU memory.
-        replicas: HSDP: the number of copies of the model, each sharded over neighboring ranks.
-            Blocks are gathered within a copy, and gradients are averaged over the copies.
-        tensor_parallel: the number of neighboring ranks that split each layer named by the plan.
+        replicas: HSDP: the number of copies of the model, each sharded over neighboring
+            ranks. Gradients are averaged over the copies.
+        tensor_parallel: the number of neighboring ranks that split each planned layer.
             They compute on the same batches. The other ranks shard what is left.
-        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules, in which
+        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules.
             ``*`` stands for one component.
-        param_dtype: FSDP2's mixed precision: gather and compute in this dtype (torch.bfloat16).
-        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``, otherwise
-            the dtype of the parameters.
+        param_dtype: gather and compute in this dtype: torch.bfloat16.
+        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``,
+            otherwise the dtype of the parameters.
     """
 
     # The text of a function has an address, which differs between ranks.
@@ -75,13 +76,14 @@ class FSDP(SequenceOptions):
     }
 
     def check_values(self) -> None:
-        wrap, plan = self.wrap, self.plan
-        classes = isinstance(wrap, tuple) and all(isinstance(c, type) for c in wrap)
-        valid = wrap is None or classes or (callable(wrap) and not isinstance(wrap, type))
+        valid = self.wrap is None or (callable(self.wrap) and not isinstance(self.wrap, type))
+        if isinstance(self.wrap, tuple):
+            valid = all(isinstance(c, type) for c in self.wrap)
         self.expect("wrap", valid, "a tuple of module classes, or a function of a module")
-        valid = self.tensor_parallel == 1 or self.sequence_parallel == 1
+        splits = self.tensor_parallel > 1
+        valid = not splits or self.sequence_parallel == 1
         self.expect("sequence_parallel", valid, "1, because tensor_parallel divides the heads too")
-        valid = isinstance(plan, Mapping) if self.tensor_parallel > 1 else plan is None
+        valid = isinstance(self.plan, Mapping) if splits else self.plan is None
         self.expect("plan", valid, "a dict of styles by module names, if tensor_parallel > 1")
 
 
@@ -108,13 +110,14 @@ class FSDPHoldings(Holdings):
     # Without gradients, to_local() returns the local tensor itself.
     @torch.no_grad()
     def part(self, name: str, tensor: Any, key: Any = "") -> Shard | None:
-        name, shape = f"{name}/{key}" if key else name, tuple(tensor.shape)
+        name = f"{name}/{key}" if key else name
         if not hasattr(tensor, "placements"):
             return whole(name, tensor)
         local = tensor.to_local().detach()
         if not len(local):
             return None
-        return Shard(name, shape, self.engine.sharded.mesh.region_of(tensor, local), local)
+        region = self.engine.sharded.mesh.region_of(tensor, local)
+        return Shard(name, tuple(tensor.shape), region, local)
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -125,35 +128,34 @@ class FSDPHoldings(Holdings):
         return torch.empty(shape, dtype=dtype, device=like.device)
 
     def rebind(self, optimizer: Optimizer) -> None:
-        """Put shards into an optimizer's groups, which schedulers hold, and shard its state."""
+        """Put shards into an optimizer's groups and state."""
         canonical: Any = self.engine.gradients.canonical
         for group in optimizer.param_groups:
+            # In place, because schedulers hold the groups.
             group["params"][:] = map(canonical, group["params"])
-        groups = self.groups(optimizer)
-        # Some optimizers keep values under strings too.
-        for parameter in [p for p in optimizer.state if isinstance(p, torch.Tensor)]:
-            shard, state = canonical(parameter), optimizer.state.pop(parameter)
-            name = self.parameter_names[id(shard)]
-            entry = StateEntry(name, tuple(shard.shape), shard, {})
-            for key, value in state.items():
-                state[key] = self.own_part(entry, key, value, groups.get(name, {}))
-            optimizer.state[shard] = state
+        names, full = self.parameter_names, dict[str, dict[Any, Any]]()
+        for parameter in list(optimizer.state):
+            # Some optimizers keep values under strings too.
+            if isinstance(parameter, torch.Tensor):
+                name = names[id(canonical(parameter))]
+                full[name] = optimizer.state.pop(parameter)
+        self.take(optimizer, full)
 
     def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
-        """Return tensors with copies on other ranks. A shard has its place in its name."""
+        """Return replicated tensors. A shard's name has its place."""
         mesh = self.engine.sharded.mesh
         tensors: list[tuple[str, torch.Tensor]] = []
         for name, p in self.engine.named.items():
             copies = mesh.copies(p)
-            place = [f"{axis} {n}" for axis, n in mesh.place.items() if axis not in copies]
-            if any(mesh.sizes[axis] > 1 for axis in copies):
+            place = [f"{a} {n}" for a, n in mesh.place.items() if a not in copies]
+            if max(map(mesh.sizes.__getitem__, copies)) > 1:
                 tensors.append((f"{name} ({', '.join(place)})" if place else name, here(p)))
         return tensors
 
 
 @final
 class FSDPGradients(Gradients):
-    """FSDP2 reduces gradients in its hooks during every backward, inside ``no_sync`` too."""
+    """Gradients reduced in every backward, inside ``no_sync`` too."""
 
     reduced = before_any_step = True
     engine: FSDPEngine
@@ -172,39 +174,39 @@ class FSDPGradients(Gradients):
             copies = mesh.copies(p)
             if len(copies) == len(mesh.sizes):
                 self._replicated[name] = p
-            if any(mesh.place[axis] for axis in copies):
+            if any(map(mesh.place.get, copies)):
                 self._uncounted.add(id(p))
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        known = self.engine.conversion.known if self.engine.divided else {}
-        return known.get(id(parameter), parameter)
+        if not self.engine.divided:
+            return parameter
+        return self.engine.conversion.known.get(id(parameter), parameter)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse parameters of other models, and replace old parameters by their shards."""
+        """Refuse parameters of other models, and replace the rest."""
         super().check(optimizer)
         if self.engine.divided:
             self.engine.holdings.rebind(optimizer)
 
-    def leaf(self, parameter: Any) -> torch.Tensor:
+    def leaf(self, parameter: Any) -> Any:
         # VQGAN asks autograd for the gradient of its last layer.
         shard = self.canonical(parameter)
-        leaf: torch.Tensor = self.engine.conversion.gathered.get(id(shard), parameter)
-        return leaf
+        return self.engine.conversion.gathered.get(id(shard), parameter)
 
     def backward_begins(self) -> None:
         super().backward_begins()
         if self._interruption.incomplete:
-            gradients = [here(p.grad) for p in self.engine.parameters if p.grad is not None]
+            gradients = self.engine.holdings.gradients()
             # Zeros count as dropped, because zero_grad(set_to_none=False) leaves them.
-            self._interruption.incomplete = any(bool(gradient.any()) for gradient in gradients)
+            self._interruption.incomplete = any(bool(here(grad).any()) for *_, grad in gradients)
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         # FSDP2 doesn't shard CLIP's logit_scale, so its gradient is still this rank's own.
-        parameters = list(self._replicated.values())
+        names, parameters = list(self._replicated), list(self._replicated.values())
         reduces = completed and outermost and not self.engine.ended
-        if reduces and any(p.requires_grad for p in parameters):
+        if reduces and any(trainable(parameters)):
             what = f"the reduction of scalars ({self.engine.label})"
-            average_gradients_(what, parameters, list(self._replicated), self.process)
+            average_gradients_(what, parameters, names, self.process)
         super().backward_ends(completed, outermost)
 
     def notice_exception(self) -> None:
@@ -225,16 +227,12 @@ class FSDPGradients(Gradients):
             self.buffers.synchronize()
 
     def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        gradients = [p.grad for p in parameters]
-        if not self._uncounted:
-            return parts_of([gradient for gradient in gradients if gradient is not None]), []
-        counted: list[torch.Tensor] = []
-        rest: list[torch.Tensor] = []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        counted, rest = list[torch.Tensor](), list[torch.Tensor]()
+        for p, gradient in zip(parameters, map(GRAD, parameters), strict=True):
             if gradient is not None:
-                is_rest = id(self.canonical(parameter)) in self._uncounted
-                (rest if is_rest else counted).append(local_of(gradient))
-        return counted, rest
+                is_rest = self._uncounted and id(self.canonical(p)) in self._uncounted
+                (rest if is_rest else counted).append(gradient)
+        return parts_of(counted), parts_of(rest)
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.announce_step(optimizer)
@@ -245,7 +243,7 @@ _OWN_KERNELS = ("apex.", "bitsandbytes.", "deepspeed.")
 
 
 class FSDPEngine(Engine):
-    """Replaces parameters by shards, which FSDP2 gathers and frees in its hooks."""
+    """Replaces parameters by shards. FSDP2's hooks gather and free them."""
 
     name = "fsdp"
     options_type: ClassVar[type[Options]] = FSDP
@@ -283,7 +281,8 @@ class FSDPEngine(Engine):
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
         """Let ranks with shards of a layer read the same batches."""
-        place, size = process.place, axes_of(options, process.place.world_size)["tensor"]
+        place = process.place
+        size = axes_of(options, place.world_size)["tensor"]
         if size == 1:
             return super().replica(options, process)
         return place.rank // size, place.world_size // size
@@ -303,10 +302,10 @@ class FSDPEngine(Engine):
         return add_uses(uses)
 
     def attach(self, optimizer: Optimizer) -> None:
-        modules = [cls.__module__ for cls in type(optimizer).__mro__]
-        if self.distributed and any(name.startswith(_OWN_KERNELS) for name in modules):
+        kind = type(optimizer)
+        if self.distributed and kind.__module__.startswith(_OWN_KERNELS):
             raise OptimizerError(
-                f"{type(optimizer).__name__} cannot train sharded parameters. "
+                f"{kind.__name__} cannot train sharded parameters. "
                 'Use an optimizer of torch.optim, or backend="ddp".'
             )
         super().attach(optimizer)
@@ -315,12 +314,12 @@ class FSDPEngine(Engine):
             self._local_steps[id(optimizer)] = LocalSteps(optimizer, written)
 
     def detach(self, optimizer: Optimizer) -> None:
-        if (steps := self._local_steps.pop(id(optimizer), None)) is not None:
-            steps.close()
+        if id(optimizer) in self._local_steps:
+            self._local_steps.pop(id(optimizer)).close()
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take rank 0's weights, and replace parameters by shards, in the optimizers too."""
+        """Shard rank 0's weights, and put the shards into the optimizers."""
         if not self.distributed:
             return
         if not self.divided:
@@ -333,28 +332,29 @@ class FSDPEngine(Engine):
         from .shard import ShardedModule
 
         self.holdings.synchronize()
-        names = [name for name, _ in blocks(self.module, self.options.wrap)]
-        self.compare("the choice of FSDP(wrap=...)", names)
+        separate = dict(blocks(self.module, self.options.wrap))
+        self.compare("the choice of FSDP(wrap=...)", list(separate))
         what = f"gradients before accel.setup ({self.label})"
         average_gradients_(what, self.parameters, self.names, self.process)
-        gradients = {name: p.grad for name, p in self.named.items() if p.grad is not None}
+        gradients = list(self.holdings.gradients())
         self.sharded = ShardedModule(self.module, self.process, self.options)
         self.mesh = self.sharded.mesh.whole
         self.conversion, self.divided = Conversion(self), True
-        self.conversion.shard(names)
+        self.conversion.shard(separate)
         self._read_parameters()
         self.known = self.conversion.known
         self.gradients.start(self.sharded.mesh)
         # They survive a teardown and a second setup.
-        for name, gradient in gradients.items():
-            entry = StateEntry(name, tuple(gradient.shape), self.named[name], {})
-            self.named[name].grad = self.holdings.own_part(entry, "grad", gradient, {})
+        for name, key, gradient in gradients:
+            shard = self.named[name]
+            entry = StateEntry(name, tuple(shard.shape), shard, {})
+            shard.grad = self.holdings.own_part(entry, key, gradient, {})
         if self.sharded.mesh.parallel:
             self._match_ranks(self.sharded.mesh)
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
-        """Give ranks with shards of a layer equal random numbers and inputs. Collective."""
+        """Give ranks with parts of a layer equal random numbers. Collective."""
         place = mesh.place["replicate"], mesh.place["shard"]
         self._same_inputs = SameInputs(self.label, place)
         states = torch_states() if mesh.place["tensor"] == 0 else None
@@ -388,12 +388,12 @@ class FSDPEngine(Engine):
 
     def rebuild(self) -> None:
         # FSDP2 knows no dtype of a block that was frozen until now.
-        for group in self.sharded.groups if self.divided else ():
+        for group in self.sharded.groups.values() if self.divided else ():
             group._init_mp_dtypes()
 
     def abandon(self, reason: str) -> None:
         super().abandon(reason)
-        for group in self.sharded.groups if self.divided else ():
+        for group in self.sharded.groups.values() if self.divided else ():
             group.mesh_info.shard_process_group = group.mesh_info.replicate_process_group = None
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:

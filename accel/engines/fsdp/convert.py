@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -18,18 +20,12 @@ from ..base.absent import Absent, bring_back, name_of, take_away
 if TYPE_CHECKING:
     from . import FSDPEngine
 
-#: A module's table of parameters, a name in it, and the parameter.
-Place: TypeAlias = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]
 
-
-def _places(module: nn.Module) -> list[Place]:
-    """Return the places of all parameters. A tied parameter has several."""
-    places: list[Place] = []
+def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Give all parameters, each in all of its places."""
     for child in module.modules():
-        for name, p in child._parameters.items():
-            if p is not None:
-                places.append((child._parameters, name, p))
-    return places
+        for name, p in child.named_parameters(recurse=False, remove_duplicate=False):
+            yield child, name, p
 
 
 @final
@@ -37,8 +33,8 @@ class Conversion:
     """The parameters of before ``setup``, and their shards. Methods are collective.
 
     Attributes:
-        known: the shard of each old parameter, gathered parameter and shard, by identity.
-        gathered: the parameter that autograd knows, by the identity of its shard.
+        known: the shard of each old or gathered parameter, and of itself, by identity.
+        gathered: the parameter in the graph, by the identity of its shard.
         old: the parameter objects that shards replaced, by name.
     """
 
@@ -47,23 +43,22 @@ class Conversion:
         self.known: dict[int, nn.Parameter] = {}
         self.gathered: dict[int, nn.Parameter] = {}
         self.old: dict[str, nn.Parameter] = {}
-        self._places = _places(self.module)
+        self._places = list(_places(self.module))
 
-    def shard(self, names: Sequence[str]) -> None:
-        """Put shards in the parameters' places. ``names`` are those of the blocks."""
+    def shard(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Put shards in the parameters' places, block by block."""
         before = dict(self.module.named_parameters())
         for parameter in before.values():
             # Image models use torch.channels_last, but FSDP2 takes only contiguous weights.
-            if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
-        blocks = [self.module.get_submodule(name) for name in names]
-        if any(p.is_meta for p in before.values()) and weights_of(self.module) is None:
-            self._give_values(blocks)
+            parameter.data = parameter.data.contiguous()
+        reads = self.engine.reads
+        if not reads and any(p.is_meta for p in before.values()):
+            self._give_values(blocks.values())
         else:
-            for block in blocks:
+            for block in blocks.values():
                 self.sharded.apply(block)
         self.sharded.apply(self.module)
-        self.sharded.initialize(blocks, self.engine.label)
+        self.sharded.initialize(blocks, self.engine.label, reads)
         for name, shard in self.module.named_parameters():
             parameter = before[name]
             self.known[id(shard)] = self.known[id(parameter)] = shard
@@ -77,58 +72,52 @@ class Conversion:
             self.known[id(param.unsharded_param)] = param.sharded_param
 
     @torch.no_grad()
-    def _give_values(self, blocks: Sequence[nn.Module]) -> None:
-        """Initialize parameters of ``accel.deferred_init``, and shard each block at its last reset.
-
-        The order of the resets is that of the constructors, so a rank draws the random numbers of a
-        single process. Then rank 0 sends its values.
-        """
+    def _give_values(self, blocks: Iterable[nn.Module]) -> None:
+        """Initialize parameters, and shard each block at its last reset."""
         process = self.engine.process
+        # In the order of the constructors, so rank 0 draws the random numbers of a single process.
         resets = list(resetting(self.module))
         # The last reset of each module, which may be that of a module around it.
         last: dict[nn.Module, int] = {}
         for number, (child, _) in enumerate(resets):
             last.update(dict.fromkeys(child.modules(), number))
-        ends = {block: max(last.get(part, 0) for part in block.modules()) for block in blocks}
-        #: By the identity of the parameter on the meta device, which the caller puts back.
-        full: dict[int, nn.Parameter] = {}
+        ends = {block: max(map(last.get, block.modules(), repeat(0))) for block in blocks}
+        # Only the modules keep full parameters, so each is freed when a shard takes its place.
+        full = weakref.WeakValueDictionary[int, nn.Parameter]()
         for number, (child, reset) in enumerate(resets):
-            for table, name, p in _places(child):
-                if p.is_meta and id(p) not in full:
-                    value = without_values(p, process.device)
-                    full[id(p)] = nn.Parameter(value, p.requires_grad)
-                table[name] = full.get(id(p), p)
+            for owner, name, p in _places(child):
+                if p.is_meta:
+                    memory = without_values(p, process.device)
+                    real = nn.Parameter(memory, p.requires_grad)
+                    setattr(owner, name, full.setdefault(id(p), real))
             if not set(full.values()).isdisjoint(child.parameters()):
                 reset()
-                broadcast_([p.data for p in child.parameters()], process.group)
-            for block in blocks:
-                if ends[block] == number:
-                    inside = set(block.parameters())
-                    full = {key: p for key, p in full.items() if p not in inside}
+                broadcast_(child.parameters(), process.group)
+            for block, end in ends.items():
+                if end == number:
                     self.sharded.apply(block)
 
     # -- back to full parameters -------------------------------------------------------------------
 
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
-        """Put full values into the old parameters: NaN if a rank can't be reached."""
-        engine, old = self.engine, self.old
-        holdings, named = engine.holdings, engine.named
+        """Fill the old parameters, with NaN if a rank can't be reached."""
+        engine, named = self.engine, self.engine.named
         full: dict[tuple[str, Any], torch.Tensor] = {}
         try:
-            if old and not engine.ended:
-                shards = [(name, "", named[name]) for name in old]
-                gradients = [item for item in holdings.gradients() if item[0] in old]
-                full = holdings.gather("the end of a sharded model", [*shards, *gradients])
+            if self.old and not engine.ended:
+                shards = [(name, "", named[name]) for name in self.old]
+                items = chain(shards, engine.holdings.gradients())
+                full = engine.holdings.gather("the end of a sharded model", items)
         except (RuntimeError, AccelError) as error:
             engine.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
         self.sharded.undo()
-        for table, name, parameter in self._places:
-            table[name] = parameter
-        back = {id(named[name]): p for name, p in old.items()}
-        for name, parameter in old.items():
+        back: dict[int, nn.Parameter] = {}
+        for name, parameter in self.old.items():
             bring_back(parameter)
             shard = named[name]
-            if (value := full.get((name, ""))) is None:
+            back[id(shard)] = parameter
+            value = full.get((name, ""))
+            if value is None:
                 value = without_values(shard, engine.process.device)
             if parameter.is_meta:
                 swap(parameter, nn.Parameter(value, requires_grad=False))
@@ -136,10 +125,12 @@ class Conversion:
                 parameter.data = value
             parameter.grad = full.get((name, "grad"))
             parameter.requires_grad_(shard.requires_grad)
+        for owner, name, parameter in self._places:
+            setattr(owner, name, parameter)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
-            for name in old:
+            for name in self.old:
                 optimizer.state.pop(named[name], None)
 
 
@@ -153,11 +144,10 @@ def _of_shard(name: str) -> Any:
 
 
 class StandIn(Absent, nn.Parameter):
-    """A replaced parameter. Its ``grad`` is the shard's, and any use of its values raises."""
+    """A replaced parameter with its shard's ``grad``. A use of its values raises."""
 
     shard: nn.Parameter
     plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `FSDPGradients.leaf`
-    extra = ("shard",)
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 

@@ -1,7 +1,8 @@
-"""How a model is sharded: the mesh, the blocks of FSDP2, and tensor parallelism."""
+"""The mesh of a sharded model, its blocks, and tensor parallelism."""
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -28,29 +29,29 @@ AXES: Final = ("replicate", "shard", "tensor")
 
 
 def axes_of(options: Any, world_size: int) -> dict[str, int]:
-    """Return the length of each axis. Raise BackendError if the ranks don't fit."""
+    """Return the length of each axis, or raise BackendError."""
     if world_size == 1:
         return dict.fromkeys(AXES, 1)
-    fixed = options.replicas * options.tensor_parallel
-    if world_size % fixed:
+    copies, tensor = options.replicas, options.tensor_parallel
+    shards, rest = divmod(world_size, copies * tensor)
+    if rest:
         raise BackendError(
-            f"FSDP(replicas={options.replicas}, tensor_parallel={options.tensor_parallel}) "
-            f"needs a multiple of {fixed} processes, and there are {world_size}."
+            f"FSDP(replicas={copies}, tensor_parallel={tensor}) needs a multiple of "
+            f"{copies * tensor} processes, and there are {world_size}."
         )
-    lengths = options.replicas, world_size // fixed, options.tensor_parallel
-    return dict(zip(AXES, lengths, strict=True))
+    return {"replicate": copies, "shard": shards, "tensor": tensor}
 
 
 @final
 class Mesh:
-    """The mesh of an engine. Collective if accel has no equal one yet."""
+    """The mesh of an engine. Collective if accel has no equal mesh yet."""
 
     def __init__(self, options: Any, process: Process) -> None:
         self.sizes = axes_of(options, process.place.world_size)
         # FSDP2 needs an axis to shard along, even if it has one rank.
         axes = {axis: n for axis, n in self.sizes.items() if n > 1 or axis == "shard"}
         self.whole = mesh_of(process, axes)
-        #: The dimension of each axis. After a second start, its name is like "shard (start 2)".
+        #: The dimension of each axis. After a second start, it is like "shard (start 2)".
         self.names = dict(zip(axes, self.whole.mesh_dim_names or (), strict=True))
         #: This rank's place along each axis.
         self.place = dict.fromkeys(AXES, 0)
@@ -61,26 +62,26 @@ class Mesh:
         self.data = self.whole[tuple(self.names[axis] for axis in axes if axis != "tensor")]
 
     def copies(self, tensor: Any) -> list[str]:
-        """Return the axes along which all ranks hold the same values of a tensor."""
-        placements = getattr(tensor, "placements", ())  # a plain tensor is replicated
-        dimensions = tensor.device_mesh.mesh_dim_names if placements else ()
-        pairs = zip(dimensions, placements, strict=True)
-        sharded = {name for name, placement in pairs if not placement.is_replicate()}
+        """Return the axes along which a tensor is replicated."""
+        placements = getattr(tensor, "placements", ())
+        names = tensor.device_mesh.mesh_dim_names if placements else ()
+        pairs = zip(names, placements, strict=True)
+        sharded = {name for name, kind in pairs if not kind.is_replicate()}
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
     def region_of(self, tensor: DTensor, local: torch.Tensor) -> Box:
         """Return the elements of this rank's shard, which is not empty."""
         shape = tuple(tensor.shape)
         if not self.parallel:
-            row = self.place["shard"] * -(-shape[0] // self.sizes["shard"])
-            start = row * (local.numel() // len(local))
+            rows = -(-shape[0] // self.sizes["shard"])
+            row_size = local.numel() // len(local)
+            start = self.place["shard"] * rows * row_size
             return ((start, start + local.numel()),)
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         mesh, placements = tensor.device_mesh, tensor.placements
         sizes, starts = compute_local_shape_and_global_offset(shape, mesh, placements)
-        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        box = tuple(zip(starts, ends, strict=True))
+        box = tuple(zip(starts, map(operator.add, starts, sizes), strict=True))
         return flattened(box, shape) or box
 
 
@@ -88,13 +89,13 @@ class Mesh:
 
 
 def blocks(module: nn.Module, wrap: Choice) -> list[tuple[str, nn.Module]]:
-    """Return the submodules for FSDP2 to gather separately, inner modules first."""
+    """Return submodules to gather separately, inner modules first."""
     uses = _uses(module)
     found: list[tuple[str, nn.Module]] = []
     for name, block in chosen(module, wrap):
         inside = _uses(block)
         # FSDP2 gathers a tied parameter in one place, which must contain all of its uses.
-        if inside and all(uses[key] == count for key, count in inside.items()):
+        if inside and inside.keys().isdisjoint(uses - inside):
             found.insert(0, (name, block))
     return found
 
@@ -105,7 +106,7 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise BackendError for hooks of parameters, which would be lost without an error."""
+    """Raise BackendError for hooks of parameters, which shards lose."""
     for name, p in module.named_parameters():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise BackendError(
@@ -120,38 +121,40 @@ def check_module(module: nn.Module) -> None:
 Plan: TypeAlias = "Mapping[str, ParallelStyle]"
 
 
-def planned_layers(module: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
+def planned_layers(module: nn.Module, plan: Plan) -> dict[nn.Module, ParallelStyle]:
     """Return the style of each layer in a plan."""
-    modules, layers = dict(module.named_modules()), dict[str, "ParallelStyle"]()
+    modules = dict(module.named_modules())
+    layers: dict[nn.Module, ParallelStyle] = {}
     for pattern, style in plan.items():
         expression = re.escape(pattern).replace(r"\*", "[^.]+")
-        matching = [name for name in modules if re.fullmatch(expression, name)]
+        matching = list(filter(re.compile(expression).fullmatch, modules))
         if not matching:
             raise BackendError(
                 f"The plan's {pattern!r} names no module of this {type(module).__name__}. "
                 "Use names from model.named_modules()."
             )
-        layers.update(dict.fromkeys(matching, style))
-    # A head stays full if it is tied to an embedding that isn't in the plan.
-    others = [child for name, child in modules.items() if name not in layers]
-    full = {id(p) for child in others for p in child.parameters(recurse=False)}
-    for name in list(layers):
-        if not full.isdisjoint(map(id, modules[name].parameters(recurse=False))):
-            del layers[name]
+        layers.update(dict.fromkeys(map(modules.__getitem__, matching), style))
+    others = set(modules.values()) - layers.keys()
+    full = {p for child in others for p in child.parameters(recurse=False)}
+    for layer in list(layers):
+        # A head stays full if it is tied to an embedding that isn't in the plan.
+        if not full.isdisjoint(layer.parameters(recurse=False)):
+            del layers[layer]
     return layers
 
 
 def split_layer(
     layer: nn.Module, style: ParallelStyle, ranks: DeviceMesh, shards: dict[int, nn.Parameter]
 ) -> None:
-    """Replace a layer's parameters by this rank's ``shards``, which tied layers share. Local."""
+    """Replace parameters by ``shards``, which tied layers share. Local."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     parameters = dict(layer.named_parameters(recurse=False))
     buffers = dict(layer.named_buffers(recurse=False))
     parallelize_module(layer, ranks, style, src_data_rank=None)
     # torch makes DTensors of buffers, which can't be broadcast.
-    layer._buffers.update(buffers)
+    for name, buffer in buffers.items():
+        setattr(layer, name, buffer)
     for name, parameter in parameters.items():
         shard: Any = layer.get_parameter(name)
         if shard is parameter:
@@ -163,4 +166,4 @@ def split_layer(
                     f"doesn't divide by {ranks.size()} along dim {placement.dim}. "
                     "Leave this layer out of the plan."
                 )
-        layer._parameters[name] = shards.setdefault(id(parameter), shard)
+        layer.register_parameter(name, shards.setdefault(id(parameter), shard))

@@ -1,22 +1,16 @@
-"""A module under torch's ``fully_shard``, and its use of FSDP2's private objects."""
+"""A module under torch's ``fully_shard``, and its use of FSDP2's objects."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.distributed import _composable_state
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed import _composable_state, fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -35,20 +29,19 @@ _patches: Final[tuple[Patch, ...]] = (*shard_patches(), data_patch(), muon_patch
 
 @final
 class ShardedModule:
-    """A module with sharded parameters, which FSDP2 gathers block by block."""
+    """A module with shards, which FSDP2 gathers block by block."""
 
     def __init__(self, module: nn.Module, process: Process, options: Any) -> None:
         self.module: Any = module
         self.process = process
         self.mesh = Mesh(options, process)
         self.snapshot = Snapshot(module)
-        #: FSDP2's own objects: an ``FSDPParamGroup`` for each block, and its ``FSDPParam`` objects.
-        self.groups: list[Any] = []
+        #: FSDP2's ``FSDPParamGroup`` of each block, and their ``FSDPParam`` objects.
+        self.groups: dict[str, Any] = {}
         self.params: list[Any] = []
         self._options = options
         #: The layers of the plan that aren't split yet, and the shards of the others.
-        planned = planned_layers(module, options.plan) if self.mesh.parallel else {}
-        self._planned = {module.get_submodule(name): style for name, style in planned.items()}
+        self._planned = planned_layers(module, options.plan) if self.mesh.parallel else {}
         self._split: dict[int, nn.Parameter] = {}
         self._undo = contextlib.ExitStack()
         for patch in _patches:
@@ -56,85 +49,92 @@ class ShardedModule:
 
     def apply(self, block: nn.Module) -> None:
         """Replace the parameters of a block by shards. The root comes last."""
-        options = self._options
-        for layer in [layer for layer in block.modules() if layer in self._planned]:
-            ranks = self.mesh.whole[self.mesh.names["tensor"]]
-            split_layer(layer, self._planned.pop(layer), ranks, self._split)
-        offload = OffloadPolicy()
+        options, device = self._options, self.process.device
+        for layer in block.modules():
+            style = self._planned.pop(layer, None)
+            if style is not None:
+                ranks = self.mesh.whole[self.mesh.names["tensor"]]
+                split_layer(layer, style, ranks, self._split)
+        offload = fsdp.OffloadPolicy()
         if options.cpu_offload:
-            offload = CPUOffloadPolicy(pin_memory=self.process.device.type != "cpu")
-        mixed = options.param_dtype is not None
-        precision = MixedPrecisionPolicy(
+            offload = fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        full = None if options.param_dtype is None else torch.float32
+        precision = fsdp.MixedPrecisionPolicy(
             param_dtype=options.param_dtype,
-            reduce_dtype=options.reduce_dtype or (torch.float32 if mixed else None),
-            output_dtype=torch.float32 if mixed and block is self.module else None,
+            reduce_dtype=options.reduce_dtype or full,
+            output_dtype=full if block is self.module else None,
         )
-        fully_shard(
+        fsdp.fully_shard(
             block,
             mesh=self.mesh.data,
             reshard_after_forward=options.reshard_after_forward,
             mp_policy=precision,
             offload_policy=offload,
             # CLIP's logit_scale has no dimensions.
-            ignored_params={p for p in block.parameters() if not p.dim() or not p.numel()},
+            ignored_params={p for p in block.parameters() if 0 in (p.dim(), p.numel())},
         )
 
-    def initialize(self, blocks: Sequence[Any], label: str) -> None:
-        """Let FSDP2 prepare training, and give shards memory. Collective."""
-        # Parameters of accel.deferred_init(weights=...), whose values are read into the shards.
-        device = torch.device("cpu") if self._options.cpu_offload else self.process.device
-        if any(p.is_meta for p in self.module.parameters()):
-            self.module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
-        self._root = self.module._get_fsdp_state()
-        self._root._lazy_init()
-        for block in [self.module, *blocks]:
-            for group in block._get_fsdp_state()._fsdp_param_groups:
-                self.groups.append(group)
+    def initialize(self, blocks: Mapping[str, Any], label: str, reads: bool) -> None:
+        """Prepare training. Collective. ``reads`` gives memory to shards."""
+        if reads:
+            # The values of accel.deferred_init(weights=...) are read into the shards.
+            device = "cpu" if self._options.cpu_offload else self.process.device
+            empty = functools.partial(torch.empty_like, device=device)
+            self.module._apply(lambda t: empty(t) if t.is_meta else t)
+        for name, block in {"": self.module, **blocks}.items():
+            state = block._get_fsdp_state()
+            if not name:
+                self._root = state
+                state._lazy_init()
+            for group in state._fsdp_param_groups:
+                self.groups[name] = group
                 self.params += group.fsdp_params
-        # Evaluation first, in inference mode: tensors that are made there couldn't be trained.
-        for block in [*blocks, self.module]:
+            # Evaluation first, in inference mode: tensors made there couldn't be trained.
             block.unshard()
             block.reshard()
-        # A loop calls model.encoder(x), which has parameters of the root.
-        inside = {child for block in blocks for child in block.modules()}
-        for child in set(self.module.modules()) - inside - {self.module}:
-            if any(True for _ in child.parameters(recurse=False)):
+        # FSDP2 registers a method by its name, and returns nothing.
+        self.module.accel_call = lambda call, /, *args, **kwargs: call(*args, **kwargs)
+        fsdp.register_fsdp_forward_method(self.module, "accel_call")
+        self._call: Callable[..., Any] = vars(self.module).pop("accel_call")
+        inside = {self.module}
+        for block in blocks.values():
+            inside.update(block.modules())
+        for child in self.module.modules():
+            # A loop calls model.encoder(x), which has parameters of the root.
+            if child not in inside and dict(child.named_parameters(recurse=False)):
                 forward = functools.partial(self.compute, child.forward)
                 self._undo.enter_context(replaced(vars(child), "forward", forward))
         self.snapshot.changed()
-        for group in self.groups:
-            _announce(group, self.process, label)
+        for name, group in self.groups.items():
+            _announce(group, name, self.process, label)
         for param in self.params:
+            attributes = vars(param.sharded_param)
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            leaf, attributes = param.unsharded_param, vars(param.sharded_param)
-            attributes["register_hook"] = lambda hook, leaf=leaf: leaf.register_hook(hook)
+            attributes["register_hook"] = param.unsharded_param.register_hook
             # A weak reference, so that an optimizer that outlives its model doesn't keep it.
-            reference = weakref.ref(param)
-            attributes["set_data"] = lambda value, param=reference: _set_data(param(), value)
+            attributes["set_data"] = functools.partial(_set_data, weakref.ref(param))
 
     # -- training ----------------------------------------------------------------------------------
 
     def compute(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Gather the root's parameters, and call a method of the model or of a submodule."""
-        root = self._root
-        if root._training_state is not TrainingState.IDLE:
+        """Call a method of the model or a submodule with the root's parameters."""
+        if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
-        args, kwargs = root._pre_forward(self.module, args, kwargs)
-        return root._post_forward(self.module, args, method(*args, **kwargs))
+        return self._call(method, *args, **kwargs)
 
     def reshard(self) -> None:
-        """Free gathered parameters, unless a backward needs them. The next use gathers again."""
-        for group in self.groups:
+        """Free gathered parameters, unless a backward needs them."""
+        for group in self.groups.values():
             if not group.is_sharded and not runs_backward():
                 group.reshard()
 
     def interrupted(self) -> bool:
-        """True if an exception ended a backward before FSDP2's last callback."""
+        """True if a backward ended before FSDP2's last callback."""
         context = self._root._state_ctx
         return context.post_backward_final_callback_queued and not runs_backward()
 
     def reset(self) -> None:
-        """Clear the state of FSDP2 after an exception in a forward or backward."""
+        """Clear FSDP2's state after an exception in a forward or backward."""
         # Checkpointing ends its second forward by an exception, inside of a backward.
         if not runs_backward():
             for param in self.params:
@@ -144,7 +144,7 @@ class ShardedModule:
     # -- the end -----------------------------------------------------------------------------------
 
     def undo(self) -> None:
-        """Make the modules plain again. The caller puts parameters in the shards' places."""
+        """Make the modules plain again. The caller replaces the shards."""
         for patch in _patches:
             patch.drop(self)
         self._undo.close()
@@ -153,15 +153,17 @@ class ShardedModule:
             _composable_state._module_state_mapping.pop(child, None)
 
 
-def _set_data(param: Any, value: Any) -> None:
+def _set_data(reference: Callable[[], Any], value: Any) -> None:
     """Set a shard to full values, or to an equally sharded DTensor.
 
     EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
     """
+    param = reference()
     shard = param.sharded_param
+    mesh, placements = shard.device_mesh, shard.placements
     if not isinstance(value, DTensor):
-        value = distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
-    if value.shape != shard.shape or value.placements != shard.placements:
+        value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+    if value.shape != shard.shape or value.placements != placements:
         raise BackendError(
             f"p.data = ... needs a full tensor of shape {tuple(shard.shape)}. "
             "Or call model.load_state_dict()."
@@ -170,12 +172,13 @@ def _set_data(param: Any, value: Any) -> None:
     param.reset_sharded_param()
 
 
-def _announce(group: Any, process: Process, label: str) -> None:
-    """Announce gathering and reduction. Ranks with different blocks would mix their weights."""
-    name = group._module_fqn or "the parameters outside of all blocks"
-    gathering, reducing = f"the gathering of {name} ({label})", f"the reduction of {name} ({label})"
+def _announce(group: Any, name: str, process: Process, label: str) -> None:
+    """Announce gathering and reduction, because ranks could mix blocks."""
+    name = f"{name or 'the parameters outside of all blocks'} ({label})"
+    gathering, reducing = f"the gathering of {name}", f"the reduction of {name}"
     in_gathering, in_reducing = Waiting(process, gathering), Waiting(process, reducing)
-    unshard, pre_backward, post_backward = group.unshard, group.pre_backward, group.post_backward
+    unshard, pre_backward = group.unshard, group.pre_backward
+    post_backward = group.post_backward
 
     def gather(*args: Any, **kwargs: Any) -> Any:
         if group._all_gather_result is None and not group.is_unsharded:
@@ -191,9 +194,9 @@ def _announce(group: Any, process: Process, label: str) -> None:
 
     def reduce(*args: Any) -> Any:
         params = enumerate(group.fsdp_params)
-        with_gradients = tuple(i for i, p in params if p.unsharded_param.grad is not None)
-        if with_gradients:
-            announce(process, reducing, with_gradients)
+        trained = tuple(i for i, p in params if p.unsharded_param.grad is not None)
+        if trained:
+            announce(process, reducing, trained)
         with in_reducing:
             return post_backward(*args)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +10,7 @@ import accel
 from accel.registry import registry
 from tests.distributed import refusals, run
 from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, start, train
-from tests.models import FailingBackward, rows
+from tests.models import FailingBackward
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -117,42 +114,6 @@ def test_an_overflow_in_one_shard() -> None:
         assert skipped
         assert factor == 0.5
         assert moved > 0.0
-
-
-# -- what a forward returns --------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Output:
-    x: torch.Tensor
-
-
-class Returning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-
-    def forward(self, x: torch.Tensor | Output) -> Output:
-        return Output(self.inner(x if isinstance(x, torch.Tensor) else x.x))
-
-
-def returned() -> float:
-    torch.manual_seed(0)
-    reference = nn.Sequential(Returning(), Returning(), Returning())
-    raw = copy.deepcopy(reference)
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="fsdp")
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(3):
-        x = rows(step, 4, 6)
-        for net, one, inputs in ((model, optimizer, x.chunk(2)[accel.rank()]), (reference, plain, x)):
-            one.zero_grad()
-            net(inputs).x.square().mean().backward()
-            one.step()
-    return distance(accel.full_state_dict(model), reference.state_dict())
-
-
-def test_blocks_return_dataclasses() -> None:
-    assert max(run(2, returned)) < 1e-5
 
 
 def asked_for() -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""fsdp: the unchanged loop, from setup to teardown, and whole states that go in and out."""
+"""fsdp from setup to teardown, and optimizers of whole matrices. tests/test_loop.py has its loops."""
 
 from __future__ import annotations
 
@@ -11,97 +11,37 @@ import torch
 from torch import nn
 
 import accel
-from tests import models, test_loop
+from tests import models
 from tests.distributed import refusals, run
-from tests.engines.fsdp.training import (
-    Block,
-    Net,
-    build,
-    distance,
-    local_loss,
-    mean_loss,
-    train,
-)
-
-# -- the unchanged loop -----------------------------------------------------------------------------------------------
-
-
-# What computes with parameters outside the module, or needs a graph of a backward, is refused by torch or by accel.
-REFUSED = {
-    "gradients_assigned": "mixed torch.Tensor and DTensor",
-    "gradient_penalty": "create_graph",
-    "lbfgs": "Cannot flatten unevenly sharded tensor",
-}
-
-
-WRAPS = {
-    "root": accel.FSDP(),
-    "inner": accel.FSDP(wrap=(nn.Sequential,)),
-    "kept": accel.FSDP(wrap=lambda m: isinstance(m, nn.Sequential), reshard_after_forward=False),
-}
-
-
-def patterns(option: str) -> dict[str, Any]:
-    """All of them with blocks inside; of one group, and of groups that stay whole, every second."""
-    found: dict[str, Any] = {}
-    chosen = [p for p in (*test_loop.LOSSES, *test_loop.LOOPS) if p is not test_loop.functional_call]
-    for pattern in {"root": chosen[::2], "kept": chosen[1::2]}.get(option, chosen):
-        name = pattern.__name__
-        if name in REFUSED:
-            with pytest.raises((accel.AccelError, RuntimeError), match=REFUSED[name]):
-                test_loop.compare(pattern, WRAPS[option])
-            accel.teardown()
-        else:
-            found[name] = test_loop.compare(pattern, WRAPS[option])
-    return found
-
-
-@pytest.mark.parametrize("option", WRAPS)
-def test_patterns(option: str) -> None:
-    for found in run(2, patterns, option, timeout=180):
-        assert not {k: v for k, v in found.items() if not v <= 1e-5}
-
+from tests.engines.fsdp.training import Block, Net, build, distance, local_loss, mean_loss, train
 
 # -- setup, state, teardown -------------------------------------------------------------------------------------------
 
 
 def life(options: Any, optimizer: str) -> None:
     reference, ref_optimizer = build(optimizer=optimizer)
+    ref_scheduler = torch.optim.lr_scheduler.StepLR(ref_optimizer, 2, 0.5)
     initial = copy.deepcopy(reference.state_dict())
-    schedulers = [torch.optim.lr_scheduler.StepLR(ref_optimizer, 2, 0.5)]
-
-    def both(model: Any, handle: Any, scheduler: Any, steps: range) -> None:
-        for step in steps:
-            train(model, handle, range(step, step + 1))
-            scheduler.step()
-            train(reference, ref_optimizer, range(step, step + 1), mean_loss)
-            schedulers[0].step()
-
     net, raw = build(seed=7 if accel.is_main() else 8, optimizer=optimizer)
     parameters = list(net.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(raw, 2, 0.5)
-    model, handle, _ = accel.setup(net, raw, backend=options)
-    assert distance(accel.full_state_dict(model), initial) == 0.0
-    both(model, handle, scheduler, range(3))
-    assert distance(accel.full_state_dict(model), reference.state_dict()) < 1e-5
-    assert models.distance(accel.full_state_dict(handle), ref_optimizer.state_dict()) < 1e-5
-    assert accel.teardown(model) is net
-    assert type(net) is Net
-    assert type(net.blocks[0]) is Block
-    assert [id(p) for p in net.parameters()] == [id(p) for p in parameters]
-    assert distance(net.state_dict(), reference.state_dict()) < 1e-5
-    assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
-    copy.deepcopy(net)
-    model, handle, _ = accel.setup(net, raw, backend="ddp")
-    both(model, handle, scheduler, range(3, 5))
-    accel.teardown(model)
-    model, handle, _ = accel.setup(net, raw, backend=options)
-    both(model, handle, scheduler, range(5, 7))
-    accel.teardown(model)
-    train(net, raw, range(7, 8), mean_loss)
-    train(reference, ref_optimizer, range(7, 8), mean_loss)
-    assert distance(net.state_dict(), reference.state_dict()) < 1e-5
-    assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
+    for first in (0, 3):
+        model, handle, _ = accel.setup(net, raw, backend=options)
+        if not first:
+            assert distance(accel.full_state_dict(model), initial) == 0.0
+        for step in range(first, first + 3):
+            train(model, handle, range(step, step + 1))
+            scheduler.step()
+            train(reference, ref_optimizer, range(step, step + 1), mean_loss)
+            ref_scheduler.step()
+        assert distance(accel.full_state_dict(model), reference.state_dict()) < 1e-5
+        assert models.distance(accel.full_state_dict(handle), ref_optimizer.state_dict()) < 1e-5
+        assert accel.teardown(model) is net
+        assert type(net) is Net
+        assert type(net.blocks[0]) is Block
+        assert [id(p) for p in net.parameters()] == [id(p) for p in parameters]
+        assert distance(net.state_dict(), reference.state_dict()) < 1e-5
+        assert models.distance(raw.state_dict(), ref_optimizer.state_dict()) < 1e-5
 
 
 OPTIONS = {
@@ -120,7 +60,7 @@ def lives(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_setup_teardown_and_other_backends(world: int) -> None:
+def test_setup_and_teardown_twice(world: int) -> None:
     run(world, lives, [*OPTIONS] if world < 4 else ["default"], timeout=180)
 
 

@@ -8,26 +8,10 @@ from torch import nn
 
 import accel
 from accel.registry import registry
-from tests.distributed import refusals, run
+from tests.distributed import run
 from tests.engines.fsdp.training import Block, distance
 
 # -- models built without memory --------------------------------------------------------------------------------------
-
-
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.gain = nn.Parameter(torch.ones(4))
-
-
-class Forgetful(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(4))
-
-    def reset_parameters(self) -> None:
-        pass
 
 
 class Scaled(nn.Linear):
@@ -74,20 +58,6 @@ def test_deferred_equals_eager(backend: str, world: int) -> None:
     run(world, deferred, backend)
 
 
-def deferred_refusal(kind: type[nn.Module], backend: str) -> None:
-    with accel.deferred_init():
-        net = nn.Sequential(kind())
-    accel.setup(net, backend=backend)
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "ddp"])
-def test_a_parameter_without_reset(backend: str) -> None:
-    for message in refusals(2, deferred_refusal, Bare, backend, error="BackendError"):
-        assert "No reset_parameters() gives values to 0.gain" in message
-    for message in refusals(2, deferred_refusal, Forgetful, backend, error="BackendError"):
-        assert "No reset_parameters() gives values to 0.gain" in message
-
-
 def deferred_peak() -> tuple[int, int]:
     """The most bytes that were whole at once while a model got its first values, and the model's bytes."""
     peak = 0
@@ -125,7 +95,11 @@ class Tower(nn.Sequential):
 
 
 def bytes_per_rank(frozen: bool) -> float:
-    net, optimizer = _tower(frozen)
+    net = Tower()
+    if frozen:
+        for block in list(net)[:3]:
+            block.requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters())
     num_bytes = sum(p.nbytes for p in net.parameters())
     model, handle, _ = accel.setup(net, optimizer, backend="fsdp")
     for step in range(2):
@@ -134,20 +108,11 @@ def bytes_per_rank(frozen: bool) -> float:
     engine = registry.find_engine(model)
     here = [s.tensor for s in engine.holdings.shards(None) + engine.holdings.shards(handle)]
     here += [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    gathered = sum(p.unsharded_param.untyped_storage().nbytes() for p in engine.sharded.params)
-    assert gathered == 0
-    assert all(
-        p._sharded_param_data.untyped_storage().nbytes() <= p._sharded_param_data.nbytes for p in engine.sharded.params
-    )
+    for param in engine.sharded.params:
+        assert param.unsharded_param.untyped_storage().nbytes() == 0
+        shard = param._sharded_param_data
+        assert shard.untyped_storage().nbytes() <= shard.nbytes
     return sum(t.nbytes for t in here) / num_bytes
-
-
-def _tower(frozen: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = Tower()
-    if frozen:
-        for block in list(net)[:3]:
-            block.requires_grad_(False)
-    return net, torch.optim.AdamW(net.parameters())
 
 
 @pytest.mark.parametrize("world", [2, 4])

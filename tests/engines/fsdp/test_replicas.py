@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import re
-import sys
 
 import pytest
 import torch
-from torch import nn
 
 import accel
 from tests.distributed import refusals, run
@@ -46,34 +42,3 @@ def test_copies_that_drift_apart(wrong: int, ranks: tuple[int, int]) -> None:
     named = rf"0\.weight \(shard {wrong % 2}\) is \w+ on rank {ranks[0]}; \w+ on rank {ranks[1]}"
     for message in refusals(4, drift, wrong, error="RankMismatchError", breaks=True):
         assert re.search(named, message), message
-
-
-def threads_left() -> int:
-    """Those of gloo run as long as something holds their group."""
-    before = len(os.listdir("/proc/self/task"))
-    raw = mlp(8, 8, 4)
-    model, _, _ = accel.setup(raw, adamw(raw), backend=TWO)
-    model(torch.ones(2, 8)).sum().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    del model
-    accel.teardown()
-    gc.collect()
-    return len(os.listdir("/proc/self/task")) - before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
-def test_no_thread_is_left() -> None:
-    """DTensor's caches keep the mesh, and not its groups."""
-    assert run(4, threads_left) == [0] * 4
-
-
-def refuse(replicas: int) -> None:
-    accel.setup(mlp(8, 4), backend=accel.FSDP(replicas=replicas))
-
-
-def test_replicas_must_divide_the_ranks() -> None:
-    for message in refusals(4, refuse, 3, error="BackendError"):
-        assert "FSDP(replicas=3, tensor_parallel=1) needs a multiple of 3 processes, and there are 4." in message
-    with pytest.raises(accel.BackendError, match=r"FSDP\(replicas=0\): expected a whole number of at least 1"):
-        accel.FSDP(replicas=0)
-    assert accel.setup(mlp(8, 4), backend=TWO).model(torch.ones(1, 8)).shape == (1, 4)  # one process is one copy

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
 from tests import models
 from tests.distributed import run
-from tests.engines.fsdp.training import build, distance, local_loss, mean_loss, train
+from tests.engines.fsdp.training import build, distance, local_loss, train
 from tests.models import mlp
 
 NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -42,17 +39,7 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(step: Callable[[], Any]) -> int:
-    counter = Counter()
-    with counter:
-        step()
-    return counter.on_dtensors
-
-
-def rows(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
+#: The optimizers, and how they compute.
 WAYS = [(name, "") for name in NAMES] + [(name, how) for name in FUSED for how in ("foreach", "fused")]
 
 
@@ -82,38 +69,23 @@ def train_many(model: Any, optimizers: list[Any]) -> list[int]:
             optimizer.zero_grad()
         model(torch.full((2, 3), 1.0 + step)).backward()
         for number, optimizer in enumerate(optimizers):
-            counts[number] += counted(optimizer.step)
+            with Counter() as counter:
+                optimizer.step()
+            counts[number] += counter.on_dtensors
     return counts
 
 
-def same(mine: dict[str, Any], other: dict[str, Any]) -> bool:
-    """In order, kind and value."""
-    alike = list(mine) == list(other) and all(type(mine[k]) is type(other[k]) for k in mine)
-    return alike and all(torch.equal(rows(mine[k]), rows(other[k])) for k in mine if isinstance(mine[k], torch.Tensor))
-
-
 def all_optimizers() -> list[str]:
-    net, raw, whole = Many(), Many(), Many()
-    model, handles, _ = accel.setup(net, ours := net.optimize(), backend="fsdp")
-    fully_shard(raw, mesh=init_device_mesh("cpu", (accel.world_size(),)))
-    wrong = [f"{WAYS[i]}: {count} operations" for i, count in enumerate(train_many(model, handles)) if count]
-    # What DTensor cannot do is compared with one process.
-    impossible = [i for i, (name, how) in enumerate(WAYS) if name == "Rprop" or (how == "fused" and name[:4] != "Adam")]
-    theirs, ones = raw.optimize(), whole.optimize()
-    train_many(raw, [optimizer for i, optimizer in enumerate(theirs) if i not in impossible])
-    train_many(whole, ones)
-    weights, full = accel.full_state_dict(model), whole.state_dict()
-    for i, way in enumerate(WAYS):
-        if i in impossible:
-            names = [name for name in full if name.startswith(f"parts.{i}.")]
-            pairs = [({n: weights[n] for n in names}, {n: full[n] for n in names})]
-            states = accel.full_state_dict(handles[i])["state"], ones[i].state_dict()["state"]
-        else:
-            pairs = [tuple(dict(n.parts[i].named_parameters()) for n in (net, raw))]
-            states = dict(enumerate(ours[i].state.values())), dict(enumerate(theirs[i].state.values()))
-        pairs += [(states[0][key], states[1][key]) for key in states[1]]
-        if len(states[0]) != len(states[1]) or not all(same(a, b) for a, b in pairs):
-            wrong.append(f"{way}: other weights or state")
+    net, plain = Many(), Many()
+    model, handles, _ = accel.setup(net, net.optimize(), backend="fsdp")
+    counts = train_many(model, handles)
+    references = plain.optimize()
+    train_many(plain, references)
+    wrong = []
+    for way, count, handle, reference in zip(WAYS, counts, handles, references, strict=True):
+        if count or models.distance(accel.full_state_dict(handle), reference.state_dict()) > 1e-6:
+            wrong.append(f"{way}: {count} operations on DTensors, or other state")
+    assert models.distance(accel.full_state_dict(model), plain.state_dict()) < 1e-6
     return wrong
 
 
@@ -132,35 +104,15 @@ class Clipped(torch.optim.SGD):
         return super().step(closure)
 
 
-class Counting(torch.optim.SGD):
-    """A subclass that leaves the step alone."""
-
-    def __init__(self, params: Any, **kwargs: Any) -> None:
-        super().__init__(params, **kwargs)
-        self.calls = 0
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.calls += 1
-        super().zero_grad(set_to_none)
-
-
-def train_twice(model: Any, optimizer: Any) -> int:
-    count = 0
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().sum().backward()
-        count += counted(optimizer.step)
-    return count
-
-
 def subclasses() -> None:
-    for kind, local in ((Clipped, False), (Counting, True)):
-        net, reference = mlp(4, 4), mlp(4, 4)
-        model, handle, _ = accel.setup(net, kind(net.parameters(), lr=0.1), backend="fsdp")
-        train_twice(reference, kind(reference.parameters(), lr=0.1))
-        assert (train_twice(model, handle) == 0) is local, kind
-        assert models.distance(accel.full_state_dict(model), reference.state_dict()) < 1e-6
-        accel.teardown(model)
+    net, reference = mlp(4, 4), mlp(4, 4)
+    model, optimizer, _ = accel.setup(net, Clipped(net.parameters(), lr=0.1), backend="fsdp")
+    for each, stepped in ((model, optimizer), (reference, Clipped(reference.parameters(), lr=0.1))):
+        for _ in range(2):
+            stepped.zero_grad()
+            each(torch.ones(2, 4)).square().sum().backward()
+            stepped.step()
+    assert models.distance(accel.full_state_dict(model), reference.state_dict()) < 1e-6
 
 
 def fail(model: Any, raw: torch.optim.Optimizer) -> None:
@@ -200,33 +152,6 @@ def edited() -> None:
     accel.teardown(model)
 
 
-def schedulers() -> None:
-    """Torch's schedulers wrap ``step`` of an optimizer, before or after setup, for good."""
-    for before in (True, False):
-        net, raw = build()
-        reference, other = build()
-        scheduler: Any = torch.optim.lr_scheduler.StepLR(raw, 1, 0.5) if before else None
-        plain = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
-        model, handle, _ = accel.setup(net, raw, backend="fsdp")
-        scheduler = scheduler or torch.optim.lr_scheduler.StepLR(raw, 1, 0.5)
-        for step in range(3):
-            train(model, raw if step == 1 else handle, range(step, step + 1))
-            scheduler.step()
-            fail(model, raw)
-            train(reference, other, range(step, step + 1), mean_loss)
-            plain.step()
-            model.load_state_dict(reference.state_dict())  # after the failed step
-            handle.load_state_dict(copy.deepcopy(other.state_dict()))
-        accel.teardown(model)
-        train(net, raw, range(3, 4), mean_loss)
-        train(reference, other, range(3, 4), mean_loss)
-        assert distance(net.state_dict(), reference.state_dict()) < 1e-5, before
-    assert "step" in vars(raw)  # the last scheduler's
-    net, raw = build()
-    accel.teardown(accel.setup(net, raw, backend="fsdp").model)
-    assert "step" not in vars(raw)
-
-
-@pytest.mark.parametrize("check", [schedulers, subclasses, edited])
+@pytest.mark.parametrize("check", [subclasses, edited])
 def test_local_steps_are_invisible(check: Callable[[], None]) -> None:
     run(2, check)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -150,9 +149,18 @@ def test_dropout_is_the_same() -> None:
 # -- refusals ------------------------------------------------------------------------------------------------------------
 
 
-def refuse(number: int, cases: dict[str, tuple[Any, Any]]) -> None:
-    for message, (module, plan) in cases.items():
-        raw = module()
+#: The number of ranks for each layer, a plan, and words of the error.
+REFUSALS: list[tuple[int, Any, str]] = [
+    (2, {"7": ColwiseParallel()}, "The plan's '7' names no module of this Sequential"),
+    (2, {"0": ColwiseParallel()}, r"weight of shape \(7, 8\) in a planned Linear doesn't divide by 2"),
+    (2, {"1": ColwiseParallel()}, "ColwiseParallel currently only support nn.Linear"),
+    (3, MLP, r"tensor_parallel=3\) needs a multiple of 3 processes, and there are 2"),
+]
+
+
+def refuse() -> None:
+    for number, plan, message in REFUSALS:
+        raw = mlp(8, 7, 4)
         before = copy.deepcopy(raw)
         with pytest.raises((accel.BackendError, NotImplementedError), match=message):
             accel.setup(raw, backend=accel.FSDP(tensor_parallel=number, plan=plan))
@@ -160,21 +168,9 @@ def refuse(number: int, cases: dict[str, tuple[Any, Any]]) -> None:
         assert distance(raw, before) == 0.0
 
 
-REFUSALS = {
-    "The plan's '7' names no module of this Sequential": (functools.partial(mlp, 8, 8, 4), {"7": ColwiseParallel()}),
-    r"weight of shape \(7, 8\) in a planned Linear doesn't divide by 2": (
-        functools.partial(mlp, 8, 7, 4),
-        {"0": ColwiseParallel()},
-    ),
-    "ColwiseParallel currently only support nn.Linear": (functools.partial(mlp, 8, 8, 4), {"1": ColwiseParallel()}),
-}
-
-
 def test_plans_that_raise() -> None:
     """On every rank, and the model is as before."""
-    run(2, refuse, 2, REFUSALS)
-    copies = r"tensor_parallel=3\) needs a multiple of 3 processes, and there are 2"
-    run(2, refuse, 3, {copies: (functools.partial(mlp, 8, 8, 4), MLP)})
+    run(2, refuse)
     for wrong, message in (
         ({"tensor_parallel": 0}, "expected a whole number of at least 1"),
         ({"tensor_parallel": 2}, "expected a dict of styles"),

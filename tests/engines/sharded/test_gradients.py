@@ -11,15 +11,7 @@ from torch import nn
 
 import accel
 from tests.distributed import run
-from tests.engines.sharded.training import (
-    adamw,
-    data,
-    everywhere,
-    loss_of,
-    net,
-    sharded,
-    state_distance,
-)
+from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded, state_distance
 from tests.models import distance, equal_on_all_ranks
 
 
@@ -125,7 +117,6 @@ def test_a_foreign_optimizer_steps_whole() -> None:
 
 LOOPS = {
     "clip, then accumulate": ("backward()", "clip()", "backward()", "step()"),
-    "clip twice": ("backward()", "clip()", "clip_by_torch()", "step()"),
     "halve after a clip": ("backward()", "clip()", "scale(0.5)", "step()"),
     "decay instead of zero_grad": ("backward()", "step()", "scale(0.9)", "backward()", "step()"),
     "step twice": ("backward()", "step()", "step()", "backward()", "step()"),
@@ -152,9 +143,6 @@ class Loop:
 
     def clip(self) -> None:
         self.clip_norm(self.model)
-
-    def clip_by_torch(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.2)
 
     def scale(self, factor: float) -> None:
         for p in self.model.parameters():
