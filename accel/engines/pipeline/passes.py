@@ -184,7 +184,7 @@ def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
     """Return the tensors of each micro-batch. Each has all scalars."""
     if chunks == 1:
         return [tensors]
-    sizes = {len(t) for t in tensors if t.dim()}
+    sizes = set(map(len, filter(torch.Tensor.dim, tensors)))
     if len(sizes) != 1:
         raise BackendError(
             f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} "
