@@ -42,13 +42,13 @@ class DeepSpeed(SequenceOptions):
     """Options of ``deepspeed``.
 
     Args:
-        stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the weights as well. None
-            takes the stage of the configuration, or 2.
-        offload_optimizer: keep the weights that the optimizer updates, their gradients and its
-            state in CPU memory.
+        stage: 1 shards the optimizer's state, 2 the gradients as well, 3 the
+            weights as well. None takes the stage of the configuration, or 2.
+        offload_optimizer: keep the weights that the optimizer updates, their
+            gradients and its state in CPU memory.
         offload_parameters: keep the shards of the weights in CPU memory (stage 3).
-        config: a DeepSpeed configuration, or the path of a JSON file. A key that contradicts a raw
-            loop raises an error.
+        config: a DeepSpeed configuration, or the path of a JSON file. A key that
+            contradicts a raw loop raises an error.
     """
 
     stage: int | None = None
@@ -60,23 +60,20 @@ class DeepSpeed(SequenceOptions):
     choices = {"stage": (1, 2, 3, None)}
 
 
-DeepSpeed.variants = tuple(DeepSpeed(stage=stage) for stage in (1, 3))
+DeepSpeed.variants = (DeepSpeed(stage=1), DeepSpeed(stage=3))
 
 
 @final
 class ZeROGradients(Gradients):
-    """Gradients of this rank's fragments, which the user's own optimizer uses until ``zero_grad``.
-
-    Stages 1 and 2 shard nothing before the model has an optimizer. Until then, every backward
-    averages ``p.grad``.
-    """
+    """Gradients of this rank's fragments, and ``p.grad`` until the model is sharded."""
 
     reduced = True
     engine: DeepSpeedEngine
 
     def holders(self) -> Sequence[Any]:
-        """The fragments too: at stages 2 and 3 their gradients come while backward runs."""
-        return [*self.engine.parameters, *self.engine.weights_of(self.engine.parameters)]
+        """The fragments too. Stages 2 and 3 reduce while backward runs."""
+        parameters = self.engine.parameters
+        return [*parameters, *self.engine.weights_of(parameters)]
 
     def pending(self) -> bool:
         zero = self.engine.zero
@@ -89,10 +86,8 @@ class ZeROGradients(Gradients):
     def in_parts(self) -> bool:
         return self.engine.zero is not None
 
-    # -- final gradients --------------------------------------------------------------------------
-
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Reduce pending gradients, compare them over the ranks, and show them to ``optimizer``."""
+        """Reduce pending gradients, and show them to ``optimizer``."""
         zero = self.engine.zero
         if zero is None:
             self._average()
@@ -103,7 +98,8 @@ class ZeROGradients(Gradients):
             zero.interruption.refuse()
             if self.pending():
                 zero.flush()
-                self.buffers.synchronize()  # a method, or the raw module, may have changed them
+                # A method, or the raw module, may have changed them.
+                self.buffers.synchronize()
         if optimizer is None:
             return
         self._clip()
@@ -112,15 +108,15 @@ class ZeROGradients(Gradients):
             self.engine.steps[id(optimizer)].put_in(optimizer)
 
     def _average(self) -> None:
-        """Average ``p.grad`` until DeepSpeed shards the model, which then has an optimizer."""
-        engine = self.engine
-        if engine.distributed and any(p.grad is not None for p in engine.parameters):
+        """Average ``p.grad``. Stages 1 and 2 shard nothing without an optimizer."""
+        engine, parameters = self.engine, self.engine.parameters
+        if engine.distributed and any(p.grad is not None for p in parameters):
             what = f"the reduction of gradients ({engine.label})"
-            if average_gradients_(what, engine.parameters, engine.names, self.process):
+            if average_gradients_(what, parameters, engine.names, self.process):
                 self.buffers.synchronize()
 
     def _clip(self) -> None:
-        """Clip to the ``gradient_clipping`` of the configuration, as DeepSpeed's own step does."""
+        """Clip to the configuration's ``gradient_clipping``, as DeepSpeed's step does."""
         max_norm = self.engine.configuration.clipping
         if max_norm > 0 and self.in_parts:
             self.clip_parts(max_norm, 2.0)
@@ -130,10 +126,8 @@ class ZeROGradients(Gradients):
     def parts(
         self, parameters: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        gradients = [weights.grad for weights in self.engine.weights_of(parameters)]
-        return [gradient for gradient in gradients if gradient is not None], []
-
-    # -- steps ------------------------------------------------------------------------------------
+        weights = self.engine.weights_of(parameters)
+        return [w.grad for w in weights if w.grad is not None], []
 
     def check(self, optimizer: Optimizer) -> None:
         super().check(optimizer)
@@ -146,12 +140,13 @@ class ZeROGradients(Gradients):
             self.announce_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        if self.engine.zero is not None:
+        zero = self.engine.zero
+        if zero is not None:
             self.engine.steps[id(optimizer)].take_out()
-            for index, fragment in self.engine.zero.fragments.items():
+            for index, fragment in zero.fragments.items():
                 if fragment.weights.grad is not None:
-                    self.engine.zero.used.add(index)
-            self.engine.zero.publish()
+                    zero.used.add(index)
+            zero.publish()
 
 
 @final
@@ -175,7 +170,7 @@ class DeepSpeedEngine(Engine):
             self.placements = replace(self.placements, weights=Placement.BY_ELEMENT)
         super().__init__(module, entry, context)
         self.zero: Partitions | None = None
-        #: By identity of the optimizer: they put this rank's fragments into its groups in a step.
+        #: By identity of the optimizer, with fragments in its groups in a step.
         self.steps: dict[int, PartsInGroups] = {}
         self._zero_grads: dict[int, Override] = {}
 
@@ -199,19 +194,17 @@ class DeepSpeedEngine(Engine):
         return Configuration(options).predict(tensors, world_size)
 
     def wrap(self) -> None:
-        """Check parameters and precision. DeepSpeed shards the model in ``start``."""
+        """Check parameters and precision. ``start`` shards the model."""
         self.configuration.check_precision(self.precision.name)
         if not self.distributed:
             return
-        check_parameters(
-            {n: p for n, p in self.named.items() if self.stage == 3 or p.requires_grad}
-        )
-        modules = (self.entry, *self.module.modules())
-        if self.stage == 3 and any("_orig_mod" in m._modules for m in modules):
-            raise BackendError(
-                "DeepSpeed stage 3 can't gather weights inside a torch.compile wrapper. Use "
-                "model.compile(), or stage=2."
-            )
+        check_parameters(self.named, self.stage)
+        for module in (self.entry, *self.module.modules()):
+            if self.stage == 3 and hasattr(module, "_orig_mod"):
+                raise BackendError(
+                    "DeepSpeed stage 3 can't gather weights inside a torch.compile wrapper. "
+                    "Use model.compile(), or stage=2."
+                )
         # A GAN in one ModuleDict calls model.critic.zero_grad().
         for module in self.module.modules():
             self.undo.callback(watch_zero_grad(self, module).remove)
@@ -219,18 +212,17 @@ class DeepSpeedEngine(Engine):
     def start(self, optimizers: Sequence[Optimizer]) -> None:
         """Take rank 0's weights, and let DeepSpeed shard them. Collective."""
         super().start(optimizers)
-        floating = [p for p in self.parameters if p.is_floating_point()]
-        if self.distributed and floating and self.zero is None and (self.stage == 3 or optimizers):
+        shards = self.distributed and (self.stage == 3 or bool(optimizers))
+        shards &= any(map(torch.is_floating_point, self.parameters))
+        if shards and self.zero is None:
             self.zero = Stage3(self) if self.stage == 3 else Flat(self)
-            # All weights that DeepSpeed shards have this dtype.
-            dtype = next((p for p in floating if p.requires_grad), floating[0]).dtype
-            numel = sum(p.numel() for p in self.parameters)
-            self.zero.start(self.configuration.complete(dtype, numel), self.process.device)
+            config = self.configuration.complete(self.parameters)
+            self.zero.start(config, self.process.device)
         if self.zero is None:
             return
         for optimizer in optimizers:
-            indices = self.indices(optimizer)
-            state = {self.names[i]: optimizer.state.pop(self.parameters[i], {}) for i in indices}
+            raw, indices = optimizer.state, self.indices(optimizer)
+            state = {self.names[i]: raw.pop(self.parameters[i], {}) for i in indices}
             self.holdings.take(optimizer, state)
 
     def run(
@@ -257,20 +249,21 @@ class DeepSpeedEngine(Engine):
         super().detach(optimizer)
 
     def weights_of(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
-        """Return what an optimizer updates: the weights of this rank's fragments."""
+        """Return the weights of this rank's fragments, which an optimizer updates."""
         if self.zero is None:
             return list(parameters)
-        fragments = map(self.zero.fragment_of, parameters)
-        return [fragment.weights for fragment in fragments if fragment is not None]
+        fragments = filter(None, map(self.zero.fragment_of, parameters))
+        return [fragment.weights for fragment in fragments]
 
     def indices(self, raw: nn.Module | Optimizer) -> list[int]:
-        """Return the numbers of the parameters of this model's module or optimizer."""
+        """Return the numbers of the parameters of a module or optimizer."""
         numbers = {} if self.zero is None else self.zero.numbers
         parameters = raw.parameters() if isinstance(raw, nn.Module) else parameters_of(raw)
         return [numbers[id(p)] for p in parameters if id(p) in numbers]
 
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
-        zero = self.zero if hasattr(self.zero, "zero") else None  # its start may have failed
+        # Its start may have failed.
+        zero = self.zero if hasattr(self.zero, "zero") else None
         if zero is not None and not self.ended:
             self.holdings.restore(zero, optimizers)
         self.zero = None

@@ -1,4 +1,4 @@
-"""The user's DeepSpeed configuration, and the one that ``deepspeed.initialize`` gets."""
+"""The user's DeepSpeed configuration, and that of ``deepspeed.initialize``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ _READ: Final = {
     *("bf16", "gradient_clipping", "zero_allow_untested_optimizer", "zero_optimization"),
     *("steps_per_print", "train_batch_size", "train_micro_batch_size_per_gpu"),
 }
-_QUANTIZES: Final = "Remove it, because quantization changes the result."
 #: Keys that raise, and what to do instead. Unknown keys raise too.
 _REFUSED: Final = {
     "amp": "Use precision='16-mixed'.",
@@ -36,14 +35,11 @@ _REFUSED: Final = {
     "cpu_offload_param": "Use offload_param.",
     "mics_shard_size": "Use zero_hpz_partition_size.",
     "zenflow": "Remove it, because your optimizer runs the step.",
-    "zero_quantized_gradients": _QUANTIZES,
-    "zero_quantized_nontrainable_weights": _QUANTIZES,
-    "zero_quantized_weights": _QUANTIZES,
 }
 #: Elements of a bucket. DeepSpeed allocates all of its 5e8.
 _BUCKET: Final = 200_000_000
-#: DeepSpeed's optimizers that treat each element alone. FusedAdam counts steps per group, which
-#: differ on ranks that lack some parameters.
+#: DeepSpeed's optimizers that treat each element alone. FusedAdam counts steps
+#: per group, which differ on ranks that lack some parameters.
 _ELEMENTWISE: Final = {"DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedLion"}
 
 
@@ -58,28 +54,29 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value == "auto"
 
 
-def _read(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    if isinstance(config, str | Path):
-        return dict(json.loads(Path(config).read_text(encoding="utf-8")))
-    return dict(config or {})
-
-
 class Configuration:
     """The options and the user's configuration together."""
 
     def __init__(self, options: Any) -> None:
-        self._config = config = _read(options.config)
+        config = options.config or {}
+        if isinstance(config, str | Path):
+            config = json.loads(Path(config).read_text(encoding="utf-8"))
+        self._config: Mapping[str, Any] = config
         zero = config.get("zero_optimization") or {}
-        self._zero = {k: v for k, v in zero.items() if v is not None and v != "auto"}
+        self._zero = {k: v for k, v in zero.items() if v not in (None, "auto")}
         self.stage: int = self._zero.get("stage", options.stage or 2)
         if options.stage not in (None, self.stage):
-            _refuse("zero_optimization.stage", self.stage, f"Or remove stage={options.stage}.")
+            advice = f"Or remove stage={options.stage}."
+            _refuse("zero_optimization.stage", self.stage, advice)
         if self.stage not in (1, 2, 3):
-            _refuse("stage", self.stage, "Use 1, 2 or 3, or backend='ddp' instead of 0.")
+            advice = "Use 1, 2 or 3, or backend='ddp' instead of 0."
+            _refuse("stage", self.stage, advice)
         #: The weights that the optimizer updates are in CPU memory.
-        self.offload_optimizer = options.offload_optimizer or self._offloads("offload_optimizer")
+        self.offload_optimizer = self._offloads("offload_optimizer")
+        self.offload_optimizer |= options.offload_optimizer
         #: The shards of the model's weights are in CPU memory.
-        self._offload_param = options.offload_parameters or self._offloads("offload_param")
+        self._offload_param = self._offloads("offload_param")
+        self._offload_param |= options.offload_parameters
         #: The optimizer updates fp32 copies of bfloat16 weights.
         self.masters = not _is_off(config.get("bf16"))
         clipping: Any = config.get("gradient_clipping")
@@ -94,106 +91,119 @@ class Configuration:
         return bool(device == "cpu")
 
     def check(self, world_size: int) -> None:
-        """Raise BackendError for keys that contradict the loop or would be ignored."""
+        """Raise BackendError for keys that contradict the loop."""
         known = _PASSED | _READ | self._zero.keys() - _REFUSED.keys()
         for key, value in {**self._config, **self._zero}.items():
-            accumulates_once = key == "gradient_accumulation_steps" and value == 1
-            if key not in known and not _is_off(value) and not accumulates_once:
-                advice = _REFUSED.get(key, "Remove it, because accel doesn't use it.")
-                _refuse(key, value, advice)
+            is_one = key == "gradient_accumulation_steps" and value == 1
+            if key.startswith("zero_quantized") and value:
+                _refuse(key, value, "Remove it, because quantization changes the result.")
+            if key not in known and not _is_off(value) and not is_one:
+                unknown = "Remove it, because accel doesn't use it."
+                _refuse(key, value, _REFUSED.get(key, unknown))
         if self._offload_param and self.stage != 3:
             _refuse("zero_optimization.offload_param", "cpu", "Use stage=3 with it.")
-        if world_size == 1 and (self.offload_optimizer or self._offload_param or self.masters):
-            _refuse("world size", 1, "Offload and fp32 master weights need at least 2 ranks.")
+        needs_ranks = self.offload_optimizer or self._offload_param or self.masters
+        if world_size == 1 and needs_ranks:
+            advice = "Offload and fp32 master weights need at least 2 ranks."
+            _refuse("world size", 1, advice)
 
     def check_precision(self, name: str) -> None:
-        """Raise PrecisionError for master weights with a precision other than bf16-true."""
+        """Raise PrecisionError for master weights without bf16-true."""
         if self.masters and name != "bf16-true":
             raise PrecisionError(
-                "DeepSpeed's config key 'bf16' adds fp32 master weights, but precision is "
-                f"{name!r}. Use precision='bf16-true'."
+                "DeepSpeed's config key 'bf16' adds fp32 master weights, but "
+                f"precision is {name!r}. Use precision='bf16-true'."
             )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise OptimizerError if an optimizer can't step one rank's range of each parameter."""
+        """Raise OptimizerError if an optimizer can't step a range of a parameter."""
         kind = type(optimizer)
         fits = elementwise(optimizer) or kind.__name__ in _ELEMENTWISE
         if not kind.__module__.startswith("deepspeed.ops."):
             fits |= self._config.get("zero_allow_untested_optimizer") is True
         if not fits:
             raise OptimizerError(
-                f"{kind.__name__} can't step flat shards. Use an elementwise optimizer such as "
-                "AdamW(fused=True), or set config={'zero_allow_untested_optimizer': True}."
+                f"{kind.__name__} can't step flat shards. Use an elementwise "
+                "optimizer such as AdamW(fused=True), or set "
+                "config={'zero_allow_untested_optimizer': True}."
             )
 
     def predict(self, tensors: Sequence[TensorSize], world_size: int) -> MemoryUse:
-        """Return the bytes on each rank, as in the ZeRO paper (Rajbhandari et al., 1910.02054).
-
-        Stage 1 also keeps only its shards of the gradients after they are reduced. Stage 3 keeps
-        small weights in full too, and a bucket for gradients.
-        """
-        if self.masters:
-            tensors = [t if t.is_buffer else _with_master(t) for t in tensors]
-        full = add_uses(tensor.use() for tensor in tensors)
-        if world_size == 1:
-            return full
-        threshold = int(self._zero.get("stage3_param_persistence_threshold", 100_000))
+        """Return the bytes on each rank, as in the ZeRO paper (1910.02054)."""
+        # Stage 1 also keeps only its shards of reduced gradients. Stage 3 keeps small weights in
+        # full too, and a bucket for gradients.
+        shards_weights = self.stage == 3 and world_size > 1
+        small = int(self._zero.get("stage3_param_persistence_threshold", 100_000))
         share = 1 / world_size
-        gradients = 2 * share if self.masters else share  # fp32, like the masters
-        uses = []
-        bucket = 0
+        # Of fp32, like the masters.
+        gradients = min(1.0, 2 * share) if self.masters else share
+        uses: list[MemoryUse] = []
+        full = bucket = 0
         for tensor in tensors:
-            weights = share + (tensor.numel <= threshold) if self.stage == 3 else 1.0
-            uses.append(tensor.use(weights=weights, gradients=gradients, state=share))
-            if self.stage == 3 and not tensor.is_buffer:
-                bucket = int(self._zero.get("reduce_bucket_size", _BUCKET)) * tensor.itemsize
-        return replace(add_uses(uses), buckets=min(bucket, full.parameters))
+            if self.masters and not tensor.is_buffer:
+                state = tensor.state_bytes * 4 // tensor.itemsize
+                if tensor.trainable and tensor.optimizer is not None:
+                    state += 4 * tensor.numel
+                tensor = replace(tensor, itemsize=2, state_bytes=state)
+            weights = share + (tensor.numel <= small) if shards_weights else 1.0
+            uses.append(tensor.use(weights, gradients, share))
+            if shards_weights and not tensor.is_buffer:
+                full += tensor.use().parameters
+                size = int(self._zero.get("reduce_bucket_size", _BUCKET))
+                bucket = size * tensor.itemsize
+        return replace(add_uses(uses), buckets=min(bucket, full))
 
-    def complete(self, dtype: torch.dtype, numel: int) -> dict[str, Any]:
-        """Return the configuration for ``deepspeed.initialize`` and weights of this size."""
+    def complete(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        """Return the configuration for ``deepspeed.initialize``."""
+        numel, dtype = 0, torch.float32
+        # DeepSpeed shards weights of a single dtype. A frozen base may have another.
+        for parameter in sorted(parameters, key=lambda p: p.requires_grad):
+            numel += parameter.numel()
+            if parameter.is_floating_point():
+                dtype = parameter.dtype
         size = min(_BUCKET, numel + numel % 2)
-        zero = {"reduce_bucket_size": size, "allgather_bucket_size": size, **self._zero}
-        zero["stage"] = self.stage
-        zero.pop("offload_optimizer", None)  # the user's optimizer steps accel's fragments
+        sizes = {"reduce_bucket_size": size, "allgather_bucket_size": size}
+        zero: dict[str, Any] = {**sizes, **self._zero, "stage": self.stage}
+        # The user's optimizer steps accel's fragments.
+        zero.pop("offload_optimizer", None)
         if self._offload_param:
-            zero["offload_param"] = {**self._zero.get("offload_param", {}), "device": "cpu"}
+            offload = self._zero.get("offload_param", {})
+            zero["offload_param"] = {**offload, "device": "cpu"}
         config = {
             **{key: self._config[key] for key in _PASSED & self._config.keys()},
             "steps_per_print": None,
             "zero_optimization": zero,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,  # without it, DeepSpeed would clip to 1.0
+            # Without it, DeepSpeed would clip to 1.0.
+            "gradient_clipping": 0.0,
             "managed_gradient_accumulation": False,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
         if dtype in (torch.bfloat16, torch.float16):
-            is_bfloat16 = dtype is torch.bfloat16
-            config["data_types"] = {"grad_accum_dtype": "bf16" if is_bfloat16 else "fp16"}
+            name = "bf16" if dtype is torch.bfloat16 else "fp16"
+            config["data_types"] = {"grad_accum_dtype": name}
             # Its own fp16 would scale the loss.
-            config["bf16"] = {"enabled": is_bfloat16}
+            config["bf16"] = {"enabled": name == "bf16"}
         return config
 
 
-def _with_master(tensor: TensorSize) -> TensorSize:
-    """Return the sizes of a 2-byte parameter whose optimizer steps an fp32 copy."""
-    state = tensor.state_bytes * 4 // tensor.itemsize
-    if tensor.trainable and tensor.optimizer is not None:
-        state += 4 * tensor.numel
-    return replace(tensor, itemsize=2, state_bytes=state)
-
-
-def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
-    """Raise BackendError for weights that DeepSpeed can't shard. It has one buffer for all."""
-    by_dtype: dict[torch.dtype, str] = {}
+def check_parameters(named: Mapping[str, nn.Parameter], stage: int) -> None:
+    """Raise BackendError for weights outside of DeepSpeed's single buffer."""
+    first: tuple[str, torch.dtype] | None = None
     for name, parameter in named.items():
         dtype = parameter.dtype
+        if stage < 3 and not parameter.requires_grad:
+            continue
         if dtype is torch.float64 or dtype.is_complex or not parameter.numel():
             kind = f"{dtype} of shape {tuple(parameter.shape)}"
             raise BackendError(f'DeepSpeed can\'t shard {name} ({kind}). Use backend="fsdp".')
-        if dtype.is_floating_point:
-            by_dtype.setdefault(dtype, name)
-    if len(by_dtype) > 1:
-        kinds = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
-        raise BackendError(f"DeepSpeed needs one dtype for all weights, but {kinds}. Convert one.")
+        if not dtype.is_floating_point:
+            continue
+        first = first or (name, dtype)
+        if first[1] is not dtype:
+            raise BackendError(
+                "DeepSpeed needs one dtype for all weights, but "
+                f"{first[0]} is {first[1]}, {name} is {dtype}. Convert one."
+            )

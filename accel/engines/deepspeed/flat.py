@@ -1,4 +1,4 @@
-"""Stages 1 and 2 of DeepSpeed: each rank has all weights in flat memory, and owns a range of it."""
+"""Stages 1 and 2 of DeepSpeed, with all weights in flat memory on each rank."""
 
 from __future__ import annotations
 
@@ -32,35 +32,37 @@ class Flat(Partitions):
                 self._groups[index] = number
                 self._places[index] = parameter.data.view(self.shapes[index])
                 offset = parameter.data.storage_offset() - flat.storage_offset()
-                start, end = max(offset, first), min(offset + parameter.numel(), first + size)
-                if start < end:
-                    self.own(index, start - offset, flat.narrow(0, start, end - start))
+                start = max(offset, first)
+                numel = min(offset + parameter.numel(), first + size) - start
+                if numel > 0:
+                    home = flat.narrow(0, start, numel)
+                    self.own(index, start - offset, home)
                 parameter._hp_mapping = None
             # DeepSpeed's own copy of the weights, of which `_hp_mapping` had views.
-            zero.single_partition_of_fp32_groups[number].data = torch.empty(0, device="cpu")
+            own_copy = zero.single_partition_of_fp32_groups[number]
+            own_copy.data = torch.empty(0, device="cpu")
         zero.copy_grads_in_partition = self._collect
-        zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, "the reduction of a bucket")
+        self.announce_buckets("reduce_ipg_grads")
         #: The stream on which DeepSpeed reduces, or None.
         self._stream = zero.reduction_stream if zero.overlap_comm else None
-
-    # -- gradients --------------------------------------------------------------------------------
 
     def take(self, index: int) -> None:
         parameter, zero = self.parameters[index], self.zero
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if self._stream is not None and parameter.numel() > zero.reduce_bucket_size:
-            # DeepSpeed drops it before it has reduced it, so its memory must stay reserved.
+        is_large = parameter.numel() > zero.reduce_bucket_size
+        if self._stream is not None and is_large:
+            # DeepSpeed drops it before it has reduced it.
             parameter.grad.record_stream(self._stream)
         zero.setup_buckets()
-        zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, self._groups[index])
+        group = self._groups[index]
+        zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, group)
 
     def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
-        """Take this rank's range of a gradient that DeepSpeed has reduced."""
+        """Take this rank's range of a reduced gradient."""
         fragment = self.fragment_of(parameter)
         if fragment is not None and parameter.grad is not None:
-            flat = parameter.grad.reshape(-1)
-            fragment.accumulate(flat.narrow(0, fragment.start, fragment.home.numel()))
+            fragment.accumulate(fragment.range_of(parameter.grad))
         parameter.grad = None
 
     def finish(self) -> None:
@@ -70,12 +72,11 @@ class Flat(Partitions):
             zero.reduce_ipg_grads()
         self._wait_for_reductions()
         zero._clear_previous_reduced_grads()
+        reduced = zero.params_already_reduced
         for parameter in self.floating.values():
-            number = zero.get_param_id(parameter)
-            if zero.params_already_reduced[number]:
-                zero.params_already_reduced[number] = False
+            if reduced[zero.get_param_id(parameter)]:
                 self._collect(parameter)
-        zero._release_ipg_buffers()
+        self._free()
         self.wait_for_copies()
 
     def reset(self) -> None:
@@ -84,14 +85,17 @@ class Flat(Partitions):
         for bucket in zero.ipg_buckets.values():
             bucket.clear()
         zero.extra_large_param_to_reduce.clear()
-        zero.params_already_reduced[:] = [False] * len(zero.params_already_reduced)
-        zero._release_ipg_buffers()
+        self._free()
+
+    def _free(self) -> None:
+        """Free the memory of the buckets. No gradient counts as reduced."""
+        reduced = self.zero.params_already_reduced
+        reduced[:] = [False] * len(reduced)
+        self.zero._release_ipg_buffers()
 
     def _wait_for_reductions(self) -> None:
         if self._stream is not None:
             accelerator().current_stream().wait_stream(self._stream)
-
-    # -- weights ----------------------------------------------------------------------------------
 
     def take_homes(self) -> None:
         # A write in place reaches the home by itself, but p.data = average doesn't.

@@ -79,18 +79,19 @@ def initialize(
     config: dict[str, Any],
     device: torch.device,
 ) -> Any:
-    """Call ``deepspeed.initialize``, which shards ``groups``. Collective.
-
-    Its optimizer never steps.
-    """
+    """Call ``deepspeed.initialize``, which shards ``groups``. Collective."""
     zero = config["zero_optimization"]
     # It would replace torch.nn.functional.linear for all models, and for good.
-    config = {**config, "zero_optimization": {**zero, "memory_efficient_linear": False}}
+    own_linear = zero.pop("memory_efficient_linear", True)
+    zero["memory_efficient_linear"] = False
     with _quietly(device):
         with unseen_group():
             deepspeed = _import()
-        _share_group()
-        stand_in = torch.optim.SGD([{"params": group} for group in groups], lr=0.0)
+        _set_groups(dist.group.WORLD)
+        process = running()
+        if process is not None and forget_groups not in process.releases:
+            process.releases.append(forget_groups)
+        stand_in = torch.optim.SGD([{"params": group} for group in groups if group], lr=0.0)
         # Its shared-memory op takes a minute to compile, and serves only inference.
         no_ops: dict[str, bool] = collections.defaultdict(bool)
         with replaced(vars(library("deepspeed.ops")), "__compatible_ops__", no_ops):
@@ -107,27 +108,27 @@ def initialize(
         coordinator = library("deepspeed.runtime.zero.partitioned_param_coordinator")
         # It needs LOCAL_RANK, and accel announces gathers anyway.
         coordinator.assert_ints_same_as_other_ranks = lambda ints: None
-        if zero.get("memory_efficient_linear", True):
+        if own_linear:
             _efficient_linear.need(engine)
     # accel's own hooks collect gradients, also for several forwards before a backward.
     remove_hooks([engine.module_forward_pre_hook, engine.module_forward_post_hook])
-    remove_hooks(engine.optimizer._grad_acc_hooks)
-    remove_hooks(getattr(engine.optimizer, "_leaf_module_hooks", []))
+    for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
+        remove_hooks(getattr(engine.optimizer, name, []))
     library("deepspeed.utils.debug").debug_clear_module_and_param_names()
     return engine
 
 
 def end(engine: Any) -> None:
     """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
-    # It logs, and asks for its rank first, which fails after the end of the process group.
+    # It logs, and asks for its rank first, which fails after the process group.
     if library("deepspeed.comm.comm").cdb is not None:
         engine.destroy()
     _efficient_linear.drop(engine)
 
 
 def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
-    """Call DeepSpeed's linear for a weight of stage 3. torch's keeps it gathered until backward."""
-    # DeepSpeed's can't compute with nested tensors.
+    """Call DeepSpeed's linear for a weight of stage 3."""
+    # torch's would keep it gathered until backward. DeepSpeed's takes no nested tensors.
     if not hasattr(weight, "ds_id") or input.is_nested:
         return plain(input, weight, bias)
     efficient = library("deepspeed.runtime.zero.linear").zero3_linear_wrap
@@ -140,27 +141,23 @@ _efficient_linear: Final = around(vars(nn.functional), "linear", _linear)
 # -- process groups -------------------------------------------------------------------------------
 
 
-def _share_group() -> None:
-    """Let DeepSpeed use the default process group, instead of a copy that has threads too."""
+def _set_groups(group: Any) -> None:
+    """Let DeepSpeed use this group, instead of a copy with threads of its own."""
     groups = library("deepspeed.utils.groups")
-    groups._WORLD_GROUP = dist.group.WORLD
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # it raises if an earlier model has set one
-    process = running()
-    if process is not None and forget_groups not in process.releases:
-        process.releases.append(forget_groups)
+    groups._WORLD_GROUP = group
+    # DeepSpeed raises if an earlier model has set one.
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def forget_groups() -> None:
-    """Drop the process groups that DeepSpeed's objects and parameters hold.
-
-    Gloo ends its threads, which may abort the end of the interpreter, once nothing holds a group.
-    """
-    groups = library("deepspeed.utils.groups")
-    groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    """Drop the process groups in DeepSpeed's objects and parameters."""
+    # Gloo's threads, which may abort the end of the interpreter, end with the last reference.
+    _set_groups(None)
     library("deepspeed.comm.comm").cdb = None
     for owner in gc.get_objects():
         kind = type(owner)
-        is_own = str(kind.__module__).startswith(("deepspeed.", "accel.engines.deepspeed."))
+        home = str(kind.__module__)
+        is_own = home.startswith(("deepspeed.", "accel.engines.deepspeed."))
         if not is_own and not issubclass(kind, torch.nn.Parameter):
             continue
         attributes = getattr(owner, "__dict__", {})

@@ -1,8 +1,8 @@
-"""How DeepSpeed shards a model: for each parameter, the fragment that this rank owns.
+"""How DeepSpeed shards a model: this rank's fragment of each parameter.
 
-DeepSpeed keeps the memory and the buckets, and gathers. This file keeps which gradients exist and
-what an optimizer updates, by parameter. So a frozen or unused parameter is left alone exactly as in
-one process.
+DeepSpeed keeps the memory and the buckets, and gathers. This file keeps by
+parameter which gradients exist and what an optimizer updates. So a frozen or
+unused parameter is left alone exactly as in one process.
 """
 
 from __future__ import annotations
@@ -36,25 +36,36 @@ logger = logging.getLogger("accel")
 @final
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """The range of one parameter that this rank owns. Its mean gradient is ``weights.grad``."""
+    """This rank's range of a parameter. Its mean gradient is ``weights.grad``."""
 
     start: int  # its first element
     home: torch.Tensor  # the range in the model's own memory
-    #: What an optimizer updates: ``home``, or a copy of higher precision or on another device.
+    #: For the optimizer: ``home``, or a copy of higher precision or in CPU memory.
     weights: torch.Tensor
+
+    def range_of(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the range of a tensor of the parameter's shape."""
+        return full.reshape(-1).narrow(0, self.start, self.home.numel())
 
     @torch.no_grad()
     def accumulate(self, gradient: torch.Tensor) -> None:
-        """Add a reduced gradient. Copies to CPU memory end with ``wait_for_copies``."""
-        grad = self.weights.grad
+        """Add a reduced gradient. ``wait_for_copies`` ends copies to CPU memory."""
+        weights, grad = self.weights, self.weights.grad
         if grad is None:
-            self.weights.grad = gradient.to(self.weights, copy=True, non_blocking=True)
+            weights.grad = gradient.to(weights, copy=True, non_blocking=True)
         else:
-            grad.add_(gradient.to(self.weights))  # which waits for the first copy
+            grad.add_(gradient.to(weights))  # which waits for the first copy
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy many tensors at once. Copies from CPU memory may still run after it."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
-    if (owner := partitions()) is not None:
+    owner = partitions()
+    if owner is not None:
         owner.arrived(index)
 
 
@@ -62,8 +73,8 @@ class Partitions(ABC):
     """The parameters of an engine's model, which DeepSpeed shards."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.module, self.process, self.label = engine.module, engine.process, engine.label
-        self.names = engine.names
+        self.module, self.process = engine.module, engine.process
+        self.label, self.names = engine.label, engine.names
         self.parameters: list[Any] = engine.parameters
         self.shapes = [p.shape for p in self.parameters]
         self.numbers = {id(p): i for i, p in enumerate(self.parameters)}
@@ -72,12 +83,12 @@ class Partitions(ABC):
         self.fragments: dict[int, Fragment] = {}
         self.masters = engine.configuration.masters
         self._offloads = engine.configuration.offload_optimizer
-        #: The optimizer updates copies of the homes: fp32 master weights, or weights in CPU memory.
+        #: The optimizer updates copies of the homes: of fp32, or in CPU memory.
         self.copies = self.masters or self._offloads
-        #: Stages 2 and 3: gradients are reduced while backward runs, and else in ``flush``.
+        #: Stages 2 and 3 reduce while backward runs, and stage 1 in ``flush``.
         self.eager = engine.stage > 1
         self._hooks: list[RemovableHandle] = []
-        #: Parameters with gradients, in the order of arrival, since the last ``flush``.
+        #: Parameters with gradients since the last ``flush``, in their order.
         self.arrivals: list[int] = []
         #: Parameters whose gradients a step has used since ``zero_grad``.
         self.used: set[int] = set()
@@ -89,46 +100,47 @@ class Partitions(ABC):
         self.interruption = Interruption()
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
-    # -- building ---------------------------------------------------------------------------------
-
     def start(self, config: dict[str, Any], device: torch.device) -> None:
         """Let DeepSpeed shard the model, and find this rank's fragments. Collective."""
-        trainable = [p.requires_grad for p in self.parameters]
         # A frozen base may have another dtype than the adapters of LoRA.
         groups: dict[bool, list[Any]] = {True: [], False: []}
-        for index, parameter in self.floating.items():
-            groups[trainable[index]].append(parameter)
+        for parameter in self.floating.values():
+            groups[parameter.requires_grad].append(parameter)
+        trainable = [p.requires_grad for p in self.parameters]
         try:
             for parameter, shape in zip(self.parameters, self.shapes, strict=True):
-                # DeepSpeed can't send weights in other orders, such as channels_last, and no
-                # tensor without dimensions, such as CLIP's logit_scale.
-                if not shape or not parameter.is_contiguous() or parameter.stride(-1) != 1:
+                # DeepSpeed can't send weights in other orders, such as channels_last,
+                # and no tensor without dimensions, such as CLIP's logit_scale.
+                in_order = parameter.is_contiguous() and shape
+                if not in_order or parameter.stride(-1) != 1:
                     row = row_of(parameter.data.contiguous())
                     parameter.data = row.view(shape or (1,))
                 parameter.requires_grad_(parameter.is_floating_point())
-            self.library = initialize(
-                self.module, [g for g in groups.values() if g], config, device
-            )
+            self.library = initialize(self.module, list(groups.values()), config, device)
             self.zero = self.library.optimizer
             self.arrange()
             for index, parameter in self.floating.items():
-                # Weakly, because the garbage collector doesn't see what autograd's hooks hold.
+                # Weakly, because the garbage collector doesn't see autograd's hooks.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
         finally:
-            with torch._C.DisableTorchFunctionSubclass():
-                for index, parameter in enumerate(self.parameters):
-                    parameter.requires_grad_(trainable[index])
-                    if not self.shapes[index] and parameter.numel():
-                        parameter.data = parameter.data.view(())
+            self._show(trainable)
+
+    @plainly
+    def _show(self, trainable: Sequence[bool]) -> None:
+        for index, parameter in enumerate(self.parameters):
+            parameter.requires_grad_(trainable[index])
+            if not self.shapes[index] and parameter.numel():
+                parameter.data = parameter.data.view(())
 
     @abstractmethod
     def arrange(self) -> None:
-        """Find this rank's fragments in the memory that DeepSpeed built."""
+        """Find this rank's fragments in DeepSpeed's memory."""
 
     def own(self, index: int, start: int, home: torch.Tensor) -> None:
-        """Note that this rank owns ``home`` of a parameter."""
-        dtype = torch.float32 if self.masters and home.is_floating_point() else home.dtype
+        """Add the fragment of a parameter. ``home`` is its memory."""
+        floats = self.masters and home.is_floating_point()
+        dtype = torch.float32 if floats else home.dtype
         device = torch.device("cpu") if self._offloads else home.device
         weights = home.detach().to(device, dtype, copy=self.copies)
         if weights.device != home.device:
@@ -154,7 +166,10 @@ class Partitions(ABC):
 
         return call
 
-    # -- gradients --------------------------------------------------------------------------------
+    def announce_buckets(self, name: str) -> None:
+        """Announce the method of DeepSpeed's optimizer that reduces a bucket."""
+        act = getattr(self.zero, name)
+        setattr(self.zero, name, self.announced(act, "the reduction of a bucket"))
 
     @plainly
     def arrived(self, index: int) -> None:
@@ -167,10 +182,8 @@ class Partitions(ABC):
             self.take(index)
 
     def enter_backward(self) -> None:
-        """Note the backward that runs. Its end reduces the rest.
-
-        Reentrant checkpoints run other backward passes inside of it.
-        """
+        """Note the backward that runs. Its end reduces the rest."""
+        # Reentrant checkpoints run other backward passes inside of it.
         task = torch._C._current_graph_task_id()
         if task not in self.running:
             self.interruption.refuse()
@@ -183,7 +196,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def take(self, index: int) -> None:
-        """Put ``p.grad`` into a bucket, which is reduced when it is full. Collective."""
+        """Put ``p.grad`` into a bucket, and reduce a full bucket. Collective."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -191,22 +204,20 @@ class Partitions(ABC):
 
     @plainly
     def assigned(self) -> list[int]:
-        """Return the parameters whose ``p.grad`` the program has set."""
+        """Return the parameters with a ``p.grad`` from the program itself."""
         from_backward = set() if self.eager else set(self.arrivals)
-        grads = [p.grad for p in self.parameters]
-        return [i for i, grad in enumerate(grads) if grad is not None and i not in from_backward]
+        grads = enumerate([p.grad for p in self.parameters])
+        return [i for i, grad in grads if grad is not None and i not in from_backward]
 
     def flush(self) -> None:
-        """Reduce each ``p.grad`` that any rank has. Collective.
-
-        They come from a backward of stage 1, or the program has set them.
-        """
+        """Reduce each ``p.grad`` of stage 1 or of the program itself. Collective."""
         what = f"the gradients of a step ({self.label})"
         assigned = self.assigned()
+        arrivals = self.arrivals if self.eager else []
         masks = require_equal(
             what,
             # Numbers only: hash(None) is an address, which differs between processes.
-            hash((*(self.arrivals if self.eager else ()), -1, *assigned)),
+            hash((*arrivals, -1, *assigned)),
             lambda _: "different parameters, or in a different order",
             plainly(held_here)(self.floating.values()),
         )
@@ -217,11 +228,12 @@ class Partitions(ABC):
         if not self._warned and not self.used.isdisjoint(self.arrivals):
             self._warned = True
             logger.warning(
-                "backend='deepspeed' adds new gradients to those of an earlier step, which "
-                "p.grad = None doesn't drop. Call optimizer.zero_grad() or model.zero_grad()."
+                "backend='deepspeed' adds new gradients to those of an earlier step, "
+                "which p.grad = None doesn't drop. Call optimizer.zero_grad() or "
+                "model.zero_grad()."
             )
         indices = list(self.floating)
-        given = held_by_any(what, masks, [self.names[index] for index in indices])
+        given = held_by_any(what, masks, list(map(self.names.__getitem__, indices)))
         for number in given:
             self.take(indices[number])
         if given:
@@ -229,68 +241,66 @@ class Partitions(ABC):
         self.arrivals.clear()
 
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Drop the gradients of these parameters, after ``zero_grad`` of the raw object. Local."""
+        """Drop the gradients of these parameters, after ``zero_grad``. Local."""
         self.recover()
         self.interruption.incomplete = False
         self.used.difference_update(indices)
-        for index in indices:
-            fragment = self.fragments.get(index)
-            if fragment is None or fragment.weights.grad is None:
-                continue
+        for index in self.fragments.keys() & indices:
+            weights = self.fragments[index].weights
             if set_to_none:
-                fragment.weights.grad = None
-            else:
-                fragment.weights.grad.zero_()
+                weights.grad = None
+            elif weights.grad is not None:
+                weights.grad.zero_()
         if set_to_none:
             dropped = set(indices)
             self.arrivals[:] = [i for i in self.arrivals if i not in dropped]
 
     def wait_for_copies(self) -> None:
-        """Wait for copies from and to CPU memory, before the CPU reads or writes there."""
+        """Wait for copies from and to CPU memory, before the CPU uses it."""
         if self._offloads:
             accelerator().synchronize()
 
-    # -- exceptions -------------------------------------------------------------------------------
-
     def recover(self) -> None:
-        """Clear the state that an exception has left in DeepSpeed. Local."""
+        """Clear DeepSpeed's state after an exception. Local."""
         if runs_backward():  # checkpoints run forwards in a backward
             return
         if self.running:  # their ends did not come
             self.running.clear()
             self.stale = self.interruption.incomplete = True
-        if self.stale:
-            for parameter in self.parameters if self.interruption.incomplete else ():
+        if not self.stale:
+            return
+        if self.interruption.incomplete:
+            for parameter in self.parameters:
                 parameter.grad = None
-            self.reset()
-            self.stale = False
+        self.reset()
+        self.stale = False
 
     @abstractmethod
     def reset(self) -> None:
-        """Clear DeepSpeed's state of a forward or backward that did not end. Local."""
-
-    # -- weights ----------------------------------------------------------------------------------
+        """Clear DeepSpeed's state of a forward or backward without an end. Local."""
 
     @torch.no_grad()
     def take_edits(self) -> None:
-        """Take over values that the program has written to the model's weights. Local."""
+        """Take over the program's writes to the model's weights. Local."""
         self.take_homes()
-        for fragment in self.fragments.values() if self.copies else ():
-            weights, home = fragment.weights, fragment.home.to(fragment.weights.device)
+        if not self.copies:
+            return
+        for fragment in self.fragments.values():
+            weights = fragment.weights
+            home = fragment.home.to(weights.device)
             unchanged = weights.to(home.dtype) == home  # the copy may have more digits
             weights.copy_(torch.where(unchanged, weights, home.to(weights.dtype)))
 
     @abstractmethod
     def take_homes(self) -> None:
-        """Write the values that the program has given a weight to its fragment's home. Local."""
+        """Write the program's values of a weight to its fragment's home. Local."""
 
     @torch.no_grad()
     def publish(self) -> None:
         """Give every rank the weights of a step. Collective."""
-        if self.copies and self.fragments:
-            homes = [fragment.home for fragment in self.fragments.values()]
-            weights = [fragment.weights for fragment in self.fragments.values()]
-            torch._foreach_copy_(homes, weights, non_blocking=True)
+        if self.copies:
+            fragments = self.fragments.values()
+            copy_all([f.home for f in fragments], [f.weights for f in fragments])
             self.wait_for_copies()
         self.gather()
 

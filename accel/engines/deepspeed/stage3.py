@@ -1,4 +1,4 @@
-"""Stage 3 of DeepSpeed: each rank owns a fragment of every parameter, and gathers weights."""
+"""Stage 3 of DeepSpeed: each rank owns fragments of weights, and gathers them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -19,16 +19,14 @@ from ...gradients.hooks import runs_backward
 from ...trees import map_tensors
 from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
-from .partitions import Partitions
+from .partitions import Partitions, copy_all
 
 # -- hooks and functions of DeepSpeed --------------------------------------------------------------
 
 
 def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook of DeepSpeed's that gets a list of the tensors in a module's inputs or output.
-
-    The hook itself fails at numbers, and finds no tensor in a dataclass.
-    """
+    """Return a hook of DeepSpeed's for the tensors in a module's inputs or output."""
+    # The hook itself fails at numbers, and finds no tensor in a dataclass.
 
     def call(module: Any, *values: Any) -> Any:
         tree = values[-1]
@@ -54,20 +52,17 @@ def _nothing(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_library(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of DeepSpeed's that finds plain tensors, and makes tensors for autograd.
-
-    ``inference_mode`` would make tensors with which training can't go on.
-    """
+    """Return a function of DeepSpeed's, which finds plain tensors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if not torch.is_inference_mode_enabled():
-                return function(*args, **kwargs)
-            with torch.inference_mode(False), torch.no_grad():
-                return function(*args, **kwargs)
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        # Training can't go on with tensors of inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
 
-    return _disable_dynamo(call)
+    return _disable_dynamo(plainly(call))
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -75,10 +70,7 @@ def by_library(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @final
 class Stage3Weight(Absent, nn.Parameter):
-    """A weight of a model at stage 3.
-
-    A use of its values gathers them if a forward runs. Otherwise it raises BackendError.
-    """
+    """A weight of stage 3. A use of its values gathers them inside a forward."""
 
     __slots__ = ()
     plain = FOR_AUTOGRAD
@@ -87,11 +79,8 @@ class Stage3Weight(Absent, nn.Parameter):
     by_user: str
 
     def is_here(self) -> bool:
-        """True if its values are here, and stay until the code that uses them has ended.
-
-        After a forward, values that no module needs may still be here. But a backward would find
-        them gone.
-        """
+        """True if its values are here, and stay for the code around."""
+        # After a forward, unneeded values may still be here, but a backward finds them gone.
         facts = self.__dict__
         if facts["ds_status"] is not self.available:
             return False
@@ -107,12 +96,14 @@ class Stage3Weight(Absent, nn.Parameter):
         stage3: Stage3 | None = vars(self)["ds_owner"]()
         if stage3 is None or not stage3.gather_for_forward(self):
             raise BackendError(
-                f"{vars(self)['ds_name']} is sharded, so {name_of(function)}() can't use it "
-                "outside of a forward. Use accel.full_state_dict(model), or a method of the model."
+                f"{vars(self)['ds_name']} is sharded, so {name_of(function)}() can't "
+                "use it outside of a forward. Use accel.full_state_dict(model), or a "
+                "method of the model."
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
         return copied
 
 
@@ -122,35 +113,38 @@ def mark(weight: Any, name: str, stage3: Stage3) -> None:
     Stage3Weight.available = home.ZeroParamStatus.AVAILABLE
     Stage3Weight.by_user = home.DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR
     facts, partition = vars(weight), vars(weight)["partition"]
+    gather = stage3.announced(facts["all_gather"], f"the gathering of {name}")
 
     def release(param_list: Any = None, **options: Any) -> None:
-        # Small weights stay gathered, so that a penalty outside of forward can read them.
-        partition([w for w in param_list or [weight] if not w.ds_persist], **options)
+        # Small weights stay gathered, for a penalty outside of forward.
+        weights = param_list or [weight]
+        partition([w for w in weights if not w.ds_persist], **options)
 
     facts.update(
         ds_owner=weakref.ref(stage3),
         ds_name=name,
-        all_gather=by_library(stage3.announced(facts["all_gather"], f"the gathering of {name}")),
+        all_gather=by_library(gather),
         all_gather_coalesced=by_library(facts["all_gather_coalesced"]),
         partition=by_library(release),
     )
-    facts.pop("item", None)  # it gathers, which hangs if one rank asks for a number to print
+    # It gathers, which hangs if one rank asks for a number to print.
+    facts.pop("item", None)
     weight.__class__ = Stage3Weight
 
 
 # -- the model ------------------------------------------------------------------------------------
+
+_REDUCE: Final = f"{OF_STAGE3}reduce_and_partition_ipg_grads"
 
 
 @final
 class Stage3(Partitions):
     """The parameters of a model at stage 3."""
 
-    # -- building ---------------------------------------------------------------------------------
-
     def arrange(self) -> None:
         #: Forwards that run, inside of each other.
         self._forwards = 0
-        #: Modules and the weights that they read from other modules, by DeepSpeed's numbers.
+        #: Modules and their weights of other modules, by DeepSpeed's numbers.
         self._external: set[tuple[int, int]] = set()
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
         #: Weights that are being gathered, with what to wait for.
@@ -170,7 +164,7 @@ class Stage3(Partitions):
         for name, weight in zip(self.names, self.parameters, strict=True):
             mark(weight, name, self)
         self.snapshot.changed()
-        # If all weights are small, they stay gathered, and nothing has to be done for a module.
+        # If all weights are small, they stay gathered, and modules need nothing.
         change = _nothing if all(p.ds_persist for p in self.parameters) else among_tensors
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             self.snapshot.change_hooks(name, change)
@@ -187,8 +181,7 @@ class Stage3(Partitions):
         for flat in zero.fp32_partitioned_groups_flat:
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
-        name = f"{OF_STAGE3}reduce_and_partition_ipg_grads"
-        setattr(zero, name, self.announced(getattr(zero, name), "the reduction of a bucket"))
+        self.announce_buckets(_REDUCE)
 
     def _watch_modules(self) -> None:
         """Announce the gathers for each module, and notice backward passes."""
@@ -209,25 +202,24 @@ class Stage3(Partitions):
         for name in ("post_sub_module_forward_function", "post_sub_module_backward_function"):
             setattr(offload, name, by_library(getattr(offload, name)))
         coordinator.reset_step = by_library(coordinator.reset_step)
-        # A cache of its own, because DeepSpeed's would keep the coordinator and its model for good.
+        # DeepSpeed's cache would keep the coordinator and its model for good.
         name = f"{OF_COORDINATOR}params_to_release"
-        cached = inspect.getclosurevars(getattr(type(coordinator), name)).nonlocals["func"]
+        method = getattr(type(coordinator), name)
+        cached = inspect.getclosurevars(method).nonlocals["func"]
         uncached = MethodType(inspect.unwrap(cached), weakref.proxy(coordinator))
         setattr(coordinator, name, functools.cache(uncached))
-
-    # -- gradients --------------------------------------------------------------------------------
 
     @plainly
     def take(self, index: int) -> None:
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
     def _collect(self, parameters: Sequence[Any], shards: Sequence[torch.Tensor]) -> None:
-        """Take this rank's shards of gradients that DeepSpeed has reduced, without the padding."""
+        """Take this rank's shards of reduced gradients, without the padding."""
         stream = self.zero.reduce_and_partition_stream
         for parameter, shard in zip(parameters, shards, strict=True):
             fragment = self.fragment_of(parameter)
             if fragment is not None:
-                fragment.accumulate(shard.reshape(-1).narrow(0, 0, fragment.home.numel()))
+                fragment.accumulate(shard.reshape(-1)[: fragment.home.numel()])
             if stream is not None:
                 # DeepSpeed's stream still reads the memory, which backward has allocated.
                 parameter.grad.record_stream(stream)
@@ -238,8 +230,9 @@ class Stage3(Partitions):
         """Reduce the buckets, and release modules whose own hook did not fire."""
         zero = self.zero
         for dtype in list(zero.ipg_buckets):
-            getattr(zero, f"{OF_STAGE3}reduce_and_partition_ipg_grads")(dtype)
-        if (stream := zero.reduce_and_partition_stream) is not None:
+            getattr(zero, _REDUCE)(dtype)
+        stream = zero.reduce_and_partition_stream
+        if stream is not None:
             stream.synchronize()
         # The backward around that of a reentrant checkpoint still needs its weights.
         if len(self.running) <= 1:
@@ -257,24 +250,22 @@ class Stage3(Partitions):
         self._release_weights()
         self._forget_trace()  # ranks may have come to different modules
 
-    # -- weights ----------------------------------------------------------------------------------
-
     @plainly
     def take_homes(self) -> None:
         homes, values = [], []
-        # DeepSpeed keeps small weights in full, so WGAN's clamping writes to their full values.
+        # DeepSpeed keeps small weights in full, and WGAN's clamping writes there.
         for weight in self.zero.persistent_parameters:
             fragment = self.fragment_of(weight)
             if fragment is not None and weight.ds_status is weight.available:
                 homes.append(fragment.home)
-                values.append(weight.reshape(-1).narrow(0, fragment.start, fragment.home.numel()))
-        if homes:
-            torch._foreach_copy_(homes, values)
+                values.append(fragment.range_of(weight))
+        copy_all(homes, values)
         self._order_gathers()
 
     def _order_gathers(self) -> None:
-        """Let DeepSpeed's stream for gathers wait for writes, which it doesn't by itself."""
-        if (stream := getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")) is not None:
+        """Let DeepSpeed's stream for gathers wait for writes."""
+        stream = getattr(self._coordinator, f"{OF_COORDINATOR}allgather_stream")
+        if stream is not None:
             stream.wait_stream(accelerator().current_stream())
 
     @plainly
@@ -285,8 +276,8 @@ class Stage3(Partitions):
         for weight in small:
             weight.ds_status = type(weight.available).NOT_AVAILABLE
         if small:
-            gather = self.announced(small[0].all_gather_coalesced, "the gathering of small weights")
-            gather(small).wait()
+            gather = small[0].all_gather_coalesced
+            self.announced(gather, "the gathering of small weights")(small).wait()
         self._order_gathers()
 
     def _wait_for_gathers(self) -> None:
@@ -296,29 +287,32 @@ class Stage3(Partitions):
                 self._inflight.popitem()[1].wait()
 
     def _release_weights(self) -> None:
-        """Release all but the small weights, also those that are being gathered."""
+        """Release all but the small weights, also in the middle of a gather."""
         self._wait_for_gathers()
         for weight in self.parameters:
-            if weight.ds_status is type(weight.available).INFLIGHT:  # a gather ended half-way
-                weight.ds_status = type(weight.available).NOT_AVAILABLE
+            states = type(weight.available)
+            if weight.ds_status is states.INFLIGHT:  # a gather ended half-way
+                weight.ds_status = states.NOT_AVAILABLE
             weight.ds_active_sub_modules.clear()
             if weight.ds_status is weight.available:
                 weight.partition()
-            # The second copy that `zero_hpz_partition_size` keeps for backward.
+            # The second copy of `zero_hpz_partition_size`, for backward.
             weight.ds_secondary_tensor = None
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:
-        """Gather a weight of a different module, or return False if no forward runs."""
+        """Gather a weight of a different module, or return False outside of a forward."""
         if not self._forwards:
             return False
         module = self._stack[-1]
-        if (gathering := self._inflight.pop(weight, None)) is not None:
+        gathering = self._inflight.pop(weight, None)
+        if gathering is not None:
             gathering.wait()
         # From now on DeepSpeed gathers it with this module, in backward too.
         library("deepspeed.runtime.zero").register_external_parameter(module, weight)
-        if (module.ds_id, weight.ds_id) not in self._external:
-            self._external.add((module.ds_id, weight.ds_id))
+        pair = module.ds_id, weight.ds_id
+        if pair not in self._external:
+            self._external.add(pair)
             self._forget_trace()
         if weight.ds_status is not weight.available:
             weight.all_gather()  # announced by its own method
@@ -326,11 +320,9 @@ class Stage3(Partitions):
         return True
 
     def _forget_trace(self) -> None:
-        """Let DeepSpeed trace the model again, because it raises for unexpected weights."""
+        """Let DeepSpeed trace the model again. It raises for unexpected weights."""
         if not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
-
-    # -- forwards ---------------------------------------------------------------------------------
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a forward, or a method. Modules may read each other's weights."""
@@ -342,7 +334,7 @@ class Stage3(Partitions):
                 return function(*args, **kwargs)
             return self._call_method(function, args, kwargs)
         except BaseException:
-            # In a backward, activation checkpointing ends its forward early by an exception.
+            # In a backward, activation checkpointing ends its forward by an exception.
             self.stale |= not runs_backward()
             raise
         finally:
@@ -352,12 +344,12 @@ class Stage3(Partitions):
     def _call_method(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a method with DeepSpeed's hooks of a forward around it."""
         for hook in self.snapshot.hooks("_forward_pre_hooks"):
-            if (changed := hook(self.module, args)) is not None:
-                args = changed
+            changed = hook(self.module, args)
+            args = args if changed is None else changed
         out = function(*args, **kwargs)
         for hook in self.snapshot.hooks("_forward_hooks"):
-            if (changed := hook(self.module, args, out)) is not None:
-                out = changed
+            changed = hook(self.module, args, out)
+            out = out if changed is None else changed
         return out
 
     @plainly

@@ -1,4 +1,4 @@
-"""The fragments of parameters and optimizer state on this rank, and full state from them."""
+"""Fragments of parameters and optimizer state, and full state from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @final
 class DeepSpeedHoldings(Holdings):
-    """Fragments of parameters. While the engine's ``zero`` is None, every rank has everything."""
+    """Fragments of parameters. While ``engine.zero`` is None, ranks have everything."""
 
     engine: DeepSpeedEngine
 
@@ -42,9 +42,9 @@ class DeepSpeedHoldings(Holdings):
     def partial(self, optimizer: Optimizer | None) -> bool:
         """True for optimizers, and for the model if they update copies or shards."""
         zero = self.engine.zero
-        return zero is not None and (
-            optimizer is not None or self.engine.stage == 3 or zero.masters
-        )
+        if zero is None:
+            return False
+        return optimizer is not None or self.engine.stage == 3 or zero.masters
 
     def prepare(self, *, writing: bool) -> None:
         if self.engine.zero is not None and not writing:
@@ -91,32 +91,33 @@ class DeepSpeedHoldings(Holdings):
             self.engine.zero.publish()
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
-        """Give the user's own objects full weights, gradients and optimizer state. Collective."""
-        engine, what = self.engine, "the end of a sharded model"
+        """Give the user's objects full weights, gradients and state. Collective."""
+        engine, cpu = self.engine, torch.device("cpu")
         zero.take_edits()
-        named = engine.named
+        named, device = engine.named, engine.process.device
         held: list[Item] = [(name, "", parameter) for name, parameter in named.items()]
+        dtypes = {name: parameter.dtype for name, parameter in named.items()}
         for index, fragment in zero.fragments.items():
-            if fragment.weights.grad is not None and not zero.interruption.incomplete:
-                held.append((engine.names[index], "grad", fragment.weights.grad))
-        full = self.gather(what, held, device=torch.device("cpu"))
-        device, dtypes = engine.process.device, [p.dtype for p in named.values()]
+            grad = fragment.weights.grad
+            if grad is not None and not zero.interruption.incomplete:
+                held.append((engine.names[index], "grad", grad))
+        full = self.gather("the end of a sharded model", held, device=cpu)
         zero.end([full.pop((name, "")) for name in named])
         # Only now, when the fragments have made room on the device.
-        for (name, parameter), dtype in zip(named.items(), dtypes, strict=True):
-            parameter.data = parameter.data.to(device, dtype)
+        for name, parameter in named.items():
+            parameter.data = parameter.data.to(device, dtypes[name])
             if (name, "grad") in full:
-                parameter.grad = full.pop((name, "grad")).to(device, parameter.dtype)
+                parameter.grad = full.pop((name, "grad")).to(parameter)
         for optimizer in optimizers:
-            convert_optimizer(optimizer, contextlib.ExitStack())  # nothing closes it, so for good
+            # Nothing closes the stack, so for good.
+            convert_optimizer(optimizer, contextlib.ExitStack())
 
     def leave(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
-        """Do it without the other ranks: sharded weights are nan, and the optimizers don't step."""
+        """Do it without the other ranks. Sharded weights are nan."""
         for optimizer in optimizers:
             for fragment in zero.fragments.values():
                 optimizer.state.pop(fragment.weights, None)
-        lost = self.engine.stage == 3
-        parameters = self.engine.parameters
+        lost, parameters = self.engine.stage == 3, self.engine.parameters
         zero.end([without_values(p, p.device) if lost else p.detach().clone() for p in parameters])
 
 

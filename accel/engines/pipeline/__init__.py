@@ -34,11 +34,11 @@ class Pipeline(Options):
     """Options of ``pipeline``.
 
     Args:
-        balance: the number of children in each stage, or "size" to give the stages about equally
-            many bytes of parameters.
-        chunks: the number of micro-batches, which are split along dim 0, so that stages work at the
-            same time. Smaller batches have fewer.
-        checkpoint: the micro-batches whose activations are computed again in backward.
+        balance: the number of children in each stage, or "size" to give the
+            stages about equally many bytes of parameters.
+        chunks: the number of micro-batches, which are split along dim 0, so that
+            stages work at the same time. Smaller batches have fewer.
+        checkpoint: the micro-batches with activations computed again in backward.
     """
 
     balance: Sequence[int] | Literal["size"] = "size"
@@ -50,9 +50,10 @@ class Pipeline(Options):
     def check_values(self) -> None:
         if isinstance(self.balance, list):
             object.__setattr__(self, "balance", tuple(self.balance))
-        counts: Any = self.balance if isinstance(self.balance, tuple) else ()
-        valid = all(type(count) is int and count > 0 for count in counts)
-        valid &= self.balance == "size" or bool(counts)
+        counts: Any = self.balance
+        valid = counts == "size"
+        if isinstance(counts, tuple) and counts:
+            valid = all(type(count) is int and count > 0 for count in counts)
         self.expect("balance", valid, 'the number of children in each stage, or "size"')
 
 
@@ -60,7 +61,7 @@ class Pipeline(Options):
 
 
 def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
-    """Return a stage for each child, so that stages are neighbors and about equally heavy."""
+    """Return a stage for each child. Neighbors form equally heavy stages."""
     stages: list[int] = []
     total = sum(weights) or 1
     before, last = 0.0, -1
@@ -91,7 +92,7 @@ def stages_of(module: nn.Module, balance: Any, world_size: int) -> dict[str, int
 
 
 def owner(name: str, stage_of: Mapping[str, int]) -> int:
-    """Return the rank of a tensor. Parameters of the Sequential itself are on rank 0."""
+    """Return the rank of a tensor. The Sequential's own are on rank 0."""
     return stage_of.get(name.partition(".")[0], 0)
 
 
@@ -100,8 +101,8 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
     # A subclass may have its own forward, for example to return features too.
     if getattr(type(module), "forward", None) is not nn.Sequential.forward:
         raise BackendError(
-            f"A pipeline needs an nn.Sequential, but {type(module).__name__} has its own forward. "
-            'Write the model as nn.Sequential, or use backend="fsdp".'
+            f"A pipeline needs an nn.Sequential, but {type(module).__name__} has its "
+            'own forward. Write the model as nn.Sequential, or use backend="fsdp".'
         )
     if world_size == 1:
         return
@@ -118,7 +119,8 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
     first_names: dict[int, str] = {}
     stage_of = stages_of(module, balance, world_size)
     parameters = module.named_parameters(remove_duplicate=False)
-    for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
+    buffers = module.named_buffers(remove_duplicate=False)
+    for name, tensor in (*parameters, *buffers):
         first = first_names.setdefault(id(tensor), name)
         if owner(first, stage_of) != owner(name, stage_of):
             raise BackendError(
@@ -157,7 +159,7 @@ class Elsewhere(Absent, nn.Parameter):
 class PipelineHoldings(Holdings):
     """The weights and optimizer state of this rank's stage.
 
-    A rank keeps the names and shapes of the other stages, because loops list all parameters.
+    A rank keeps names and shapes of other stages, for loops over all parameters.
     """
 
     engine: PipelineEngine
@@ -169,7 +171,8 @@ class PipelineHoldings(Holdings):
         return True
 
     def has(self, name: str) -> bool:
-        return not self.stage_of or owner(name, self.stage_of) == self.engine.process.place.rank
+        rank = self.engine.process.place.rank
+        return not self.stage_of or owner(name, self.stage_of) == rank
 
     def partial(self, optimizer: Optimizer | None) -> bool:
         return bool(self.stage_of)
@@ -178,7 +181,7 @@ class PipelineHoldings(Holdings):
         return super().part(name, tensor, key) if self.has(name) else None
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
-        return [entry for entry in super().entries(optimizer) if self.has(entry.name)]
+        return list(filter(lambda entry: self.has(entry.name), super().entries(optimizer)))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return self.engine.named | dict(self.engine.module.named_buffers())
@@ -197,9 +200,10 @@ class PipelineHoldings(Holdings):
                 tensor.data = blank(tensor)
 
     def gather_stages(self) -> None:
-        """Give every rank all stages, unless the other ranks take no part. Collective."""
-        items: list[Item] = [(name, "extra", value) for name, value in self.values(None).items()]
-        items += self.gradients()
+        """Give every rank all stages, unless the others have ended. Collective."""
+        items: list[Item] = list(self.gradients())
+        for name, value in self.values(None).items():
+            items.append((name, "extra", value))
         others: dict[str, torch.Tensor] = {}
         for name, tensor in self._tensors().items():
             if not self.has(name):
@@ -225,7 +229,7 @@ class PipelineEngine(Engine):
 
     name = "pipeline"
     options_type = Pipeline
-    placements = Placements(Placement.BY_PARAMETER, Placement.BY_PARAMETER, Placement.BY_PARAMETER)
+    placements = Placements(*[Placement.BY_PARAMETER] * 3)
     gradients_type = PipelineGradients
     gradients: PipelineGradients
     holdings_type = PipelineHoldings
@@ -269,9 +273,11 @@ class PipelineEngine(Engine):
             stage_of = stages_of(self.module, self.options.balance, place.world_size)
             # From here on a checkpoint, state_dict() and teardown() gather the stages.
             self.holdings.divide(stage_of)
-            children: Any = self.module._modules.items()
-            own = {name: child for name, child in children if stage_of[name] == place.rank}
-            self.stage = nn.Sequential(OrderedDict(own))
+            own: OrderedDict[str, nn.Module] = OrderedDict()
+            for name, stage in stage_of.items():
+                if stage == place.rank:
+                    own[name] = self.module.get_submodule(name)
+            self.stage = nn.Sequential(own)
             if self.reads:
                 convert_module(self.stage, self.process.device, None, ExitStack())
         for optimizer in self.optimizers:

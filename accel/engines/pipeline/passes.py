@@ -1,19 +1,21 @@
 """The forward of a pipeline over several ranks. Its backward is autograd's own.
 
-On each rank a micro-batch goes through the stage between two autograd functions. The first receives
-its inputs and the second sends its outputs. In backward they send and receive gradients, so
-``loss.backward()`` on every rank runs all stages backwards. Each function also passes on a token,
-an empty tensor that requires a gradient. With it autograd reaches all functions of a rank, even if
-a stage has no trainable parameters or detaches its input.
+On each rank a micro-batch goes through the stage between two autograd functions.
+The first receives its inputs and the second sends its outputs. In backward they
+send and receive gradients, so ``loss.backward()`` on every rank runs all stages
+backwards. Each function also passes on a token, an empty tensor that requires a
+gradient. With it autograd reaches all functions of a rank, even if a stage has no
+trainable parameters or detaches its input.
 
-Autograd runs the newest node that is ready. So a rank takes a micro-batch back to its inputs before
-it begins with the one before, and two neighbors have the same order of messages.
+Autograd runs the newest node that is ready. So a rank takes a micro-batch back to
+its inputs before it begins with the one before, and two neighbors have the same
+order of messages.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -45,15 +47,17 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 @final
 class PipelineGradients(Gradients):
-    """The gradients of a stage, and the messages that bring them from the next stage.
+    """The gradients of a stage, and the messages with them from the next stage.
 
-    The head of a message travels on accel's own group, so the receiver knows the shapes without
-    waiting for a device. Tensors travel as bytes, because not every group supports every dtype.
+    The head of a message travels on accel's own group, so the receiver knows the
+    shapes without waiting for a device. Tensors travel as bytes, because not
+    every group supports every dtype.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self.rank, self.last = engine.process.place.rank, engine.process.place.world_size - 1
+        place = engine.process.place
+        self.rank, self.last = place.rank, place.world_size - 1
         self.num_forwards = 0
         #: Compares the batches of the first forwards, and the gradients of their outputs.
         self.same = SameInputs(engine.label, 0)
@@ -86,7 +90,7 @@ class PipelineGradients(Gradients):
             )
 
     def send(self, to: int, place: Place, tensors: Tensors, form: Any = None) -> None:
-        """Begin to send the tensors of a nested value and its form, after the last message."""
+        """Begin to send tensors and their form, after the last message."""
         self._finish_sends()
         with self._waiting:
             self._sends += send_value((place, _kinds(tensors), form), to, self.process.control)
@@ -119,7 +123,8 @@ class PipelineGradients(Gradients):
 
     def share(self, what: str, source: int, tensors: Tensors, form: Any = None) -> Message:
         """Return the tensors of rank ``source`` and their form. Collective."""
-        kinds, form = agree(f"{what} ({self.engine.label})", (_kinds(tensors), form))[source]
+        what = f"{what} ({self.engine.label})"
+        kinds, form = agree(what, (_kinds(tensors), form))[source]
         self._finish_sends()
         if self.rank != source:
             tensors = self._empty(kinds)
@@ -128,17 +133,17 @@ class PipelineGradients(Gradients):
         return tensors, form
 
     def _empty(self, kinds: Sequence[Any]) -> Tensors:
-        def empty(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+        def empty(shape: torch.Size, dtype: torch.dtype, grad: bool) -> torch.Tensor:
             tensor = torch.empty(shape, dtype=dtype, device=self.process.device)
-            return tensor.requires_grad_(requires_grad)
+            return tensor.requires_grad_(grad)
 
         return [None if kind is None else empty(*kind) for kind in kinds]
 
     def fail(self, what: str) -> None:
-        """End the process groups after an exception, because other ranks wait for messages."""
+        """End the process groups, because other ranks wait for messages."""
         error = sys.exc_info()[1]
-        reason = f"{type(error).__name__}: {error}"
-        end_groups(f"a {what} of {self.engine.label} failed on rank {self.rank}: {reason}")
+        what = f"a {what} of {self.engine.label} failed on rank {self.rank}"
+        end_groups(f"{what}: {type(error).__name__}: {error}")
 
 
 def _kinds(tensors: Tensors) -> list[Any]:
@@ -153,10 +158,10 @@ def _filled(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
-    """Return the tensors of a nested value, and the value with a ``TensorPlace`` for each tensor.
+    """Return the tensors of a nested value, and the value with their places.
 
     Raises:
-        BackendError: the value contains something that can't be sent to another rank.
+        BackendError: the value contains something without a form to send.
     """
     tensors: list[torch.Tensor] = []
 
@@ -176,14 +181,14 @@ def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
 
 
 def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
-    """Return the tensors of each micro-batch. A tensor without dimensions is in all of them."""
+    """Return the tensors of each micro-batch. Each has all scalars."""
     if chunks == 1:
         return [tensors]
-    sizes = {len(t) for t in tensors if t.dim()}
+    sizes = set(map(len, filter(torch.Tensor.dim, tensors)))
     if len(sizes) != 1:
         raise BackendError(
-            f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} in dim 0. "
-            "Give all inputs the batch as dim 0, or use chunks=1."
+            f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} "
+            "in dim 0. Give all inputs the batch as dim 0, or use chunks=1."
         )
     count = max(1, min(chunks, *sizes))
     columns = [t.tensor_split(count) if t.dim() else (t,) * count for t in tensors]
@@ -191,7 +196,7 @@ def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
 
 
 def recomputed(stage: nn.Module, value: Any) -> Any:
-    """Return the output for a micro-batch. Backward computes its activations again."""
+    """Return the output for a micro-batch. Backward computes it again."""
 
     def forward_of_copy(value: Any) -> Any:
         # nn.ReLU(inplace=True) as the first child would change the input of the second run.
@@ -205,21 +210,21 @@ def recomputed(stage: nn.Module, value: Any) -> Any:
 
 @final
 class Exchange(Function):
-    """A token and tensors that are passed on. Backward calls ``exchange`` with their gradients.
+    """Pass on a token and tensors. Backward calls ``exchange`` with their gradients.
 
-    ``exchange`` returns the gradients with which autograd goes on, or None if there are none.
+    ``exchange`` returns the gradients with which autograd goes on, or None.
     """
 
     @staticmethod
-    def forward(ctx: Any, exchange: Callable[[Tensors], Any], token: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, exchange: Any, token: Any, *tensors: Any) -> Any:
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
         # A second backward without retain_graph=True raises torch's error here, on every rank.
         ctx.save_for_backward(token)
         # Aliases, because nn.ReLU(inplace=True) may change them.
         aliases = [t.detach() for t in tensors]
-        constant = [a for a, t in zip(aliases, tensors, strict=True) if not t.requires_grad]
-        ctx.mark_non_differentiable(*constant)
+        pairs = zip(aliases, tensors, strict=True)
+        ctx.mark_non_differentiable(*[a for a, t in pairs if not t.requires_grad])
         return token.detach(), *aliases
 
     @staticmethod
@@ -239,13 +244,14 @@ def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input:
     tensors, form = flatten(input, "input")
     grad = torch.is_grad_enabled()
     token = torch.empty(0, device=gradients.process.device, requires_grad=grad)
-    # The batch of a second pipeline is the output of the first, and every rank needs its gradients.
+    # The batch of a second pipeline is the output of the first. Every rank needs its gradients.
     if grad and any(t.requires_grad for t in tensors):
         share = partial(gradients.share, "the gradients of a batch", 0)
         token, *tensors = _exchange(lambda grads: share(grads)[0], token, *tensors)
     batches = micro_batches(tensors, options.chunks)
-    kept = {"always": 0, "except_last": 1, "never": len(batches)}[options.checkpoint]
-    kept = kept if grad else len(batches)
+    kept = len(batches)
+    if grad and options.checkpoint != "never":
+        kept = int(options.checkpoint == "except_last")
     # Evaluation may have a different loader, so its first batches are compared too.
     gradients.same.call(lambda: None, (tensors,), {}, "" if grad else "forward")
     try:
@@ -294,6 +300,7 @@ def _forward(
     if len(outputs) > 1:
         outputs = [list(map(torch.cat, zip(*outputs, strict=True)))]
     joined = outputs[0] if is_last else []
-    shared, out_form = gradients.share("the output of a forward", gradients.last, joined, out_form)
+    what = "the output of a forward"
+    shared, out_form = gradients.share(what, gradients.last, joined, out_form)
     _, *shared = _exchange(start_backward, torch.cat(tokens), *shared)
     return put_back(out_form, shared)
