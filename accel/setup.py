@@ -72,7 +72,7 @@ def setup(
             accelerators, and "single" otherwise. In a later call it is the backend of the first.
         precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is
             ``ACCEL_PRECISION``, else "32-true". In a later call it is the precision of the first.
-        devices: see docs/environments.md. "auto" is ``ACCEL_DEVICES``, else all accelerators.
+        devices: see docs/launch.md. "auto" is ``ACCEL_DEVICES``, else all accelerators.
         loader_options: how these dataloaders are distributed. None keeps those of known loaders.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Loops that other people published, with the lines of accel in them, on every backend: the table of docs/public_loops.md.
+"""Loops that other people published, with the lines of accel in them, on every backend: the table of docs/migrating.md.
 
     python -m tests.public_loops SOURCES [--only NAME ...] [--on BACKEND ...] [--table FILE]
 

@@ -162,8 +162,8 @@ def test_seventy_billion_parameters_without_memory() -> None:
     number = sum(p.numel() for p in model.parameters())
     assert 70e9 < number < 71e9
     assert report.predicted("ddp", 8).total == pytest.approx(20 * number, rel=1e-6)
-    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
-    assert str(report) in page, f"copy this into docs/memory.md, with the new picture:\n{report}"
+    page = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
+    assert str(report) in page, f"copy this into docs/parallelism.md, with the new picture:\n{report}"
 
 
 MODELS = """

@@ -54,7 +54,7 @@ def init(
             the backend for the devices.
         timeout: how long a collective waits for other ranks, in seconds or as a timedelta. None:
             30 minutes.
-        devices: the devices of this node's processes; see docs/environments.md.
+        devices: the devices of this node's processes; see docs/launch.md.
 
     Raises:
         AccelError: accel runs with different settings, or the launcher's variables are wrong.

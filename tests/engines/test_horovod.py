@@ -19,7 +19,7 @@ from tests.faults import Fault, reach
 from tests.programs import clean_environ
 
 MISSING = importlib.util.find_spec("horovod") is None
-needs_horovod = pytest.mark.skipif(MISSING, reason="horovod is not installed: docs/hosts.md says how to build it")
+needs_horovod = pytest.mark.skipif(MISSING, reason="horovod is not installed: docs/launch.md says how to build it")
 
 
 UNDER_HOROVODRUN = """

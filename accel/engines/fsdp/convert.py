@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...deferred import resetting, swap, weights_of, without_values
+from ...deferred import resetting, swap, without_values
 from ...errors import AccelError, BackendError
 from ...process import reason_of
 from ...process.packing import broadcast_
