@@ -201,7 +201,7 @@ def summary(model: nn.Module) -> str:
     weights, state = _shard_bytes(engine, [None]), _shard_bytes(engine, engine.optimizers)
     lines = [
         engine.kind,
-        f"backend: {engine.name} on {place.world_size} ranks ({device}), {engine.precision.name}",
+        f"backend: {engine.name}, world size {place.world_size} ({device}), {engine.precision.name}",
         f"options: {engine.options}",
         f"parameters: {total:,} ({trainable:,} trainable)",
         f"optimizers: {_names(engine.optimizers)}",

@@ -217,9 +217,8 @@ class Registry:
             return
         self._strangers.add(facts)
         logger.warning(
-            "%s steps %d parameters that are in no model of accel.setup, the first of shape %s, so "
-            "each rank trains its own. Give their module and this optimizer to accel.setup, unless "
-            "ranks are meant to differ.",
+            "%s steps %d parameters without accel.setup, the first of shape %s, so each rank trains "
+            "its own. Pass their module and this optimizer to accel.setup().",
             *facts,
         )
 

@@ -272,8 +272,7 @@ def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
         if differs and plan.process.place.rank == 0:
             logger.warning(
                 "dataloader %d has different data on different ranks, so most of it will not be "
-                "read. Build the same data on every rank, for example by accel.seed(0). If each "
-                "rank has its own data, use accel.LoaderOptions(shard=False).",
+                "read. Build the same data on every rank, or use LoaderOptions(shard=False).",
                 number,
             )
     return list(loaders[0][0])

@@ -276,8 +276,8 @@ def train_criterion() -> list[str]:
 def test_parameters_in_no_model_warn_once() -> None:
     for texts in run(2, train_criterion):
         assert texts == [
-            "Adam steps 2 parameters that are in no model of accel.setup, the first of shape (1, 2), so each rank trains "
-            "its own. Give their module and this optimizer to accel.setup, unless ranks are meant to differ."
+            "Adam steps 2 parameters without accel.setup, the first of shape (1, 2), so each rank trains "
+            "its own. Pass their module and this optimizer to accel.setup()."
         ]
 
 

@@ -272,7 +272,8 @@ class Engine(ABC):
                 changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask
             if changed:
                 self.refresh()
-        if self.drift.watches_inputs:
+        # An RLHF loop calls `generate` with the same prompt on every rank.
+        if is_forward and self.drift.watches_inputs:
             self.drift.note(self, args, kwargs)
         try:
             if self.precision.plain:
