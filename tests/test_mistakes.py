@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from accel.engines import resolve
 from accel.registry import registry
 from tests.backends import need
 from tests.distributed import refusals, run
+from tests.models import logged
 
 
 def net() -> nn.Module:
@@ -202,19 +201,6 @@ def test_forked_processes_raise() -> None:
     accel.init()
     with pytest.raises(accel.AccelError, match="forked from rank 0.*Call accel in the process that called accel.setup"):
         list(DataLoader(Forked(), num_workers=1, multiprocessing_context="fork"))
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect accel's warnings."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("accel").removeHandler(handler)
 
 
 def train_on(batches: Any, backend: Any) -> list[str]:
