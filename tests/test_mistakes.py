@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
-from accel.__main__ import main
 from accel.engines import resolve
 from accel.registry import registry
 from tests.backends import need
@@ -265,27 +264,3 @@ def test_parameters_in_no_model_warn_once() -> None:
             "Adam steps 2 parameters that are in no model of accel.setup, the first of shape (1, 2), so each rank trains "
             "its own. Give their module and this optimizer to accel.setup, unless ranks are meant to differ."
         ]
-
-
-# -- the command line --------------------------------------------------------------------------------------------------
-
-COMMANDS = {
-    f"run --backend fdsp {__file__}": "Unknown backend 'fdsp'. Did you mean 'fsdp'?",
-    "run nowhere.py": "there is no file nowhere.py in ",
-    "verify nowhere": "nowhere does not exist",
-    "memory torch.nn:Linear": "missing 2 required positional arguments",
-}
-
-
-def test_errors_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, words in COMMANDS.items():
-        assert main(command.split()) == 1
-        text = capsys.readouterr().err
-        assert text.startswith(f"accel {command.split()[0]}: "), command
-        assert words in text, command
-    with pytest.raises(SystemExit):
-        main(["run", "-n", "x", "train.py"])
-    assert "expected a number above 0, found 'x'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out == f"accel {accel.__version__}\n"
