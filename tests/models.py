@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -56,6 +59,21 @@ def one_step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
     model(torch.randn(4, 4)).square().mean().backward()
     optimizer.step()
+
+
+@contextlib.contextmanager
+def logged(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect accel's messages of this level and above."""
+    texts: list[str] = []
+    handler, logger = logging.Handler(level), logging.getLogger("accel")
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 def rows(seed: int, *shape: int) -> torch.Tensor:

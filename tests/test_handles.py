@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LinearLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import LinearLR, StepLR
 
 import accel
 from accel.registry import registry
@@ -103,14 +103,22 @@ BACKENDS: list[Any] = ["ddp", "sharded", "fsdp", "pipeline", accel.DeepSpeed(sta
 
 
 def optimizer_life(backend: Any) -> None:
-    """A step that raises, copies, and everything that setup puts on an optimizer until teardown."""
+    """Schedulers, a step that raises, copies, and everything that setup puts on an optimizer until teardown."""
     raw = mlp(4, 6, 6, 2)
     parameters = list(raw.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, lr=0.4, momentum=0.9)
+    warm = LinearLR(optimizer, 0.5, total_iters=1)
+    one_step(raw, optimizer)
     before = attributes(optimizer)
     model, returned, _ = accel.setup(raw, optimizer, backend=backend)
     assert returned is optimizer
-    one_step(model, optimizer)
+    schedulers = [warm, StepLR(optimizer, 1, 0.25)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of schedulers
+        one_step(model, optimizer)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1
     groups = [[*map(id, group["params"])] for group in optimizer.param_groups]
     optimizer.param_groups[0]["lr"] = "fast"
     with pytest.raises(TypeError):
@@ -144,33 +152,3 @@ def optimizer_life(backend: Any) -> None:
 def test_an_optimizer_after_teardown(backend: Any) -> None:
     need(backend, 2)
     run(2, optimizer_life, backend)
-
-
-def schedules(backend: Any) -> list[float]:
-    """Schedulers that were built before and after setup, chained, without a warning of torch."""
-    raw = mlp(4, 6, 6, 2)
-    optimizer = torch.optim.SGD(raw.parameters(), lr=1.0)
-    rates = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warm = LinearLR(optimizer, 0.5, total_iters=2)
-        model = accel.setup(raw, optimizer, backend=backend).model
-        both = SequentialLR(optimizer, [warm, CosineAnnealingLR(optimizer, 5)], milestones=[2])
-        chained = ChainedScheduler([both, StepLR(optimizer, 1, 0.5)], optimizer=optimizer)
-        for _ in range(3):
-            one_step(model, optimizer)
-            rates.append(optimizer.param_groups[0]["lr"])
-            chained.step()
-        accel.teardown(model)
-        one_step(raw, optimizer)
-        chained.step()
-    assert getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-    return rates
-
-
-def test_schedulers_before_and_after_setup() -> None:
-    expected = schedules("single")
-    assert expected == [0.5, 0.375, 0.5]
-    for backend in BACKENDS:
-        need(backend, 2)
-        assert run(2, schedules, backend) == [expected] * 2

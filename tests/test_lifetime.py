@@ -22,23 +22,6 @@ from tests.distributed import run
 from tests.models import adamw, distance, mlp, normalised, one_step
 from tests.programs import by_hand, free_port, scripts
 
-
-def different_seeds(backend: str) -> tuple[list[Any], list[Any]]:
-    torch.manual_seed(accel.rank())
-    raw = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    raw[1].running_mean.fill_(accel.rank())  # type: ignore[operator, union-attr]
-    before = [t.tolist() for t in raw.state_dict().values()]
-    model = accel.setup(raw, backend=backend).model
-    return before, [t.tolist() for t in accel.full_state_dict(model).values()]
-
-
-@pytest.mark.parametrize(("backend", "world"), [("ddp", 4), ("fsdp", 2)])
-def test_all_ranks_start_from_rank_0(backend: str, world: int) -> None:
-    results = run(world, different_seeds, backend)
-    assert results[0][0] != results[1][0]
-    assert all(after == results[0][0] for _, after in results)
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -165,24 +148,6 @@ def drop_on_one_rank() -> list[str]:
 def test_a_model_dropped_on_one_rank() -> None:
     for messages in run(2, drop_on_one_rank):
         assert "dropped on rank 0" in messages[0]
-
-
-def add_group(backend: Any) -> None:
-    """Add a group with the parameters that the model had before setup."""
-    raw = mlp(4, 8, 3)
-    parameters = list(raw.parameters())
-    optimizer = torch.optim.Adam(parameters[:2], lr=0.1)
-    model = accel.setup(raw, optimizer, backend=backend).model
-    optimizer.add_param_group({"params": parameters[2:]})
-    assert [len(group["params"]) for group in accel.full_state_dict(optimizer)["param_groups"]] == [2, 2]
-    accel.teardown(model)
-    assert [p for group in optimizer.param_groups for p in map(id, group["params"])] == list(map(id, parameters))
-
-
-@pytest.mark.parametrize("backend", ["sharded", "fsdp", "pipeline", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3)])
-def test_groups_added_since_the_last_step(backend: Any) -> None:
-    need(backend, 2)
-    run(2, add_group, backend)
 
 
 # -- the end of the process --------------------------------------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel
-from accel.__main__ import main
 from accel.engines import resolve
 from accel.registry import registry
 from tests.backends import need
 from tests.distributed import refusals, run
+from tests.models import logged
 
 
 def net() -> nn.Module:
@@ -204,19 +202,6 @@ def test_forked_processes_raise() -> None:
         list(DataLoader(Forked(), num_workers=1, multiprocessing_context="fork"))
 
 
-@contextlib.contextmanager
-def logged() -> Iterator[list[str]]:
-    """Collect accel's warnings."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("accel").removeHandler(handler)
-
-
 def train_on(batches: Any, backend: Any) -> list[str]:
     """Return the warnings of a training."""
     raw = net()
@@ -279,27 +264,3 @@ def test_parameters_in_no_model_warn_once() -> None:
             "Adam steps 2 parameters without accel.setup, the first of shape (1, 2), so each rank trains "
             "its own. Pass their module and this optimizer to accel.setup()."
         ]
-
-
-# -- the command line --------------------------------------------------------------------------------------------------
-
-COMMANDS = {
-    f"run --backend fdsp {__file__}": "Unknown backend 'fdsp'. Did you mean 'fsdp'?",
-    "run nowhere.py": "there is no file nowhere.py in ",
-    "verify nowhere": "nowhere does not exist",
-    "memory torch.nn:Linear": "missing 2 required positional arguments",
-}
-
-
-def test_errors_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, words in COMMANDS.items():
-        assert main(command.split()) == 1
-        text = capsys.readouterr().err
-        assert text.startswith(f"accel {command.split()[0]}: "), command
-        assert words in text, command
-    with pytest.raises(SystemExit):
-        main(["run", "-n", "x", "train.py"])
-    assert "expected a number above 0, found 'x'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out == f"accel {accel.__version__}\n"

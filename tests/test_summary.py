@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 import accel
 from accel.memory import human
 from tests.distributed import run
+from tests.models import logged
 
 DATA = TensorDataset(torch.zeros(64, 2))
 
@@ -46,19 +47,11 @@ def test_summary(world: int) -> None:
 
 def lines_of_setup() -> tuple[list[str], list[int], int]:
     """Return the log of three setups, batch sizes, and the number of steps before rank 1 stops all."""
-    lines: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("accel")
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     model, data, batches = nn.Linear(2, 2), DataLoader(DATA, 8), BatchSampler(SequentialSampler(range(64)), 5, False)
-    try:
+    with logged(logging.INFO) as lines:
         for _ in range(2):
             accel.setup(model, None, [data, DataLoader(DATA, None)])
         loader = accel.setup(model, torch.optim.SGD(model.parameters(), 0.1), data).dataloaders
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(logging.NOTSET)
     own = DataLoader(DATA, batch_sampler=batches)
     seen = accel.all_reduce(torch.tensor([len(next(iter(loader))[0])]), "sum").item()
     steps = 0
