@@ -52,42 +52,13 @@ def evaluate_and_train(stage: int) -> None:
             plain_optimizer.step()
             evaluate()
         assert distance(whole(model), plain.state_dict()) <= 1e-5
+    with pytest.raises(accel.OptimizerError, match="not given to accel.setup"):
+        adamw(raw).step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_evaluate_then_train_and_back(stage: int) -> None:
     run(2, evaluate_and_train, stage)
-
-
-def two_optimizers(stage: int) -> None:
-    """One of each class; then a third, and a group that is added."""
-    pair = Pair(
-        zero(stage),
-        lambda net: [
-            torch.optim.SGD(net.body.parameters(), lr=0.05, momentum=0.9),
-            torch.optim.AdamW(net.left.parameters(), lr=0.01, weight_decay=0.1),
-        ],
-    )
-    for step in range(6):
-        if step == 2:
-            for net, optimizers in ((pair.raw, pair.optimizer), (pair.plain, pair.plain_optimizer)):
-                optimizers[1].add_param_group({"params": list(net.right.parameters()), "lr": 0.02})
-        if step == 4:
-            pair.plain_optimizer.append(torch.optim.RMSprop([pair.plain.scale], lr=0.01))
-            third = torch.optim.RMSprop([pair.raw.scale], lr=0.01)
-            pair.optimizer.append(accel.setup(pair.raw, third).optimizers)
-        for optimizer in (*pair.optimizer, *pair.plain_optimizer):
-            optimizer.zero_grad()
-        pair.backward(step)
-        for optimizers in (pair.optimizer, pair.plain_optimizer):
-            for optimizer in optimizers[: 1 + step % 3]:
-                optimizer.step()
-    assert distance(whole(pair.model), pair.plain.state_dict()) <= 1e-5
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_several_optimizers_and_added_groups(stage: int) -> None:
-    run(2, two_optimizers, stage)
 
 
 def joint_loss(backends: list[Any]) -> None:
@@ -124,33 +95,13 @@ def test_models_with_one_loss(stages: tuple[int, int]) -> None:
 # -- trainability, teardown, switching --------------------------------------------------------------------------------
 
 
-def freeze_and_unfreeze(stage: int) -> None:
-    """Frozen at setup, unfrozen later, and back; what is frozen stays put, its state is kept."""
-    pair = Pair(zero(stage))
-    for number in range(6):
-        for net in (pair.raw, pair.plain):
-            for name, p in net.named_parameters():
-                p.requires_grad_(name.startswith(("left", "scale")) if number in (0, 3) else number != 4 or "2" in name)
-        frozen = {n for n, p in pair.plain.named_parameters() if not p.requires_grad}
-        before = whole(pair.model)
-        pair.train(range(2 * number, 2 * number + 2))
-        after = whole(pair.model)
-        for name in before:
-            assert torch.equal(before[name], after[name]) == (name in frozen), name
-        pair.check()
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_trainability_may_change_any_time(stage: int) -> None:
-    run(2, freeze_and_unfreeze, stage)
-
-
 def switching() -> None:
     """Through every stage, with the gradients that the stage before has left."""
     raw, plain = Net(), Net()
     optimizers = adamw(raw), adamw(plain)
     before = {name: set(vars(m)) for name, m in raw.named_modules()}
     parameters = list(raw.parameters())
+    kinds = [*map(type, (*raw.modules(), *parameters))]
     for number, backend in enumerate([zero(3), "ddp", zero(1), zero(2), zero(3)]):
         model, handle, _ = accel.setup(raw, optimizers[0], backend=backend)
         loss_of(model(data(number, accel.rank()))).backward()
@@ -161,6 +112,7 @@ def switching() -> None:
         assert all(p is q for p, q in zip(raw.parameters(), parameters, strict=True))
         assert {name: set(vars(m)) for name, m in raw.named_modules()} == before
         assert not any(vars(p) for p in parameters)
+        assert [*map(type, (*raw.modules(), *parameters))] == kinds
         assert type(raw._parameters) is dict
         for module in raw.modules():
             tables = [v for k, v in vars(module).items() if k.endswith("_hooks")]
@@ -184,6 +136,9 @@ def collected(stage: int) -> None:
     del pair
     gc.collect()
     assert [ref() for ref in alive] == [None, None, None]
+    accel.teardown()
+    # DeepSpeed would make a copy of the process group for good, with threads of its own.
+    assert len(dist.distributed_c10d._world.pg_map) == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -247,19 +202,7 @@ def kept_gradients(stage: int) -> None:
     pair.check()
 
 
-def stepped_without_a_forward(stage: int) -> None:
-    """A failed backward is cleared also if no forward comes before a step and the end."""
-    pair = Pair(zero(stage))
-    pair.train()
-    fail_in_backward(pair)
-    pair.zero_grad(set_to_none=False)
-    pair.step()
-    raw = accel.teardown(pair.model)
-    assert distance(raw.state_dict(), pair.plain.state_dict()) <= 1e-5
-    assert not any(p.grad is not None and p.grad.any() for p in raw.parameters())
-
-
-@pytest.mark.parametrize("program", [exceptions, kept_gradients, stepped_without_a_forward])
+@pytest.mark.parametrize("program", [exceptions, kept_gradients])
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_exception_leaves_a_usable_engine(stage: int, program: Any) -> None:
     run(2, program, stage)
@@ -289,20 +232,16 @@ def test_teardown_after_the_groups_ended() -> None:
         assert "are lost (now nan)" in message
 
 
-def other_branches(stage: int) -> None:
-    pair = Pair(zero(stage))
+def other_branches() -> None:
+    pair = Pair(zero(2))
     left = accel.rank() == 0
     loss_of(pair.model(data(0, accel.rank()), left=left, right=not left)).backward()
     pair.optimizer.step()
-    torch.stack([loss_of(pair.plain(x, left=i == 0, right=i != 0)) for i, x in enumerate(data(0))]).mean().backward()
-    pair.plain_optimizer.step()
-    pair.check()
 
 
 def test_ranks_that_use_other_parameters() -> None:
-    """Exact at stage 1; an error on every rank where gradients are reduced as they come."""
-    run(2, other_branches, 1)
-    refusals(2, other_branches, 2, error="RankMismatchError", breaks=True)
+    """Stage 1 trains them, as the generated programs show. Stage 2 reduces gradients as they come."""
+    refusals(2, other_branches, error="RankMismatchError", breaks=True)
 
 
 # -- the library and the process ----------------------------------------------------------------------------------------
@@ -362,18 +301,3 @@ def test_scripts_end_quietly_or_everywhere() -> None:
     assert "KeyError: 'in the middle'" in first[2]
     assert second[0] != 0
     assert "rank 0 ended with KeyError" in second[2]
-
-
-def count_groups() -> list[int]:
-    counts = []
-    for _ in range(2):
-        pair = Pair(zero(2))
-        pair.train(range(1))
-        accel.teardown()
-        counts.append(len(dist.distributed_c10d._world.pg_map))
-    return counts
-
-
-def test_only_the_users_process_group_remains() -> None:
-    """DeepSpeed makes a copy of it for good, and each has threads that wake up a hundred times a second."""
-    assert run(2, count_groups) == [[1, 1]] * 2

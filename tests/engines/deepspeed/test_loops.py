@@ -12,31 +12,18 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from tests.distributed import run
-from tests.engines.deepspeed.training import STAGES, Pair, adamw, data, loss_of, mean_loss, momentum, zero
+from tests.engines.deepspeed.training import STAGES, Pair, data, loss_of, mean_loss, momentum, zero
 
 
-def several_backwards(stage: int) -> None:
-    """Two forwards then two backwards, a graph used twice, the raw module, a method."""
-    for make in (adamw, momentum):
-        pair = Pair(zero(stage), make)
-        rank = accel.rank()
-        for step in range(3):
-            for model, optimizer, batches in (
-                (pair.model, pair.optimizer, [data(step, rank)]),
-                (pair.plain, pair.plain_optimizer, list(data(step))),
-            ):
-                optimizer.zero_grad()
-                for x in batches:
-                    a, b = model(x)["out"].square().mean(), model(-x, right=False)["out"].square().mean()
-                    (b / len(batches)).backward()
-                    (a / len(batches)).backward(retain_graph=stage != 3)
-                    if stage != 3:
-                        (a / len(batches)).backward()
-                    raw = accel.unwrap(model) if model is pair.model else model
-                    (loss_of(raw(x)) / len(batches)).backward()
-                    (model.embed(x).abs().mean() / len(batches)).backward()
-                optimizer.step()
-        pair.check()
+def raw_module_and_method(stage: int) -> None:
+    pair = Pair(zero(stage))
+
+    def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+        raw = pair.raw if model is pair.model else model
+        return raw(x)["out"] + model(-x, right=False)["out"] + model.embed(x).mean()  # type: ignore[no-any-return]
+
+    pair.train(forward=forward)
+    pair.check()
 
 
 def zero_grad_anywhere(stage: int) -> None:
@@ -102,24 +89,6 @@ def weights_of_another_module(stage: int) -> None:
     pair.check()
 
 
-def no_sync(stage: int) -> None:
-    pair = Pair(zero(stage))
-    for step in range(3):
-        pair.zero_grad()
-        with accel.no_sync(pair.model):
-            x = data(step, accel.rank())
-            # A checkpoint's second forward ends by an exception of torch's, which is no error: what waits stays.
-            loss_of(checkpoint(pair.model, x, use_reentrant=False) if step else pair.model(x)).backward()
-            with accel.no_sync(pair.model):
-                loss_of(pair.model(data(step + 10, accel.rank()), left=False)).backward()
-        if step:
-            loss_of(pair.model(data(step + 20, accel.rank()))).backward()
-        for s, left in ((step, True), (step + 10, False), *([(step + 20, True)] if step else [])):
-            mean_loss(pair.plain, lambda m, x, left=left: m(x, left=left), s).backward()
-        pair.step()
-    pair.check()
-
-
 def hooks_of_the_program(stage: int) -> None:
     """What they return is what counts, and blocks in reentrant checkpoints have their own backwards."""
     pair = Pair(zero(stage), momentum)
@@ -136,10 +105,7 @@ def hooks_of_the_program(stage: int) -> None:
     pair.check()
 
 
-LOOPS = [
-    *(several_backwards, zero_grad_anywhere, closures, weights_of_another_module),
-    *(no_sync, hooks_of_the_program),
-]
+LOOPS = (raw_module_and_method, zero_grad_anywhere, closures, weights_of_another_module, hooks_of_the_program)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)

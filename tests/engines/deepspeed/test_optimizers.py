@@ -1,4 +1,4 @@
-"""DeepSpeed's own optimizers, given to ``accel.setup`` by the user."""
+"""Optimizers that can step shards, and others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 import accel
 from accel.engines.deepspeed.library import library
 from tests.distributed import run
-from tests.engines.deepspeed.training import Pair, zero
+from tests.engines.deepspeed.training import STAGES, Pair, zero
 
 
 class CompiledOp:
@@ -24,22 +24,10 @@ class CompiledOp:
     def destroy_adam(self, number: int) -> None:
         pass
 
-    def adam_update(
-        self,
-        number: int,
-        step: int,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        decay: float,
-        bias_correction: bool,
-        weights: torch.Tensor,
-        grad: torch.Tensor,
-        mean: torch.Tensor,
-        square: torch.Tensor,
-    ) -> None:
-        assert all(tensor.device.type == "cpu" for tensor in (weights, grad, mean, square))
+    def adam_update(self, number: int, step: int, *values: Any) -> None:
+        lr, beta1, beta2, eps, decay, _, *tensors = values
+        weights, grad, mean, square = tensors
+        assert all(tensor.device.type == "cpu" for tensor in tensors)
         mean.lerp_(grad, 1 - beta1)
         square.lerp_(grad.square(), 1 - beta2)
         weights.mul_(1 - lr * decay)
@@ -72,25 +60,46 @@ def test_deepspeeds_cpu_adam_trains(stage: int) -> None:
     run(2, trained_by_cpu_adam, stage)
 
 
-def fused_adam() -> None:
-    raw = nn.Linear(4, 2)
-    kind = type("FusedAdam", (torch.optim.Optimizer,), {"__module__": "deepspeed.ops.adam.fused_adam"})
-    with pytest.raises(accel.OptimizerError, match=r"FusedAdam can't step flat shards.*AdamW\(fused=True\)"):
-        accel.setup(raw, kind(raw.parameters(), {}), backend=zero(2))
-    assert "zero_grad" not in vars(raw)
+def refused() -> None:
+    named = {"__module__": "deepspeed.ops.adam.fused_adam"}
+    own: Any = type("FusedAdam", (torch.optim.Optimizer,), named)
+    for kind in (lambda parameters: own(parameters, {}), torch.optim.LBFGS, torch.optim.Adafactor):
+        for stage in (2, 3):
+            raw = nn.Linear(4, 2)
+            with pytest.raises(accel.OptimizerError, match=r"can't step flat shards.*AdamW\(fused=True\)"):
+                accel.setup(raw, kind(raw.parameters()), backend=zero(stage))
+            assert "zero_grad" not in vars(raw)
 
 
-def test_deepspeeds_fused_adam_is_refused() -> None:
-    run(2, fused_adam)
+def test_optimizers_that_are_refused() -> None:
+    run(2, refused)
 
 
-def trained_by_fused_adamw(stage: int) -> None:
-    pair = Pair(zero(stage), lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.1, fused=True))
-    pair.train()
-    pair.train(range(3, 6), forward=lambda m, x: m(x, right=False))
-    pair.check()
+class DropsAll(torch.optim.AdamW):
+    """Another ``zero_grad`` only."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_torchs_fused_adamw_trains(stage: int) -> None:
-    run(2, trained_by_fused_adamw, stage)
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.RMSprop, {}),
+    (DropsAll, {}),
+]
+
+
+def trained(stage: int) -> None:
+    for kind, options in OPTIMIZERS:
+        pair = Pair(zero(stage), lambda m, kind=kind, options=options: kind(m.parameters(), lr=0.01, **options))
+        pair.train()
+        pair.train(range(3, 6), forward=lambda m, x: m(x, right=False))
+        pair.check()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_elementwise_optimizers_train(stage: int) -> None:
+    run(2, trained, stage)

@@ -101,15 +101,20 @@ def test_weights_from_a_near_copy() -> None:
 
 
 def half(stage: int) -> None:
-    """bf16-true is plain torch's bfloat16; with DeepSpeed's 'bf16' the optimizer steps fp32 copies."""
-    pair = Pair(zero(stage), net=lambda: Net().bfloat16(), precision="bf16-true")
-    pair.train(forward=lambda m, x: {"out": m(x.bfloat16())["out"].float()})
-    full = whole(pair.model)
-    assert distance(full, pair.plain.state_dict()) <= 0.02
-    assert {value.dtype for value in full.values()} == {torch.bfloat16}
-    accel.teardown(pair.model)
-    assert next(pair.raw.parameters()).dtype is torch.bfloat16
+    """16 bits as in plain torch."""
+    kinds = ("16-true", torch.float16, 5e-3), ("bf16-true", torch.bfloat16, 0.02)
+    for precision, dtype, tolerance in kinds:
+        pair = Pair(zero(stage), momentum, lambda dtype=dtype: Net().to(dtype), precision=precision)
+        pair.train(forward=lambda m, x, dtype=dtype: {"out": m(x.to(dtype))["out"].float()})
+        full = whole(pair.model)
+        assert distance(full, pair.plain.state_dict()) <= tolerance
+        assert {value.dtype for value in full.values()} == {dtype}
+        accel.teardown(pair.model)
+        assert next(pair.raw.parameters()).dtype is dtype
 
+
+def master_weights(stage: int) -> None:
+    """With DeepSpeed's 'bf16' the optimizer steps fp32 copies: steps of 0.01 survive."""
     pair = Pair(with_masters(stage), precision="bf16-true")
     pair.train(range(2))
     for step in range(2, 4):  # gradients of two backwards, the first of which is clipped
@@ -120,26 +125,13 @@ def half(stage: int) -> None:
         pair.backward(step + 10)
         pair.step()
     accel.teardown(pair.model)
-    # Steps of 0.01 survive in fp32.
     assert distance(pair.raw.state_dict(), pair.plain.state_dict()) <= 0.02
 
 
+@pytest.mark.parametrize("program", [half, master_weights])
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_true(stage: int) -> None:
-    run(2, half, stage)
-
-
-def float16(stage: int) -> None:
-    pair = Pair(zero(stage), momentum, lambda: Net().half(), precision="16-true")
-    pair.train(forward=lambda m, x: m(x.half()))
-    full = whole(pair.model)
-    assert {value.dtype for value in full.values()} == {torch.float16}
-    assert distance(full, pair.plain.state_dict()) < 5e-3
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_float16_weights(stage: int) -> None:
-    run(2, float16, stage)
+def test_weights_of_16_bits(stage: int, program: Any) -> None:
+    run(2, program, stage)
 
 
 class Adapted(nn.Module):
@@ -171,8 +163,7 @@ def adapted(stage: int, dtype: torch.dtype) -> None:
     assert [p.dtype for p in pair.raw.parameters()] == [p.dtype for p in pair.plain.parameters()]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.bfloat16), (2, torch.float16)])
 def test_frozen_base_in_half_precision(stage: int, dtype: torch.dtype) -> None:
     run(2, adapted, stage, dtype)
 
@@ -200,7 +191,7 @@ def fp16(stage: int) -> None:
 
 
 def overflow(stage: int) -> None:
-    """An overflow on one rank skips the step on all; a plain backward and a scaler of the user's are refused."""
+    """An overflow on one rank skips the step on all. A scaler of the user's raises."""
     pair = Pair(zero(stage), precision="16-mixed")
     registry.loss_scale.restore(1024.0, 0)
     model, optimizer = pair.model, pair.optimizer
@@ -220,12 +211,6 @@ def overflow(stage: int) -> None:
         assert (optimizer.step_was_skipped, optimizer.skipped_steps) == (True, skips)
         assert distance(whole(model), before[0]) == 0
         assert repr(accel.full_state_dict(optimizer)) == repr(before[1])
-    optimizer.zero_grad()
-    loss().backward()
-    with pytest.raises(accel.PrecisionError, match=r"accel\.backward"):
-        optimizer.step()
-    with pytest.raises(accel.PrecisionError, match=r"plain loss\.backward"):
-        accel.backward(loss())
     optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss()).backward()

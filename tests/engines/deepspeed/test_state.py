@@ -24,9 +24,8 @@ def tensors() -> list[torch.Tensor]:
 def held(stage: int, theory: float) -> float:
     """Bytes of weights, gradients and optimizer state on this rank, in units of the weights, after a step."""
     torch.manual_seed(0)
-    others = set(
-        map(id, earlier := tensors())
-    )  # of programs that this process ran before; kept, so that no address is reused
+    earlier = tensors()  # of programs that this process ran before; kept, so that no address is reused
+    others = set(map(id, earlier))
     width = 64
     raw = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 512}}

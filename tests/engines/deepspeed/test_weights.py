@@ -19,7 +19,6 @@ from accel.engines.deepspeed import DeepSpeed
 from tests.distributed import run
 from tests.engines.deepspeed.training import Pair, data, zero
 from tests.engines.deepspeed.training import momentum as sgd
-from tests.measured import measured
 
 #: Small weights stay gathered.
 KEPT = DeepSpeed(stage=3)
@@ -152,28 +151,6 @@ def test_uses_of_weights(program: Any) -> None:
     run(2, program, timeout=200.0)
 
 
-class Marked(nn.Parameter):
-    """A class of the user's own."""
-
-
-def classes() -> None:
-    """The classes of weights are as before when the engine has gone, and a module can be divided again."""
-    raw = Net()
-    raw.mark = Marked(torch.ones(3))
-    before = [(type(p), vars(p).copy()) for p in raw.parameters()]
-    for backend in (zero(3), KEPT, zero(3)):
-        model, _, _ = accel.setup(raw, sgd(raw), backend=backend)
-        model(data(0)[0])
-        assert measured(model).parameters >= sum(p.nbytes for p in raw.parameters()) // 2
-        accel.teardown(model)
-        assert [(type(p), vars(p)) for p in raw.parameters()] == before
-        assert raw.mark.sum() == 3
-
-
-def test_classes_of_weights_after_teardown() -> None:
-    run(2, classes, timeout=200.0)
-
-
 # -- models with weights of other kinds -------------------------------------------------------------------------------
 
 
@@ -248,13 +225,11 @@ def train_model(name: str, backend: Any) -> None:
     accel.teardown(pair.model)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_with_other_weights(name: str) -> None:
-    run(2, train_model, name, zero(3))
+KINDS = [*((name, zero(3)) for name in MODELS), ("strided", zero(2)), ("packed", zero(2)), ("packed", KEPT)]
 
 
-@pytest.mark.parametrize(("name", "backend"), [("strided", zero(2)), ("packed", zero(2)), ("packed", KEPT)])
-def test_other_weights_that_stay_gathered(name: str, backend: Any) -> None:
+@pytest.mark.parametrize(("name", "backend"), KINDS)
+def test_models_with_other_weights(name: str, backend: Any) -> None:
     run(2, train_model, name, backend)
 
 
@@ -276,11 +251,6 @@ def assigned(backend: Any) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("backend", [zero(1), zero(2), KEPT], ids=lambda b: f"stage {b.stage}")
-def test_assigned_gradients_are_stepped(backend: Any) -> None:
-    run(2, assigned, backend, timeout=200.0)
-
-
 def inputs(backend: Any) -> None:
     pair = pair_of(backend)
     for step in range(2):
@@ -292,9 +262,12 @@ def inputs(backend: Any) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("backend", [zero(3), KEPT], ids=["divided", "kept"])
-def test_a_backward_for_some_weights(backend: Any) -> None:
-    run(2, inputs, backend)
+GRADIENTS = [(assigned, zero(1)), (assigned, zero(2)), (assigned, KEPT), (inputs, zero(3)), (inputs, KEPT)]
+
+
+@pytest.mark.parametrize(("program", "backend"), GRADIENTS)
+def test_gradients_from_elsewhere(program: Any, backend: Any) -> None:
+    run(2, program, backend, timeout=200.0)
 
 
 # -- what modules and methods return ----------------------------------------------------------------------------------

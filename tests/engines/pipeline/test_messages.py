@@ -94,7 +94,7 @@ def test_messages_of_neighbors_have_one_order(stages: str, world: int) -> None:
 
 
 def live_after_more() -> list[int]:
-    """The live tensors after steps and forwards, and after more of the same."""
+    """Return the live tensors after steps and forwards. The engine ends with its model."""
     raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=4))
     counts = []
@@ -104,6 +104,10 @@ def live_after_more() -> list[int]:
         with torch.no_grad():
             model(batch(0)[0])
         counts.append(live_tensors())
+    alive = [weakref.ref(registry.find_engine(model)), *map(weakref.ref, raw.parameters())]
+    del raw, model, optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
     return counts[1:]
 
 
@@ -129,18 +133,3 @@ def test_the_end_of_a_rank_ends_the_others_with_an_error() -> None:
     for rank in (0, 1, 3):
         assert "AccelError" in results[rank].error, results[rank].trace
         assert results[rank].seconds < 50  # the group's own timeout is 60 s
-
-
-def collected() -> None:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=2))
-    one_step(model, optimizer, 0)
-    engine, parameters = weakref.ref(registry.find_engine(model)), [weakref.ref(p) for p in raw.parameters()]
-    del raw, model, optimizer
-    gc.collect()
-    assert engine() is None
-    assert not any(parameter() is not None for parameter in parameters)
-
-
-def test_an_engine_dies_with_its_model() -> None:
-    run(2, collected)

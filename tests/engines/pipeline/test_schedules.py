@@ -69,8 +69,8 @@ class Branches(nn.Module):
         parts = [self.unused(x["x"]), x["x"].argmax(1), None]
         if x["kind"] == "wide":
             return {"h": torch.cat([h, h], dim=1), "parts": parts, "kind": "wide"}
-        if x["kind"] == "half":
-            return {"h": h.bfloat16(), "parts": parts, "scale": 0.5, "kind": "half"}
+        if x["kind"] == "double":
+            return {"h": h.double(), "parts": parts, "scale": 0.5, "kind": "double"}
         return {"h": h, "parts": parts, "kind": "a long text " * 200}
 
 
@@ -94,7 +94,7 @@ def train_nested(chunks: int) -> None:
     model, optimizer, _ = accel.setup(raw, adamw(raw), backend=accel.Pipeline(chunks=chunks))
     reference = adamw(plain)
     for step, (kind, rows) in enumerate(
-        [("plain", 7), ("wide", 7), ("half", 7), ("plain", 2), ("half", 1), ("wide", 3)]
+        [("plain", 7), ("wide", 7), ("double", 7), ("plain", 2), ("double", 1), ("wide", 3)]
     ):
         for m, o in ((model, optimizer), (plain, reference)):
             o.zero_grad()
@@ -180,16 +180,12 @@ def through_the_input(m: Any) -> None:
 
 def with_hooks(m: Any) -> None:
     hook = next(iter(m.parameters())).register_hook(lambda g: g.clamp(-0.01, 0.01) * 2)
-    m(batch(0)[0]).square().mean().backward()
+    m(batch(0)[0])[2:3].square().mean().backward()
     hook.remove()
 
 
-def part_of_the_rows(m: Any) -> None:
-    m(batch(0)[0])[2:3].square().sum().backward()
-
-
 def patterns() -> None:
-    for pattern in (joint, through_the_input, with_hooks, part_of_the_rows):
+    for pattern in (joint, through_the_input, with_hooks):
         assert step_pattern(pattern) < 1e-5, pattern.__name__
     assert step_pattern(joint, freeze=4) < 1e-5  # the first stage is frozen as a whole
     assert step_pattern(through_the_input, freeze=8) < 1e-5  # only the batch gets a gradient
@@ -206,11 +202,7 @@ def explicit_gradients() -> None:
     found = torch.autograd.grad(model(x).square().mean(), x)
     torch.testing.assert_close(found, torch.autograd.grad(plain(want).square().mean(), want))
     assert all(p.grad is None for p in raw.parameters())
-    loss = model(batch(0)[0]).square().mean()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-    loss = model(batch(0)[0]).sum()  # whose own graph says nothing
+    loss = model(batch(0)[0]).sum()  # its own graph says nothing
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()

@@ -53,19 +53,11 @@ def where_things_lie() -> int:
         assert model.to(kind) is model
     with pytest.raises(accel.BackendError, match="which is on rank"):
         raw(batch(0)[0])
-    full, state = accel.full_state_dict(model), accel.full_state_dict(optimizer)
-    assert list(full) == list(plain.state_dict())
-    assert full._metadata == plain.state_dict()._metadata  # type: ignore[attr-defined]
-    torch.testing.assert_close(full, plain.state_dict())
-    torch.testing.assert_close(state["state"], reference.state_dict()["state"])
-    assert state["param_groups"] == reference.state_dict()["param_groups"]
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict({**full, "0.weight": torch.zeros(1, 1), "5.bias": torch.zeros(9)})
     accel.teardown(model)
     assert bytes_of(raw) == whole
-    assert len(own_optimizer.state) == len(list(raw.parameters()))
+    torch.testing.assert_close(raw.state_dict(), plain.state_dict())
+    torch.testing.assert_close(own_optimizer.state_dict()["state"], reference.state_dict()["state"])
     raw(batch(0)[0])
-    raw.state_dict()
     return part
 
 
