@@ -57,12 +57,13 @@ class DriftGuard:
     @property
     def progress(self) -> str:
         """The number of steps on this rank, as text."""
-        return f"{self.steps} steps"
+        is_broken = 0 < self.steps == self.broken
+        return f"{self.steps} steps" + (", the last of which was interrupted" if is_broken else "")
 
     def restart(self) -> None:
         """Count from 0, on every rank."""
-        #: Steps of all optimizers, or backwards without an optimizer.
-        self.steps = 0
+        #: Steps of all optimizers, or backwards without an optimizer, and the last that raised.
+        self.steps = self.broken = 0
         self.next = 1 if self._interval else _NEVER
 
     def pause(self) -> None:
@@ -70,7 +71,7 @@ class DriftGuard:
         self.next = _NEVER
 
     def count(self) -> None:
-        """Count a step or backward. Collective if a check is due."""
+        """Count a backward without an optimizer. Collective if a check is due."""
         self.steps += 1
         if self.steps >= self.next:
             self.check()

@@ -103,7 +103,9 @@ class SequenceParallel:
         replicas = self.process.place.world_size // self.size
         if replicas > 1:
             axes = {"data": replicas} | axes
-        return mesh_of(self.process, axes).get_group("sequence")
+        mesh = mesh_of(self.process, axes)
+        # By number, because a second start of the process groups changes the names.
+        return mesh.get_group(mesh.ndim - 1)
 
     def shard(self, batch: Any, dim: int) -> Any:
         """Return this rank's shards of tensors along ``dim``. Collective."""

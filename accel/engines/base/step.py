@@ -115,6 +115,12 @@ class Stepper:
     def _step(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
+        except BaseException:
+            # The weights are between two steps on this rank, so no rank may save them.
+            engine = self._engine()
+            if engine is not None:
+                engine.drift.broken = engine.drift.steps
+            raise
         finally:
             for parameter, grad in self._hidden:
                 parameter.grad = grad
@@ -138,7 +144,10 @@ class Stepper:
         engine = self._engine()
         if engine is None:
             return None
-        engine.drift.count()
+        drift = engine.drift  # without `count`, because every step comes here
+        drift.steps += 1
+        if drift.steps >= drift.next:
+            drift.check()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
             global_closure = self._global_closure(engine, closure)
