@@ -31,7 +31,7 @@ ALONE = Place()
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The names of a launcher's variables. Those in ``job`` identify one start of one job."""
+    """The names of a launcher's variables. Those in ``job`` identify a start of a job."""
 
     name: str
     rank: str
@@ -60,15 +60,10 @@ _SLURM = _Launcher(
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
-_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 def detect(environ: Mapping[str, str]) -> Place:
-    """Return the place of this process, or ``ALONE`` without a launcher.
-
-    Raises:
-        AccelError: a variable is missing, isn't an integer, or contradicts another variable.
-    """
+    """Return the place of this process, or ``ALONE`` without a launcher."""
     launcher = _find_launcher(environ)
     if launcher is None:
         return ALONE
@@ -83,7 +78,7 @@ def detect(environ: Mapping[str, str]) -> Place:
 
 
 def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
-    """Return the launcher that started this process, the innermost if they are nested."""
+    """Return the launcher of this process, the innermost if they are nested."""
     for launcher in (_TORCHRUN, _HOROVODRUN, _OPENMPI):
         if launcher.rank in environ and launcher.world_size in environ:
             return launcher
@@ -91,7 +86,7 @@ def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
         return _MPICH
     if _in_slurm_step(environ):
         return _SLURM
-    # A variable is missing. The error says which.
+    # A variable is missing. The error names it.
     for launcher in (_MPICH, _TORCHRUN, _HOROVODRUN, _OPENMPI):
         if launcher.rank in environ or launcher.world_size in environ:
             return launcher
@@ -148,7 +143,7 @@ def _local_place(
             tasks += [int(count)] * int(repeats or 1)
         return local_rank, tasks[_integer(environ, "SLURM_NODEID")]
     if launcher.local_world_size in environ:
-        return local_rank, _integer(environ, launcher.local_world_size)
+        world_size = _integer(environ, launcher.local_world_size)
     return local_rank, world_size
 
 
@@ -159,12 +154,14 @@ def first_host(nodes: str) -> str:
 
 
 def _master_host(environ: Mapping[str, str], launcher: _Launcher, one_node: bool) -> str | None:
-    if launcher is _SLURM:
-        lists = [environ[name] for name in _NODE_LISTS if environ.get(name)]
-        return first_host(lists[0]) if lists else None
     if launcher is _HOROVODRUN:
         return environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    return "127.0.0.1" if one_node and launcher is not _TORCHRUN else None
+    if launcher is not _SLURM:
+        return "127.0.0.1" if one_node and launcher is not _TORCHRUN else None
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            return first_host(environ[name])
+    return None
 
 
 def _master_port(environ: Mapping[str, str], launcher: _Launcher) -> int | None:

@@ -357,11 +357,9 @@ def differences() -> None:
         "of shape (2) sent on cpu on rank 0 and a number": lambda: all_reduce([3 if rank else ones]),
         "expected op to be one of sum, mean, max, min, product": lambda: all_reduce(ones, "avg"),
         "expected src to be a rank from 0 to 1": lambda: broadcast(ones, 2),
-        "data[0] is complex, which has no max": lambda: all_reduce([torch.ones(1, dtype=torch.complex64)], "max"),
         "data is a torch.sparse_coo tensor": lambda: all_gather(ones.to_sparse()),
         "rank 1: data is a list that cannot be pickled": lambda: all_gather(
-            [lambda: 0] if rank else ["a"],  # type: ignore[call-overload]
-            objects=True,
+            [lambda: 0] if rank else ["a"], objects=True
         ),
         "rank 1: a function that cannot be pickled": lambda: broadcast(lambda: 0, 1, objects=True),
         "objects=True sends what can be pickled": lambda: all_gather({"x": "text"}),

@@ -20,7 +20,7 @@ from accel.process.devices import (
     resolve,
 )
 from accel.process.launchers import Place
-from accel.process.rendezvous import StartReport
+from accel.process.startup import StartReport
 
 CPU = (torch.device("cpu"),)
 
@@ -54,6 +54,10 @@ def test_grammar() -> None:
         assert parse_devices(request, 0, "cpu") == CPU
     assert parse_devices("auto", 2, "xpu") == (torch.device("xpu", 0), torch.device("xpu", 1))
     assert parse_devices("mps", 1, "mps") == (torch.device("mps", 0),)
+    # A rank alone on its node gets all devices. A launcher may show each rank only its own.
+    assert pick(cuda(0, 1), 0, 1) == cuda(0, 1)
+    assert pick(cuda(2, 3), 1, 2) == cuda(3)
+    assert pick(cuda(0), 3, 4) == cuda(0)
 
 
 BAD = [-2, 5, 2.0, True, "", "1,", "1,,2", "4", "-2", "two", "gpu", "cuda:4", "mps", "cuda", "0-2", "free:0", "free"]
@@ -77,13 +81,6 @@ def test_free_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_devices("free:1", 4) == cuda(1)
     with pytest.raises(DeviceError, match=r"3 free accelerators are asked for, free are \[1, 3\]"):
         parse_devices("free:3", 4)
-
-
-def test_pick() -> None:
-    assert pick(cuda(0, 1), 0, 1) == cuda(0, 1)
-    assert [pick(cuda(2, 3), local, 2) for local in (0, 1)] == [cuda(2), cuda(3)]
-    assert pick(cuda(0), 3, 4) == cuda(0)
-    assert pick(CPU, 1, 2) == CPU
 
 
 def test_ranks_check_their_devices() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, final
 from ...errors import RankMismatchError
 from ...precision import here
 from ...process.control import agree
-from ...process.transfer import Prints, refuse_other_values
+from ...process.transfer import Prints, find_difference
 from ...trees import all_tensors
 
 R = TypeVar("R")
@@ -48,5 +48,7 @@ class SameInputs:
                 found = ", ".join(f"{shapes} on rank {r}" for r, (shapes, _) in by_rank.items())
                 raise RankMismatchError(f"{title} got different inputs ({found}): {_ADVICE}")
             values = {rank: values for rank, (_, values) in by_rank.items()}
-            refuse_other_values(title, values, _ADVICE)
+            difference = find_difference(values)
+            if difference:
+                raise RankMismatchError(f"{title}: {difference}: {_ADVICE}")
         return out
