@@ -101,6 +101,7 @@ def gather(
     call = f"all_gather(gradients={gradients}, pad={pad}, objects={objects})"
     accept, free_dims = _pickled if objects else _refuse, 1 if pad is None else sys.maxsize
     exchange = _Exchange(call, data, accept, objects, free_dims, problem)
+    gather_with_gradient: Any = _GatherWithGradient.apply
     results: dict[str, Any] = {}
     for path in exchange.others:
         items = list(map(_unpack, exchange.sent_by_all(path)))
@@ -110,10 +111,10 @@ def gather(
             tensor = _padded(tensor, exchange.sent_by_all(path), pad)
         if not gradients or not tensor.requires_grad:
             results[path] = _gather_rows(tensor, exchange, path)
-        elif exchange.process.place.world_size == 1:
+        elif exchange.world == 1:
             results[path] = tensor
         else:
-            results[path] = _GatherWithGradient.apply(tensor, exchange, path)
+            results[path] = gather_with_gradient(tensor, exchange, path)
     return exchange.replaced(results)
 
 
@@ -134,8 +135,7 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
         RankMismatchError: structure, shapes, dtypes, ``objects`` or ``src`` differ between ranks.
         AccelError: a leaf is not a tensor or can't be pickled, or ``src`` is not a rank.
     """
-    process = current()
-    rank, world = process.place.rank, process.place.world_size
+    rank, world = current().place.rank, current().place.world_size
     is_rank = type(src) is int and 0 <= src < world
     problem = "" if is_rank else f"expected src to be a rank from 0 to {world - 1}"
     sent: Any = data
@@ -154,8 +154,8 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     copies: dict[str, Tensor] = {}
     for path, tensor in exchange.tensors.items():
         copies[path] = bytes_of(tensor, exchange.carrier).clone()
-    with Waiting(process, call):
-        broadcast_(copies.values(), process.group, src)
+    with Waiting(exchange.process, call):
+        broadcast_(copies.values(), exchange.group, src)
     results: dict[str, Any] = {}
     for path, tensor in exchange.tensors.items():
         values = copies[path].view(tensor.dtype)
@@ -259,7 +259,9 @@ class _Exchange:
         ``free_dims`` dimensions of a tensor may have different sizes on the ranks.
         """
         self.call, self._data, self._objects = call, data, objects
-        self.process = current()
+        process = self.process = current()
+        self.rank, self.world = process.place.rank, process.place.world_size
+        self.group = process.group
         self.tensors: dict[str, Tensor] = {}
         leaves: dict[str, Any] = {}
         kinds: dict[str, str] = {}
@@ -329,7 +331,7 @@ def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
 
 
 def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
-    tensor, world = _detached(exchange.tensors[path]), exchange.process.place.world_size
+    tensor, world = _detached(exchange.tensors[path]), exchange.world
     is_float = tensor.is_floating_point() or tensor.is_complex()
     dtype = tensor.dtype
     if not is_float and op not in ("max", "min"):
@@ -342,10 +344,10 @@ def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
     keeps_nan = is_float and op in ("max", "min")
     is_nan = wide.isnan().to(torch.uint8) if keeps_nan else wide
     with Waiting(exchange.process, exchange.call):
-        dist.all_reduce(wide, _OPS[op][0], group=exchange.process.group)
+        dist.all_reduce(wide, _OPS[op][0], group=exchange.group)
         if keeps_nan:
             # Backends compare numbers, and every comparison with NaN is false.
-            dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=exchange.process.group)
+            dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=exchange.group)
             wide.masked_fill_(is_nan.bool(), math.nan)
     if op == "mean":
         wide = wide / world
@@ -373,7 +375,7 @@ def _gather_rows(tensor: Tensor, exchange: _Exchange, path: str) -> Tensor:
     sent[: tensor.nbytes] = bytes_of(tensor, exchange.carrier)
     received = list(sent.repeat(len(rows), 1))
     with Waiting(exchange.process, exchange.call):
-        dist.all_gather(received, sent, group=exchange.process.group)
+        dist.all_gather(received, sent, group=exchange.group)
     for rank, number in enumerate(rows):
         received[rank] = received[rank][: number * width]
     values = torch.cat(received).view(tensor.dtype)
@@ -389,7 +391,7 @@ class _GatherWithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: _Exchange, path: str) -> Tensor:
-        rows, rank = _rows_of_all(exchange, path), exchange.process.place.rank
+        rows, rank = _rows_of_all(exchange, path), exchange.rank
         ctx.shape, ctx.rows = tensor.shape, slice(sum(rows[:rank]), sum(rows[: rank + 1]))
         return _gather_rows(tensor, exchange, path).detach()
 

@@ -41,19 +41,16 @@ class _Launcher:
     job: tuple[str, ...] = ()
 
 
+def _with_prefix(name: str, prefix: str, *job: str) -> _Launcher:
+    local = f"{prefix}LOCAL_"
+    return _Launcher(name, f"{prefix}RANK", f"{prefix}SIZE", f"{local}RANK", f"{local}SIZE", job)
+
+
 # Environment variables that you set by hand are torchrun's.
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_HOROVODRUN = _Launcher(
-    "horovodrun",
-    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    job=("HOROVOD_GLOO_RENDEZVOUS_PORT",),
-)
-_MPI = "OMPI_COMM_WORLD_"
-_OPENMPI = _Launcher(
-    "OpenMPI",
-    *(f"{_MPI}RANK", f"{_MPI}SIZE", f"{_MPI}LOCAL_RANK", f"{_MPI}LOCAL_SIZE"),
-    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-)
+_HOROVODRUN = _with_prefix("horovodrun", "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_OPENMPI = _with_prefix("OpenMPI", "OMPI_COMM_WORLD_", *_MPI_JOB)
 _MPICH = _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = _Launcher(
     "SLURM",

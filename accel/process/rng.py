@@ -60,12 +60,9 @@ class RngState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a saved state. Generators without a state stay as they are."""
-        states = {name: state_dict[name] for name in ("python", "torch", "numpy")}
-        if states["numpy"] is None:
-            del states["numpy"]
-        else:
+        if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
-        Generators(global_generators()).put(states)
+        Generators(global_generators()).put(state_dict)
         devices = [*state_dict.get("devices", ())]
         # Checkpoints of older versions have the state of a single device.
         if state_dict.get("device") is not None:
@@ -167,8 +164,9 @@ class Generators:
 
     def put(self, states: Mapping[str, Any]) -> None:
         """Restore the generators with a state in ``states``."""
-        for name in states.keys() & self._all.keys():
-            _set(self._all[name], states[name])
+        for name, generator in self._all.items():
+            if states.get(name) is not None:
+                _set(generator, states[name])
 
     def seeded(self, seed: int) -> dict[str, Any]:
         """Return the states after seeding. The generators stay as they are."""

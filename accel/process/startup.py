@@ -26,7 +26,7 @@ from ..errors import AccelError, DeviceError, LaunchError
 from .devices import default_backend, identity, parse_backend, pick, resolve
 from .launchers import Place, detect
 from .order import Order
-from .watchdog import Watchdog, accelerator_backends, default_store, disconnect_all
+from .watchdog import Watchdog, accelerator_backends, disconnect_all
 
 logger = logging.getLogger("accel")
 
@@ -186,7 +186,7 @@ def select(device: torch.device) -> None:
 def _connect(process: Process, backend: str, problem: str) -> None:
     """Start the groups of this rank, unless a rank reports a problem."""
     wait = Wait(process.place, process.timeout)
-    store = default_store() if process.group else open_store(wait)
+    store = distributed_c10d._get_default_store() if process.group else open_store(wait)
     process.token, reports = meet(store, wait, _report(process, problem))
     _check_devices(process, reports)
     if process.group is None:

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -71,25 +71,37 @@ class Report:
         return f"{text} ({self.line})" if self.line else text
 
 
-def _collective_of(stack: traceback.StackSummary) -> str:
+#: Path, line and function of a thread's frames, innermost first.
+_Stack: TypeAlias = list[tuple[str, int, str]]
+
+
+def _stack_of(thread: int) -> _Stack:
+    # traceback.extract_stack() would look at all files on the disk.
+    stack: _Stack = []
+    for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
+        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+    return stack
+
+
+def _collective_of(stack: _Stack) -> str:
     """Return the name of a thread's torch collective, or an empty string."""
-    if stack and stack[0].filename.startswith(_TORCH) and stack[0].name in _REDUCING:
-        return _REDUCING[stack[0].name]
-    name = ""
-    for frame in stack:
-        if not frame.filename.startswith(f"{_TORCH}distributed{os.sep}"):
+    collective = ""
+    for depth, (path, _, name) in enumerate(stack):
+        if depth == 0 and path.startswith(_TORCH) and name in _REDUCING:
+            return _REDUCING[name]
+        if not path.startswith(f"{_TORCH}distributed{os.sep}"):
             break
         # DTensor waits for its collectives in wait_tensor.
-        if frame.filename.endswith("distributed_c10d.py") or frame.name == "wait_tensor":
-            name = frame.name
-    return name
+        if path.endswith("distributed_c10d.py") or name == "wait_tensor":
+            collective = name
+    return collective
 
 
-def _line_of(stack: traceback.StackSummary) -> str:
+def _line_of(stack: _Stack) -> str:
     """Return the innermost line of the user's program."""
-    for frame in stack:
-        if not frame.filename.startswith(_LIBRARIES):
-            return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    for path, line, name in stack:
+        if not path.startswith(_LIBRARIES):
+            return f"{os.path.basename(path)}:{line} in {name}"
     return ""
 
 
@@ -133,8 +145,9 @@ class Watchdog:
         self._rank, self._world = process.place.rank, process.place.world_size
         self._trainer = threading.get_ident()
         # A connection does one thing at a time, so this thread needs its own.
+        store: Any = distributed_c10d._get_default_store()
         path = f"accel/{process.token}/watchdog"
-        self._store: Any = distributed_c10d.PrefixStore(path, default_store().clone())
+        self._store: Any = distributed_c10d.PrefixStore(path, store.clone())
         self._alarm = 0
         self._asked = 0.0  # when a rank has asked last
         self._last = Report("")
@@ -203,8 +216,7 @@ class Watchdog:
         self._process.end(reason, mismatch)
 
     def _report(self) -> Report:
-        frames = traceback.walk_stack(sys._current_frames().get(self._trainer))
-        stack = traceback.StackSummary.extract(frames, lookup_lines=False)
+        stack = _stack_of(self._trainer)
         place, rounds = self._process.doing or _collective_of(stack), self._process.rounds
         is_still = (place, rounds) == (self._last.place, self._last.rounds)
         waited = time.monotonic() - self._since if place and is_still else 0.0
@@ -303,11 +315,6 @@ class Watchdog:
         for rank, how in sorted(self.left.items()):
             texts.append(f"rank {rank} (host {self._process.hosts[rank]}) {how}")
         return "; ".join(texts)
-
-
-def default_store() -> Any:
-    """Return the store of the default process group."""
-    return distributed_c10d._get_default_store()
 
 
 def _try_for(seconds: float, use_store: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,31 +121,17 @@ def test_devices_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("auto")
 
 
-class Backend:
-    """A backend that is none of torch's classes, as nccl2 is none of ``ProcessGroupNCCL``."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self.aborted, self.timeout = name, False, timedelta(0)
-
-    def name(self) -> str:
-        return self._name
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-
-
 def test_backends_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
-    gloo, nccl = Backend("gloo"), Backend("nccl2")
+    """A backend that is none of torch's classes, as nccl2 is none of ``ProcessGroupNCCL``."""
+    gloo, nccl = Mock(spec=["name"]), Mock(spec=["name", "abort", "set_timeout"])
+    gloo.name.return_value, nccl.name.return_value = "gloo", "nccl2"
     backends = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
     group: Any = SimpleNamespace(_device_types=list(backends), _get_backend=backends.__getitem__)
     assert watchdog.accelerator_backends(group) == [nccl]
     startup.give_margin(group, timedelta(minutes=2))
-    assert (nccl.timeout, gloo.timeout) == (timedelta(minutes=3), timedelta(0))
+    nccl.set_timeout.assert_called_once_with(timedelta(minutes=3))
     groups = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
     monkeypatch.setattr(watchdog, "distributed_c10d", groups)
     monkeypatch.setattr(watchdog, "_close_gloo", lambda group: None)
     watchdog.disconnect_all()
-    assert (nccl.aborted, gloo.aborted) == (True, False)
+    nccl.abort.assert_called_once_with()
