@@ -69,8 +69,8 @@ def all_reduce(data: T, op: str = "sum") -> T:
 
 @locked
 def all_gather(
-    data: T, *, gradients: bool = False, pad: float | None = None, objects: bool = False
-) -> T:
+    data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool = False
+) -> Any:
     """Concatenate each tensor of all ranks along its first dimension. Collective.
 
     The first dimension may differ between ranks. Tensors without dimensions become a tensor with a
@@ -89,8 +89,7 @@ def all_gather(
         RankMismatchError: structure, dtypes or the other dimensions differ between ranks.
         AccelError: a leaf is not a tensor, or can't be pickled.
     """
-    gathered: T = gather(data, gradients=gradients, pad=pad, objects=objects)
-    return gathered
+    return gather(data, gradients=gradients, pad=pad, objects=objects)
 
 
 def gather(
@@ -99,7 +98,8 @@ def gather(
     """Gather as ``all_gather`` does. If a rank has a ``problem``, all ranks raise AccelError."""
     gradients = gradients and torch.is_grad_enabled()
     call = f"all_gather(gradients={gradients}, pad={pad}, objects={objects})"
-    accept, free_dims = _pickled if objects else _refuse, 1 if pad is None else sys.maxsize
+    accept = _pickled if objects else _refuse
+    free_dims = 1 if pad is None else sys.maxsize
     exchange = _Exchange(call, data, accept, objects, free_dims, problem)
     gather_with_gradient: Any = _GatherWithGradient.apply
     results: dict[str, Any] = {}
@@ -153,14 +153,12 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
         exchange.tensors["data"] = sent.new_empty(exchange.sent_by_all("data")[src])
     copies: dict[str, Tensor] = {}
     for path, tensor in exchange.tensors.items():
-        copies[path] = bytes_of(tensor, exchange.carrier).clone()
+        copies[path] = tensor.detach().to(exchange.carrier, copy=True)
     with Waiting(exchange.process, call):
         broadcast_(copies.values(), exchange.group, src)
-    results: dict[str, Any] = {}
     for path, tensor in exchange.tensors.items():
-        values = copies[path].view(tensor.dtype)
-        results[path] = values.reshape(tensor.shape).to(tensor.device)
-    received: T = _unpack(to_bytes(results["data"])) if objects else exchange.replaced(results)
+        copies[path] = copies[path].to(tensor.device)
+    received: T = _unpack(to_bytes(copies["data"])) if objects else exchange.replaced(copies)
     return received
 
 
