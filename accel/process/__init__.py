@@ -143,7 +143,7 @@ def use_devices(devices: object) -> None:
             f"devices={devices!r} is {', '.join(map(str, asked))}, but this process uses "
             f"{', '.join(map(str, process.devices))}. Call accel.teardown() before you change it."
         )
-    process.request, process.asked, process.devices = devices, asked, chosen
+    process.request, process.devices = devices, chosen
     select(process.device)
 
 

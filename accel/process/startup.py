@@ -192,9 +192,11 @@ def _connect(process: Process, backend: str, problem: str) -> None:
     if process.group is None:
         # Optimizers import it later. Imported now, it can't hold on to the group.
         importlib.import_module("torch.distributed.nn")
-        # A group that is bound to its device connects at once. torch can't bind XLA's.
-        device = process.device
-        binds = device.type != "xla" and not process.shares(device)
+        # A group that is bound to its device connects at once. torch binds only devices that
+        # torch.accelerator knows.
+        device, accelerator = process.device, torch.accelerator.current_accelerator()
+        is_known = accelerator is not None and device.type == accelerator.type
+        binds = is_known and not process.shares(device)
         dist.init_process_group(
             backend,
             store=distributed_c10d.PrefixStore(f"accel/{process.token}", store),

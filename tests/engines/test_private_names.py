@@ -36,7 +36,7 @@ _COMMON: Final[Names] = (
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
     ("torch.nn:Module.", "_apply", "memory for deferred parameters of FSDP2"),
-    ("torch:", "_foreach_norm _foreach_mul_ _foreach_add_ _foreach_copy_", "many gradients at once"),
+    ("torch:", "_foreach_norm _foreach_mul_ _foreach_copy_", "many gradients at once"),
     ("torch._compile:", "_disable_dynamo", "what stays outside of compiled code"),
     ("torch:", "_has_compatible_shallow_copy_type", "whether a conversion keeps the parameter object"),
     ("torch.nn:Module.", _TABLES, "tensors where a module holds them"),
@@ -86,7 +86,7 @@ _OF: dict[str, Names] = {
     "ddp": _REDUCER,
     "ddp2": _REDUCER,
     "fsdp": _FSDP2,
-    "sharded": (("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),),
+    "sharded": (("torch._utils:", "_unflatten_dense_tensors", "many gradients in one message"),),
     "deepspeed": (("torch.nn:Module.", _HOOKS, "modules as they were"),),
 }
 _ENGINE: Final = "deepspeed.runtime.engine:DeepSpeedEngine."
