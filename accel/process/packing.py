@@ -202,9 +202,11 @@ def _pieces(by_owner: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[list[to
     kinds: dict[Any, list[list[torch.Tensor]]] = {}
     for owner, tensors in enumerate(by_owner):
         for tensor in tensors:
+            kind = tensor.dtype, tensor.device
+            if kind not in kinds:
+                kinds[kind] = [[] for _ in by_owner]
             if tensor.numel():
-                kind = tensor.dtype, tensor.device
-                kinds.setdefault(kind, [[] for _ in by_owner])[owner].append(row_of(tensor))
+                kinds[kind][owner].append(row_of(tensor))
     for (dtype, device), owners in kinds.items():
         limit = _CPU_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES
         most = max(1, limit // dtype.itemsize // len(by_owner))

@@ -19,7 +19,7 @@ from accel import process
 from accel.errors import AccelError
 from accel.process import packing
 from accel.process.collectives import all_gather, all_reduce, broadcast
-from accel.process.control import agree, barrier, main_first, raise_together
+from accel.process.control import agree, barrier, main_first
 from accel.trees import map_tensors
 from tests.distributed import outcomes, run, wait_for
 
@@ -102,14 +102,6 @@ def test_main_first(tmp_path: Path) -> None:
     assert "OSError" in first.error
     assert "main_first failed on rank 0, so on every rank: OSError: disk full" in second.message
     assert [entry.name for entry in (tmp_path / "failed").iterdir()] == ["0"]
-
-
-def test_one_ranks_failure_is_everyones() -> None:
-    raise_together("a step", None, ["", ""])
-    with pytest.raises(AccelError, match="a step failed on rank 1, so on every rank: ValueError: no"):
-        raise_together("a step", None, ["", "ValueError: no"], AccelError)
-    with pytest.raises(ValueError, match="mine"):
-        raise_together("a step", ValueError("mine"), ["", "ValueError: mine"])
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------

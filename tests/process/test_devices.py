@@ -13,13 +13,7 @@ import torch
 
 from accel.errors import AccelError, DeviceError
 from accel.process import devices, startup, watchdog
-from accel.process.devices import (
-    default_backend,
-    parse_backend,
-    parse_devices,
-    pick,
-    resolve,
-)
+from accel.process.devices import default_backend, parse_backend, parse_devices, pick
 from accel.process.launchers import Place
 from accel.process.startup import StartReport
 
@@ -110,15 +104,6 @@ def test_process_group_backends() -> None:
     for bad in ("", "gluu", "cpu:gloo,gpu", "a:b:gloo", 3):
         with pytest.raises(AccelError, match="process_group="):
             parse_backend(bad)  # type: ignore[arg-type]
-
-
-def test_devices_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCEL_DEVICES", "cpu")
-    assert resolve("auto") == CPU
-    monkeypatch.setenv("ACCEL_DEVICES", "99")
-    assert resolve("cpu") == CPU
-    with pytest.raises(DeviceError, match="'99'"):
-        resolve("auto")
 
 
 def test_backends_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
