@@ -158,7 +158,7 @@ def average_(
     for (piece,) in _pieces([used]):
         flat = torch.cat(piece).mul_(1 / world_size)
         add(flat)
-        _fill(piece, flat)
+        torch._foreach_copy_(piece, _unflatten_dense_tensors(flat, piece))
     _copy_back(targets, used)
 
 
@@ -185,13 +185,9 @@ def reduce_to_owners(
         if owned:
             parts = received.view(sent.dtype).view(len(pieces) - 1, -1)
             total = parts.sum(0) if len(parts) > 1 else parts[0]
-            total += torch.cat(owned)
-            _fill(owned, total.mul_(1 / len(pieces)))
+            torch._foreach_add_(owned, _unflatten_dense_tensors(total, owned))
+            torch._foreach_mul_(owned, 1 / len(pieces))
     _copy_back(by_owner[rank], used[rank])
-
-
-def _fill(views: list[torch.Tensor], flat: torch.Tensor) -> None:
-    torch._foreach_copy_(views, _unflatten_dense_tensors(flat, views))
 
 
 def _pieces(by_owner: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
