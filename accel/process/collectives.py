@@ -67,6 +67,14 @@ def all_reduce(data: T, op: str = "sum") -> T:
     return reduced
 
 
+@overload
+def all_gather(
+    data: T, *, gradients: bool = False, pad: float | None = None, objects: Literal[False] = False
+) -> T: ...
+@overload
+def all_gather(
+    data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool
+) -> Any: ...
 @locked
 def all_gather(
     data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool = False

@@ -335,7 +335,8 @@ def differences() -> None:
         "expected src to be a rank from 0 to 1": lambda: broadcast(ones, 2),
         "data is a torch.sparse_coo tensor": lambda: all_gather(ones.to_sparse()),
         "rank 1: data is a list that cannot be pickled": lambda: all_gather(
-            [lambda: 0] if rank else ["a"], objects=True
+            [lambda: 0] if rank else ["a"],  # type: ignore[call-overload]
+            objects=True,
         ),
         "rank 1: a function that cannot be pickled": lambda: broadcast(lambda: 0, 1, objects=True),
         "data[2].loss is a str; expected a tensor, or dicts": lambda: all_gather({2: Output("text")}),
