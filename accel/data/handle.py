@@ -18,7 +18,7 @@ from ..errors import LoaderError, RankMismatchError, described, whole_number
 from ..process import ended, running, world_size
 from ..process.control import agree
 from ..process.rng import Generators, from_plain, to_plain
-from ..process.transfer import Transfer
+from ..process.transfer import to_device
 from .checks import LoaderOptions, LoaderPlace, check, has_own_iter, shape_of
 from .readers import Position, RawReader, Reader, RealRows, SamplerReader
 from .sampling import Division, length_of, mix, on_cpu, own_generators
@@ -361,7 +361,7 @@ class Iteration:
         device = state.place.device
         moves = state.options.move and device.type != "cpu"
         self._state = state
-        self._transfer = Transfer(device) if moves else None
+        self._device = device if moves else None
         #: Batches that were read before the loop asked for them.
         self._ahead: deque[Any] = deque()
         #: Batches of the current group of ``accumulate`` that the loop hasn't got.
@@ -393,7 +393,7 @@ class Iteration:
         self.reader.take(tag)
         self._state.rows = latest.rows = self.reader.rows
         latest.replica = self._state.place[:2]
-        return batch if self._transfer is None else self._transfer(batch)
+        return batch if self._device is None else to_device(batch, self._device)
 
     def _read_ahead(self, count: int) -> int:
         """Read until ``count`` batches are ahead of the loop, and return their number."""

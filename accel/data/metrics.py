@@ -11,7 +11,7 @@ from ..errors import AccelError, LoaderError, described, text_of_error
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
 from ..process.control import agree, locked
-from ..process.transfer import Prints, other_values
+from ..process.transfer import Prints, find_difference
 from ..trees import walk
 from .handle import LoaderHandle, latest
 from .readers import WHOLE, RealRows
@@ -122,7 +122,7 @@ def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, st
     answers = agree("gather_for_metrics", (replica, problem or Prints(tensors).read()))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}
     has_problem = any(isinstance(text, str) for text in sums.values())
-    if not has_problem and other_values(sums):
+    if not has_problem and find_difference(sums):
         # With sequence_parallel each rank has a share of the sequence.
         problem = (
             "gather_for_metrics: ranks with the same batch have different rows. Reduce over the "

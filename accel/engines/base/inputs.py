@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, final
 from ...errors import RankMismatchError
 from ...precision import here
 from ...process.control import agree
-from ...process.transfer import Prints, refuse_other_values
+from ...process.transfer import Prints, find_difference
 from ...trees import all_tensors
 
 R = TypeVar("R")
@@ -51,5 +51,7 @@ class SameInputs:
                 raise RankMismatchError(f"{title} got different inputs ({found}): {_ADVICE}")
             values[place][rank] = read
         for of_place in values.values():
-            refuse_other_values(title, of_place, _ADVICE)
+            difference = find_difference(of_place)
+            if difference:
+                raise RankMismatchError(f"{title}: {difference}: {_ADVICE}")
         return out
