@@ -43,14 +43,13 @@ class Background:
         def run() -> None:
             try:
                 finish()
+                future.set_result(None)
             except CheckpointError as error:
                 future.set_exception(error)
             except BaseException as error:
                 wrapped = CheckpointError(f"accel.save in the background: {explain(error)}")
                 wrapped.__cause__ = error
                 future.set_exception(wrapped)
-            else:
-                future.set_result(None)
 
         if self._release not in process.releases:
             process.releases.append(self._release)
@@ -70,10 +69,8 @@ class Background:
 
     def settle(self) -> None:
         """Wait for the save, and raise if it failed, once."""
-        future, error = self._future, None
-        if future is not None:
-            error = future.exception()
-        self._future = None
+        future, self._future = self._future, None
+        error = future.exception() if future is not None else None
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 

@@ -1,16 +1,16 @@
-"""The boxes of a tensor in files: even ones by rule, others box by box."""
+"""The boxes of a tensor in files: at equal distances by a rule, others box by box."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..shard import Box, intersection, shape_of
+from ..shard import Box, intersection
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Boxes in files at equal distances, each ``shift`` further along ``dim``; usually one box."""
+    """Boxes in files at equal distances, each ``shift`` further along ``dim``. Often a single box."""
 
     file: int
     box: Box
@@ -30,7 +30,7 @@ class Run:
         return self.file + number * self.step, box
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Give the files and boxes that have elements of ``box``."""
+        """Give the files and boxes with elements of ``box``."""
         numbers = range(1)
         if self.count > 1:
             # -(-a // b) rounds up.
@@ -47,13 +47,12 @@ class Run:
         if self.count > 1:
             fits = self.at(self.count) == (file, box)
             return replace(self, count=self.count + 1) if fits else None
-        if shape_of(box) != shape_of(self.box):
-            return None
-        moves = [new[0] - old[0] for new, old in zip(box, self.box, strict=True)]
-        dims = [dim for dim, move in enumerate(moves) if move]
-        if len(dims) != 1 or moves[dims[0]] < 0:
-            return None
-        return Run(self.file, self.box, 2, file - self.file, dims[0], moves[dims[0]])
+        for dim, (new, old) in enumerate(zip(box, self.box, strict=True)):
+            if new != old:
+                # Boxes of other sizes, or along more dimensions, don't end up at ``box``.
+                run = Run(self.file, self.box, 2, file - self.file, dim, new[0] - old[0])
+                return run if run.shift > 0 and run.at(1) == (file, box) else None
+        return None
 
 
 def runs_of(cells: Sequence[tuple[int, Box]]) -> list[Run]:
