@@ -33,7 +33,6 @@ class Background:
     def __init__(self) -> None:
         self._future: Future[None] | None = None
         self._blocks: list[torch.Tensor] = []
-        self._is_at_exit = False
 
     def start(self, process: Process, finish: Callable[[], None]) -> Future[None]:
         """Run ``finish`` in a thread."""
@@ -57,8 +56,6 @@ class Background:
         saver = threading.Thread(target=run, name="accel.save")
         saver.start()
         self._future = future
-        if self._is_at_exit:  # the interpreter has waited for its threads already
-            self.wait()
         return future
 
     def wait(self) -> None:
@@ -69,8 +66,9 @@ class Background:
 
     def settle(self) -> None:
         """Wait for the save, and raise if it failed, once."""
-        future, self._future = self._future, None
+        future = self._future
         error = future.exception() if future is not None else None
+        self._future = None
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
 
@@ -85,7 +83,6 @@ class Background:
 
     def at_exit(self) -> None:
         """Make the failure of a save the failure of the program."""
-        self._is_at_exit = True
         try:
             self.settle()
         except CheckpointError as error:
@@ -98,7 +95,7 @@ class Background:
     # -- the copy ----------------------------------------------------------------------------------
 
     def copy(self, items: Sequence[WriteItem]) -> list[WriteItem]:
-        """Return the items in host memory that training does not change."""
+        """Return the items in host memory, out of the reach of training."""
         devices = {item.tensor.device for item in items if is_remote(item.tensor)}
         if devices and not all(block.is_pinned() for block in self._blocks):
             self._blocks = []

@@ -10,7 +10,7 @@ from ..shard import Box, intersection
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Boxes in files at equal distances, each ``shift`` further along ``dim``. Often a single box."""
+    """Boxes in files at equal distances, each ``shift`` further along ``dim``. Often just one."""
 
     file: int
     box: Box
@@ -44,15 +44,14 @@ class Run:
 
     def extended(self, file: int, box: Box) -> Run | None:
         """Return the run with one more box, or None if the box is at a different distance."""
-        if self.count > 1:
-            fits = self.at(self.count) == (file, box)
-            return replace(self, count=self.count + 1) if fits else None
-        for dim, (new, old) in enumerate(zip(box, self.box, strict=True)):
-            if new != old:
-                # Boxes of other sizes, or along more dimensions, don't end up at ``box``.
-                run = Run(self.file, self.box, 2, file - self.file, dim, new[0] - old[0])
-                return run if run.shift > 0 and run.at(1) == (file, box) else None
-        return None
+        longer = replace(self, count=self.count + 1)
+        if self.count == 1:
+            for dim, (new, old) in enumerate(zip(box, self.box, strict=True)):
+                if new != old:
+                    shift = new[0] - old[0]
+                    longer = Run(self.file, self.box, 2, file - self.file, dim, shift)
+        # Boxes of other sizes, or with several sides that differ, don't end up at ``box``.
+        return longer if longer.shift > 0 and longer.at(self.count) == (file, box) else None
 
 
 def runs_of(cells: Sequence[tuple[int, Box]]) -> list[Run]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -45,7 +46,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All shards on one rank. Ranks that differ only in the boxes have equal tables."""
+    """All shards on one rank. Ranks with the same names and other boxes have equal tables."""
 
     table: Table
     kinds: tuple[Kind, ...]
@@ -100,13 +101,6 @@ class Sharing:
     boxes: Mapping[str, Sequence[Box]]
     pieces: Sequence[Piece]
 
-    def runs(self, piece: Piece, files: Mapping[int, int]) -> list[Run]:
-        """Return the boxes of a piece before they are divided, in the files of its writers."""
-        cells = []
-        for ranks, box in zip(self.sets, self.boxes[piece.like], strict=True):
-            cells.append((files[ranks[piece.place]], box))
-        return runs_of(cells)
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -117,7 +111,7 @@ class Plan:
     sharings: Sequence[Sharing]
 
     def entries(self, rank: int) -> Iterator[Entry]:
-        """Give the elements that a rank writes."""
+        """Give the elements to write on a rank."""
         for sharing in self.sharings:
             for number, ranks in enumerate(sharing.sets):
                 if rank not in ranks:
@@ -131,13 +125,14 @@ class Plan:
 
     def stored(self, files: Mapping[int, int]) -> dict[str, Stored]:
         """Return the tensors of the record. ``files`` gives the numbers of the ranks' files."""
-        found: dict[str, list[Run]] = {name: [] for name in self.kinds}
+        found: dict[str, list[Run]] = defaultdict(list)
         for sharing in self.sharings:
             known: dict[tuple[str, int], list[Run]] = {}
             for piece in sharing.pieces:
                 key = piece.like, piece.place
                 if key not in known:
-                    known[key] = sharing.runs(piece, files)
+                    writers = [files[ranks[piece.place]] for ranks in sharing.sets]
+                    known[key] = runs_of([*zip(writers, sharing.boxes[piece.like], strict=True)])
                 for run in known[key]:
                     part = run if piece.rows is None else replace(run, box=piece.of(run.box))
                     found[piece.name].append(part)
@@ -154,25 +149,28 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
     Raises:
         CheckpointError: the shards of a tensor overlap or don't cover it.
     """
-    tables: dict[Table, list[int]] = {}
+    tables: dict[Table, list[int]] = defaultdict(list)
     for rank, listing in enumerate(listings):
-        tables.setdefault(listing.table, []).append(rank)
-    sources: dict[str, tuple[tuple[Table, int], ...]] = {}
+        tables[listing.table].append(rank)
+    sources: dict[str, list[tuple[Table, int]]] = defaultdict(list)
     for table in tables:
         for name, number in table.rows:
-            sources[name] = (*sources.get(name, ()), (table, number))
-    alike: dict[tuple[tuple[Table, int], ...], list[str]] = {}
+            sources[name].append((table, number))
+    alike: dict[tuple[tuple[Table, int], ...], list[str]] = defaultdict(list)
     for name, own in sources.items():
-        alike.setdefault(own, []).append(name)
+        alike[tuple(own)].append(name)
     kinds: dict[str, Kind] = {}
+    names_of: dict[str, list[str]] = {}
     sharings: list[Sharing] = []
     shared: dict[tuple[int, ...], dict[str, list[Box]]] = {}
     for places, names in alike.items():
         like, held = names[0], []
         for table, number in places:
-            held += [(rank, listings[rank].kinds[number]) for rank in tables[table]]
+            for rank in tables[table]:
+                held.append((rank, listings[rank].kinds[number]))
         kind = held[0][1]
         kinds |= dict.fromkeys(names, kind)
+        names_of[like] = names
         sets, boxes = [], []
         for box, ranks in _holders(like, held).items():
             if len(ranks) == 1 or kind.lead:
@@ -180,10 +178,9 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
                 boxes.append(box)
             else:
                 shared.setdefault(tuple(sorted(ranks)), {}).setdefault(like, []).append(box)
-        if sets:
-            sharings.append(Sharing(sets, {like: boxes}, [Piece(name, like) for name in names]))
-    names_of = {names[0]: names for names in alike.values()}
+        sharings.append(Sharing(sets, {like: boxes}, [Piece(name, like) for name in names]))
     sharings += _share(shared, names_of, kinds)
+    # Exported files and readers have the tensors in the order of the state.
     return Plan({name: kinds[name] for name in sources}, sharings)
 
 

@@ -1,4 +1,4 @@
-"""The record: one JSON file that names everything in a checkpoint, and is its commit."""
+"""The record: a JSON file with the names of everything in a checkpoint, and its commit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a checkpoint: its dtype, its shape, and the files that have its elements."""
+    """A tensor in a checkpoint: its dtype, its shape, and the files with its elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Stored:
         return all(len(run.box) == 1 for run in self.runs)
 
     def overlaps(self, box: Box) -> Iterable[tuple[int, Box]]:
-        """Return the files and stored boxes that have elements of a box."""
+        """Return the files and stored boxes with elements of a box."""
         boxes = expanded(box, self.shape)
         if self.is_flat:
             # A box of columns is in all files from its first element to its last one.

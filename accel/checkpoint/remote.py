@@ -1,4 +1,4 @@
-"""Object stores: every store that fsspec has a file system for, by URL. Nothing is cached."""
+"""Object stores: every store with a file system in fsspec, by URL. Nothing is cached."""
 
 from __future__ import annotations
 
@@ -200,8 +200,13 @@ class Remote:
 
     def put(self, path: str, content: bytes, version: str) -> None:
         problem: OSError | None = None
+        conditions: dict[str, Any] = {} if version else {"mode": "create"}
         try:
-            self._put_if(path, content, version)
+            if version and self._is_s3:
+                conditions = {"IfMatch": version, "chunksize": _LARGEST}
+            elif self.version(path) != version:
+                raise replaced(path)
+            self.ask("pipe_file", path, content, **conditions)
         except OSError as error:
             problem = error
         # A failure may be that of the answer alone, and a proxy may answer for the store.
@@ -213,14 +218,6 @@ class Remote:
         if isinstance(problem, StoreError) and self.version(path) == version:
             raise problem
         raise replaced(path) from problem
-
-    def _put_if(self, path: str, content: bytes, version: str) -> None:
-        conditions: dict[str, Any] = {} if version else {"mode": "create"}
-        if version and self._is_s3:
-            conditions = {"IfMatch": version, "chunksize": _LARGEST}
-        elif self.version(path) != version:
-            raise replaced(path)
-        self.ask("pipe_file", path, content, **conditions)
 
     def link(self, old: str, new: str) -> None:
         self.ask("cp_file", old, self._fs._strip_protocol(new))

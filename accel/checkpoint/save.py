@@ -33,6 +33,7 @@ from .steps import (
     exchange,
     log_end,
     on_every_rank,
+    paused_collector,
 )
 from .storage import storage_of
 from .values import Encoder, Json
@@ -57,6 +58,7 @@ def save(
     filter: Callable[[str], bool] | None = ...,
 ) -> Future[None] | None: ...
 @locked
+@paused_collector()
 def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],
@@ -195,11 +197,11 @@ class Contents:
 
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
-    """Take a state apart, or raise with the path of something that can't be stored. Local."""
+    """Take a state apart. Errors name the path of an object without a stored form. Local."""
     local_shards: list[LocalShard] = []
 
     def store(tensor: torch.Tensor, path: str) -> str:
-        """Store a tensor that is part of a plain value."""
+        """Store a tensor inside a plain value."""
         name = f"{OF_VALUES}{len(local_shards)}/{name_of([path])}"
         local_shards.append(LocalShard(shard.whole(name, tensor), equal=False))
         return name

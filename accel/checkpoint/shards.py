@@ -63,7 +63,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def check_tensor(value: torch.Tensor, path: str) -> None:
-    """Raise for a tensor that is more than its elements."""
+    """Raise for a tensor with more than its elements."""
     if value.is_nested or value.layout is not torch.strided:
         problem = f"of layout {'nested' if value.is_nested else value.layout}"
     elif value.dtype not in NAMES:
@@ -129,7 +129,7 @@ def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """An entry to write, and the tensor that has its elements from ``start`` on."""
+    """An entry to write, and the tensor with its elements from ``start`` on."""
 
     entry: Entry
     tensor: torch.Tensor
@@ -157,7 +157,7 @@ class WriteItem:
 
 
 def items_of(entries: Iterable[Entry], shards: Sequence[LocalShard]) -> list[WriteItem]:
-    """Return the entries of this rank with the shards that hold them."""
+    """Return the entries of this rank with the shards around them."""
     held: dict[str, list[Shard]] = {}
     for one in shards:
         held.setdefault(one.shard.name, []).append(one.shard)

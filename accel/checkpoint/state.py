@@ -97,14 +97,14 @@ class State:
         return tuple(tree.values()) if isinstance(value, tuple) else list(tree.values())
 
     def object_of(self, leaf: Leaf) -> StateObject:
-        """Return the object that saves and fills a leaf."""
+        """Return the object to save or fill for a leaf."""
         path = "state"
         for key in leaf.keys:
             path = place(path, key)
         return make_object(leaf.value, name_of(leaf.keys), path, self._modules)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
-        """Return the state as JSON and its objects, whose nodes in the JSON are filled in later."""
+        """Return the state as JSON, and its objects. The caller fills their nodes in the JSON."""
         objects = [self.object_of(leaf) for leaf in self.leaves]
         for leaf, one in zip(self.leaves, objects, strict=True):
             leaf.node = one.node

@@ -70,7 +70,7 @@ class StoreError(OSError):
 
 
 def replaced(path: str) -> FileExistsError:
-    """Return the error of a record that another job has written in between."""
+    """Return the error for a record by another job, written in between."""
     return FileExistsError(errno.EEXIST, "another record was written", path)
 
 
@@ -107,13 +107,11 @@ class Local:
     exists = staticmethod(os.path.lexists)
     is_directory = staticmethod(os.path.isdir)
     rename = staticmethod(os.replace)
-
-    def real(self, path: str) -> str:
-        """Return the path without links."""
-        return os.path.realpath(path)
+    #: Returns the path without links.
+    real = staticmethod(os.path.realpath)
 
     def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
-        """Return the sizes of files, and -1 for those that are missing."""
+        """Return the sizes of files, and -1 for each missing one."""
         sizes = []
         for name in names:
             path = os.path.join(directory, name)

@@ -128,7 +128,7 @@ class Encoder:
         self._store = store
 
     def encode(self, value: Any, path: str) -> Json:
-        """Return the JSON of a value. Errors name the path of a part that can't be stored."""
+        """Return the JSON of a value. Errors name the path of a part without a stored form."""
         if is_json(value):
             return value
         if isinstance(value, Placeholder):
