@@ -286,7 +286,9 @@ class Writing:
         on_every_rank("accel.save (the record)", replace_record, gather)
 
     def _record(self, files: Sequence[Written | None]) -> Record:
-        numbers, written, own = {}, [], []
+        numbers: dict[int, int] = {}
+        written: list[Written] = []
+        own = []
         for rank, file in enumerate(files):
             if file is not None:
                 numbers[rank] = len(written)

@@ -107,8 +107,10 @@ class Local:
     exists = staticmethod(os.path.lexists)
     is_directory = staticmethod(os.path.isdir)
     rename = staticmethod(os.replace)
-    #: Returns the path without links.
-    real = staticmethod(os.path.realpath)
+
+    def real(self, path: str) -> str:
+        """Return the path without links."""
+        return os.path.realpath(path)
 
     def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
         """Return the sizes of files, and -1 for each missing one."""

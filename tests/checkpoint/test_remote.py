@@ -368,31 +368,26 @@ def test_bytes_that_the_network_changes(faulty: stores.Proxy, prefix: str) -> No
 
 def test_what_is_missing_is_named(prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+
+    def refused(url: str, words: str) -> None:
+        for call in (lambda u: accel.save(state(1.0), u), accel.load, accel.latest, accel.verify):
+            with pytest.raises(CheckpointError, match=words):
+                call(url)
+
+    bucket = "s3://no-such-bucket/x"
+    refused(bucket, f"bucket does not exist.*{bucket}|{bucket}.*not")
+    refused("gs://bucket/x", "install gcsfs")
+    refused("NOSUCH://bucket/x", "nosuch://bucket/x")
+    refused("dir://x", "can't open it")
+    accel.save({"n": 1}, prefix)
+    assert accel.load(prefix) == {"n": 1}
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
     remote._opened.cache_clear()
-    for url, words in (
-        (f"{prefix}/x", f"NoCredentialsError.*{ADVICE}"),
-        ("gs://bucket/x", "install gcsfs"),
-        ("NOSUCH://bucket/x", "nosuch://bucket/x"),
-        ("dir://x", "can't open it"),
-    ):
-        for call in (lambda u: accel.save(state(1.0), u), accel.load, accel.latest, accel.verify):
-            with pytest.raises(CheckpointError, match=words):
-                call(url)
+    refused(f"{prefix}/x", f"NoCredentialsError.*{ADVICE}")
     assert not os.listdir(tmp_path)
-
-
-def test_a_bucket_that_is_not_there(prefix: str) -> None:
-    for call in (lambda u: accel.save({"n": 1}, u), accel.load, accel.latest, accel.verify):
-        with pytest.raises(
-            CheckpointError, match="bucket does not exist.*s3://no-such-bucket/x|s3://no-such-bucket/x.*not"
-        ):
-            call("s3://no-such-bucket/x")
-    accel.save({"n": 1}, prefix)
-    assert accel.load(prefix) == {"n": 1}
 
 
 def test_a_server_that_is_not_reached(endpoint: str) -> None:
