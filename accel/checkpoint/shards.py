@@ -232,7 +232,9 @@ def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
     # Wide elements are first, so all are aligned.
     items = sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
     header = build_header(item.entry for item in items)
-    size = len(header) + sum(item.entry.nbytes for item in items)
+    size = len(header)
+    for item in items:
+        size += item.entry.nbytes
     checksums: list[str] = []
 
     def content() -> Iterator[bytes | bytearray | memoryview]:

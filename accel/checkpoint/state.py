@@ -105,7 +105,8 @@ class State:
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
         """Return the state as JSON, and its objects. The caller fills their nodes in the JSON."""
-        objects = [self.object_of(leaf) for leaf in self.leaves]
-        for leaf, one in zip(self.leaves, objects, strict=True):
-            leaf.node = one.node
+        objects = []
+        for leaf in self.leaves:
+            objects.append(self.object_of(leaf))
+            leaf.node = objects[-1].node
         return encoder.encode(self.tree, "state"), objects
