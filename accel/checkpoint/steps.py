@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import json
 import logging
@@ -91,6 +92,19 @@ def check_equal(text: str, by_rank: Sequence[Mapping[str, object]]) -> None:
 def digest(value: Any) -> str:
     """Return a short name of a JSON value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+@contextlib.contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause garbage collection, which looks through all objects of the program again and again."""
+    # A save of 3,000 tensors makes many small objects, and took twice the time.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 # -- exchanges in a thread, while the main thread trains -------------------------------------------

@@ -90,9 +90,6 @@ def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: boo
         if items:
             files[rank] = shards.write(directory, folder.shard_name(SAVE, rank), items)
     numbers = {rank: number for number, rank in enumerate(files)}
-    for one in contents:
-        for leaf in one.merged:
-            leaf[0].node.update(leaf[1])
     commit.put(
         Record(
             id=SAVE,
