@@ -84,6 +84,7 @@ def load(
         background.wait()
         directory = folder.absolute(dir)
         loading = Loading(directory, open_checkpoint(directory, state), state, convert)
+        # 1,000 ranks that ask for the sizes of 1,000 files are slow.
         if loading.record.version and rank() == 0:
             folder.check_sizes(directory, loading.record)
         loading.decode()
@@ -96,6 +97,7 @@ def load(
     loading.leave_alone(summaries)
     result: dict[Any, Any] = on_every_rank("accel.load (the tensors)", loading.apply)
     for engine in loading.engines:
+        # ZeRO's bf16 weights follow their fp32 copies. An optimizer may have frozen parameters.
         engine.holdings.filled()
         engine.refresh()
     log_end(loading.directory, "loaded", loading.nbytes, begin)
@@ -118,7 +120,7 @@ def _check_equal(directory: str, summaries: list[Summary]) -> None:
 
 @final
 class Loading:
-    """The load on one rank. ``state`` is None if only plain values are loaded."""
+    """The load on this rank. ``state`` is None if only plain values are loaded."""
 
     def __init__(self, directory: str, record: Record, state: Any, convert: bool) -> None:
         self.directory = directory
@@ -141,7 +143,7 @@ class Loading:
             self._compare(entry, names[entry.name])
 
     def _names_of_objects(self) -> dict[str, dict[str, str]]:
-        """Return the tensors of each object: the names in the record by the names in the object."""
+        """Return the names of tensors in the record, by object and by their names in it."""
         names: dict[str, dict[str, str]] = {entry.name: {} for entry in self._objects}
         for name in self.record.tensors:
             owner = name
@@ -208,11 +210,12 @@ class Loading:
             entry.values = entry.decode(self._decoder)
 
     def leave_alone(self, summaries: Sequence[Summary]) -> None:
-        """Do not change optimizers with state that doesn't fit on a rank. A part is of no use."""
+        """Do not change optimizers with state that doesn't fit on a rank."""
+        # AdamW can't step a parameter with a step counter and no moments.
         names = set[str]()
         for summary in summaries:
             names |= summary.unfit_optimizers
-        self._objects = [entry for entry in self._objects if entry.name not in names]
+        self._objects = [one for one in self._objects if one.name not in names]
 
     @property
     def engines(self) -> list[Engine]:
@@ -266,10 +269,8 @@ class Loading:
 
 
 def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
-    """Keep the first name of each tied tensor in ``names``. Return the first names of all tensors.
-
-    Another library may have stored it under a different name.
-    """
+    """Keep the first name of each tied tensor in ``names``. Return all first names."""
+    # transformers may have stored it under a different name.
     first_names = set()
     for first, *others in shard.tensor_names(module).values():
         first_names.add(first)

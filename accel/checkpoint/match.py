@@ -110,7 +110,7 @@ class Match:
                 updates[key] = self._visit(item, tree[key], saved[key], place(path, key))
             else:
                 self.summary.missing.append(place(path, key))
-        # A dict of plain values is replaced as a whole: a history may have grown.
+        # A dict of plain values gets new keys: a history may have grown.
         if is_dict and not has_objects and path != "state":
             for key in [key for key in saved if key not in value]:
                 if not _holds_objects(saved[key]):
@@ -174,7 +174,7 @@ def _replace(container: Any, updates: dict[Any, Apply]) -> Any:
 
 # -- differences -----------------------------------------------------------------------------------
 
-#: Differences in a message.
+#: Differences in a message. A wrong model may differ in thousands of tensors.
 _FIRST: Final = 10
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -21,8 +21,6 @@ from ..registry import Registry, registry, resolve_module
 from ..shard import Manifest, Shard
 from .shards import LocalShard, check_tensor
 from .values import TAG, Decoder, Encoder, Json, Placeholder
-
-T = TypeVar("T")
 
 
 class Stage(IntEnum):
@@ -67,7 +65,7 @@ class StateObject(Placeholder):
         return {"name": self.name}
 
     def problem(self) -> str:
-        """Return the reason for not filling it from its node, or an empty string. Local."""
+        """Return the reason if the node doesn't fit, or an empty string. Local."""
         return ""
 
     def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
@@ -86,19 +84,11 @@ class StateObject(Placeholder):
         return LocalShard(replace(own, name=f"{self.name}/{own.name}"), equal)
 
 
-def call(path: str, method: Callable[..., T], *args: Any) -> T:
-    """Call a method of the object at ``path``. CheckpointError names the object if it raises."""
-    try:
-        return method(*args)
-    except Exception as error:
-        problem = f"{path}.{method.__name__}() raised {text_of_error(error)}"
-        raise CheckpointError(problem) from error
-
-
 def structure_of(objects: Sequence[StateObject]) -> list[list[str]]:
-    """Return a description for a comparison of ranks. The label tells models of a class apart."""
+    """Return a description for a comparison of ranks."""
     rows = []
     for entry in objects:
+        # GANs have two models of one class, which differ in the labels of their engines.
         label = "" if entry.engine is None else entry.engine.label
         rows.append([entry.name, entry.kind, label])
     return rows
@@ -131,16 +121,24 @@ class StatefulObject(StateObject):
         self._target = target
         self.stage = stage
 
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the user's object. CheckpointError names the object if it raises."""
+        try:
+            return method(*args)
+        except Exception as error:
+            problem = f"{self.path}.{method.__name__}() raised {text_of_error(error)}"
+            raise CheckpointError(problem) from error
+
     def state(self, encoder: Encoder) -> Json:
         """Return the state dict as JSON."""
-        state = call(self.path, self._target.state_dict)
+        state = self._call(self._target.state_dict)
         return encoder.encode(state, f"{self.path}.state_dict()")
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"state": self.state(encoder)}
 
     def fill(self, values: Any) -> None:
-        call(self.path, self._target.load_state_dict, values)
+        self._call(self._target.load_state_dict, values)
 
 
 @final

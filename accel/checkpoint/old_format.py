@@ -48,7 +48,8 @@ def runs_of(
             sides.append(itertools.pairwise([0, *cuts, size]))
         blocks = itertools.product(*sides)
     runs, aliases = [], {}
-    begin = end = 0  # of the block on the line
+    # The block on the line, and its range.
+    begin = end = 0
     block: Box = ()
     for file, start, count, files in value["parts"]:
         for number in range(files):

@@ -38,6 +38,7 @@ def exchange(
     problem: AccelError | None = None
     answer: Any = (None, None)
     try:
+        # A rank that raises here must still answer, because the others wait for it.
         answer = act()
     except AccelError as error:
         problem = error
@@ -111,6 +112,7 @@ def background_gather(process: Process) -> Gather:
     return gather
 
 
+#: The name of the process group of the thread.
 _GROUP: Final = "accel background"
 
 

@@ -15,7 +15,6 @@ from torch import nn
 
 import accel
 from accel import CheckpointError
-from accel.__main__ import main
 from tests.distributed import run
 
 
@@ -228,12 +227,3 @@ def test_diffusers_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert equal(loaded, model)
     loaded.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
     assert equal(accel.load(tmp_path / "theirs", {"unet": build(1)})["unet"], model)
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, _ = saved(tmp_path / "c")
-    out = str(tmp_path / "out")
-    assert main(["export", directory, out, "--name", "model", "--dtype", "bfloat16"]) == 0
-    assert load_file(f"{out}/model.safetensors")["body.weight"].dtype is torch.bfloat16
-    assert main(["export", directory, out]) == 1
-    assert "has weights already" in capsys.readouterr().err
