@@ -31,7 +31,7 @@ class Parts(StateObject):
     kind = "module"
 
     def __init__(self, shards: Sequence[Shard], *, equal: bool = True) -> None:
-        super().__init__("", "")
+        super().__init__()
         self.parts, self._equal = list(shards), equal
 
     def shards(self) -> Iterator[LocalShard]:
@@ -40,7 +40,7 @@ class Parts(StateObject):
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"extra": {}}
 
-    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+    def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
         return [(one.name, one) for one in self.parts]
 
 
@@ -201,8 +201,8 @@ class Divided:
                 tensor.data = torch.zeros(shape_of(self.holdings.box_of(name)), dtype=tensor.dtype)
         self.optimizer = stepped(self.net)
         names = self.holdings.parameter_names
-        model = ModuleObject("", "", self.net, None, "")
-        optimizer = OptimizerObject("", "", self.optimizer, None, names)
+        model = ModuleObject(self.net)
+        optimizer = OptimizerObject(self.optimizer, None, names)
         model._holdings = optimizer._holdings = self.holdings
         self.state = {"model": model, "optimizer": optimizer}
 
