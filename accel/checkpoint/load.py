@@ -35,7 +35,16 @@ from .reader import Reader
 from .record import Record, read
 from .shards import BY_NAME
 from .state import OF_VALUES, State
-from .steps import check_arguments, check_equal, digest, exchange, explain, log_end, on_every_rank
+from .steps import (
+    check_arguments,
+    check_equal,
+    digest,
+    exchange,
+    explain,
+    log_end,
+    on_every_rank,
+    paused_collector,
+)
 from .values import Decoder, stored_tensors
 from .weights import choose, open_checkpoint, weights_at
 
@@ -45,6 +54,7 @@ _PARTLY: Final = "the state may be partly filled: load a whole checkpoint before
 
 
 @locked
+@paused_collector()
 def load(
     dir: str | os.PathLike[str],
     state: dict[Any, Any] | None = None,
