@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 import torch
 
 from . import process
-from .data.handle import latest
+from .data.iteration import latest
 from .data.sampling import Division, first_sample, has_parts
 from .errors import AccelError, RankMismatchError, described, text_of_error, whole_number
 from .process.control import agree, is_lost, locked, raise_together

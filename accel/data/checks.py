@@ -76,37 +76,32 @@ def has_own_iter(loader: DataLoader[Any]) -> bool:
 
 def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     """Raise LoaderError if a loader can't be sharded in this way over ``world`` ranks."""
-    shape = shape_of(loader)
+    shape, even = shape_of(loader), options.even_batches
     is_stream = isinstance(loader.dataset, IterableDataset)
-    is_uneven = options.shard and not options.even_batches and not shape.drop_last
-    off = "or LoaderOptions(shard=False)"
+    off = "Use a plain DataLoader, or LoaderOptions(shard=False)."
     problem = ""
-    if options.dispatch and not (is_stream and options.shard and options.even_batches):
+    if options.dispatch and not (is_stream and options.shard and even):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
     elif options.split_batches and shape.batch % world:
-        problem = (
-            f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple of it."
-        )
-    elif is_uneven and is_stream and loader.num_workers and world > 1:
+        problem = f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple."
+    elif not options.shard:
+        return
+    elif is_stream and has_own_iter(loader):
+        kind = type(loader).__qualname__
+        problem = f"{kind} reads an iterable dataset in its own __iter__. {off}"
+    elif is_stream and loader.num_workers and world > 1 and not (even or shape.drop_last):
         # Each worker has its own last step, so the ranks' loops would be at different samples.
         problem = (
             "even_batches=False needs num_workers=0 for an iterable dataset. Use "
             "even_batches=True or drop_last=True."
         )
-    elif options.shard and is_stream and has_own_iter(loader):
-        problem = (
-            f"{type(loader).__qualname__} has its own __iter__, which accel can't shard over an "
-            f"iterable dataset. Use a plain DataLoader, {off}."
-        )
     for part in (*parts_of(loader.batch_sampler), *parts_of(loader.sampler)):
         # Accelerate and others name it num_processes.
         ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
         is_distributed = isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}
-        if options.shard and isinstance(part, Sampler) and is_distributed:
-            problem = (
-                f"The loader is distributed already, by a {type(part).__qualname__}. Use the "
-                f"loader of one process, {off}."
-            )
+        if isinstance(part, Sampler) and is_distributed:
+            kind = type(part).__qualname__
+            problem = f"The loader is distributed already, by a {kind}. {off}"
     if problem:
         raise LoaderError(problem)
 
@@ -128,9 +123,7 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
     if isinstance(dataset, torch_data.Subset):
         # random_split with a different seed on each rank mixes training and validation data.
         indices: Any = dataset.indices
-        if hasattr(indices, "tolist"):
-            indices = indices.tolist()
-        facts["checksum of the Subset's indices"] = mix(indices)
+        facts["checksum of the Subset's indices"] = mix([int(index) for index in indices])
     if isinstance(dataset, IterableDataset):
         facts["num_workers"] = loader.num_workers
     return facts

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,10 @@ from ..trees import walk
 
 
 class Share(NamedTuple):
-    """A rank's ``size`` samples of a global step from ``offset``, ``real`` before padding."""
+    """A rank's ``size`` samples of a global step from ``offset``, ``real`` before padding.
+
+    If the size isn't known, it is -1, and ``real`` is 1 or 0.
+    """
 
     offset: int
     size: int
@@ -64,25 +68,24 @@ class Division:
 
 
 def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
-    """Return one rank's share of a global step, padded from ``head``."""
+    """Return a rank's share of a global step, padded from ``head``."""
     if len(chunk) < division.width and division.drop_last:
         return []
     share = division.share(len(chunk))
-    padding = [
-        head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)
-    ]
-    return chunk[share.offset : share.offset + share.real] + padding
+    end = share.offset + share.size
+    padding = islice(cycle(head), max(0, end - len(chunk)))
+    return [*chunk, *padding][share.offset : end]
 
 
 def divide(
-    read: Callable[[int], list[Any]], division: Division, head: list[Any]
+    order: Iterator[Any], division: Division, head: list[Any]
 ) -> Iterator[tuple[list[Any], list[Any]]]:
     """Yield this rank's share and all items of each global step.
 
-    ``read(count)`` returns fewer items only at the end. ``head`` holds the first items of the
-    epoch, at most ``division.world - 1``, which are the padding.
+    ``head`` holds the first items of the epoch, at most ``division.world - 1``. They are the
+    padding.
     """
-    while chunk := read(division.width):
+    while chunk := list(islice(order, division.width)):
         head += chunk[: division.world - 1 - len(head)]
         yield portion(chunk, division, head), chunk
 
@@ -126,9 +129,11 @@ def parts_of(sampler: Any) -> list[Any]:
 def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the generators of a loader and of its samplers, by name."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    candidates = (loader.generator, *parts_of(sampler))
-    generators = {id(part): part for part in candidates if is_generator(part)}
-    return {f"own {number}": part for number, part in enumerate(generators.values())}
+    found: dict[str, Any] = {}
+    for part in (loader.generator, *parts_of(sampler)):
+        if is_generator(part) and part not in found.values():
+            found[f"own {len(found)}"] = part
+    return found
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
@@ -160,18 +165,18 @@ def identity(items: Any) -> int:
 
     def visit(path: str, leaf: Any) -> Any:
         is_text = isinstance(leaf, int | str | bytes)
-        # Labels and tokens have wide integers, and pixels have bytes.
         dtype = str(getattr(leaf, "dtype", ""))
-        is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
         content: Any = b""
         if isinstance(leaf, torch.Tensor):
-            if is_dense(leaf) and leaf.numel() > 0:
+            if is_dense(leaf) and leaf.numel():
                 content = to_bytes(bytes_of(leaf, torch.device("cpu")))
         elif is_text or isinstance(leaf, float):
             content = repr(leaf).encode()
         elif hasattr(leaf, "tobytes") and dtype != "object":
             # An array of objects holds their addresses.
             content = leaf.tobytes()
+        # Labels and tokens have wide integers, and pixels have bytes.
+        is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
         checksums[is_name] = zlib.crc32(content, checksums[is_name])
         return leaf
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -19,8 +18,8 @@ from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators
 from .checks import LoaderOptions, LoaderPlace
-from .readers import Position, Reader, RealRows, SampleSource, Tag
-from .sampling import Division, identity, mix, on_cpu, portion
+from .readers import Position, Reader, SampleSource, Tag
+from .sampling import Division, Share, identity, on_cpu, portion
 
 #: Every rank reads the full stream and keeps its share, each rank reads its shards of a Hugging
 #: Face dataset, or rank 0 reads for all ranks.
@@ -55,14 +54,13 @@ class _StreamView(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         source: SampleSource = vars(self)["_source"]
         start, info = source.start, get_worker_info()
-        stream = info.id if info else 0
         if info:
             # The states seed the workers, which draw from their own generators.
             source.start = replace(start, states=None)
-        source.open(None if start.seed is None else mix(start.epoch_seed, stream), stream)
+        steps = source.shares(info.id if info else 0)
         # Workers that live longer than an epoch start the next epoch at its beginning.
         source.start = Position(epoch=start.epoch + 1)
-        return _shares(source, vars(self)["_mode"])
+        return _given(source, steps, vars(self)["_mode"])
 
     def __len__(self) -> int:
         return len(vars(self)["_source"].items)
@@ -76,9 +74,10 @@ class _StreamView(IterableDataset[Any]):
         setattr(vars(self)["_source"].items, name, value)
 
 
-def _shares(source: SampleSource, mode: str) -> Iterator[Any]:
+def _given(source: SampleSource, steps: Iterator[Any], mode: str) -> Iterator[Any]:
+    """Yield the items of a rank's share, or the shares of all ranks."""
     division, first = source.division, 0
-    for share, items in source.shares():
+    for share, items in steps:
         if division.world > 1:
             first = first or identity(items)
             source.tag = replace(source.tag, first=first)
@@ -107,15 +106,15 @@ class StreamReader(Reader):
     def __init__(
         self, loader: DataLoader[Any], division: Division, mode: str, process: Process | None
     ) -> None:
-        super().__init__(loader, division, max(1, loader.num_workers))
         dataset: Any = loader.dataset
-        self._mode = mode
-        self._process = process
+        own_division = division
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
-            division = replace(division, rank=0, world=1)
-            self._width = division.width
-        self._source = SampleSource(dataset, division, own={})
+            own_division = replace(division, rank=0, world=1)
+        source = SampleSource(dataset, own_division, {})
+        super().__init__(loader, division, source, max(1, loader.num_workers))
+        self._mode = mode
+        self._process = process
 
     def install(self, loader: DataLoader[Any]) -> None:
         vars(loader)["dataset"] = _StreamView(self._source, self._mode)
@@ -129,10 +128,10 @@ class StreamReader(Reader):
 
     def begin(self, start: Position) -> None:
         super().begin(start)
-        self._source.start = start
-        # A loader seeds its workers from this generator, and they draw the stream.
+        # A loader seeds its workers from this generator, and they draw the stream. Without workers
+        # the snapshot is taken later.
         seeding = self._loader.generator or torch.default_generator
-        self._seeds = Generators({"seeds": seeding}).states()
+        self._source.states = Generators({"seeds": seeding}).states()
 
     def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
         if self._mode == DISPATCHED:
@@ -144,23 +143,17 @@ class StreamReader(Reader):
             return self._compared(batches)
         return self._in_step(batches) if self._division.even else batches
 
-    def real_rows(self, samples: int) -> RealRows:
-        if self._mode == SHARDS:
+    def real_rows(self, samples: int) -> Share:
+        if self._mode == SHARDS and self._division.even:
             # The batches of a step are of different shards. All of their rows are real, or none.
-            return RealRows(self._division.even, None, min(1, samples))
+            return Share(0, -1, min(1, samples))
         return super().real_rows(samples)
-
-    def states(self) -> Mapping[str, Any] | None:
-        return self._seeds if self._loader.num_workers else self._source.states
-
-    def __len__(self) -> int:
-        return self._source.division.local_steps(len(self._source.items))
 
     # -- Streams that the ranks read together. Every step of these iterators is collective. --
 
     def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches after the ranks have compared the first items of the stream."""
-        item, firsts = _read_together(batches, lambda item: item[0].first)
+        item, firsts = _read_together(batches)
         if len(set(firsts) - {None}) > 1:
             kind = type(self._loader.dataset).__name__
             raise LoaderError(
@@ -178,13 +171,12 @@ class StreamReader(Reader):
             items = islice(self._loader.dataset, 1)
             list(self._compared((Tag(first=identity(item)), item) for item in items))
         tag, padding = self.tags[0], None
-        for item, present, more in _steps(batches):
+        for item, firsts, more in _steps(batches):
             tag, batch = (replace(tag, samples=0), padding) if item is None else item
             if padding is None:
-                padding = copy.deepcopy(batch)
-                if not all(present):
-                    # A resumed rank may have read its shards already.
-                    padding = agree(_LABEL, padding)[present.index(True)]
+                # A resumed rank may have read its shards already.
+                others = agree(_LABEL, batch) if None in firsts else [batch]
+                padding = copy.deepcopy(next(other for other in others if other is not None))
                 batch = padding if item is None else batch
             yield replace(tag, more=more), batch
 
@@ -193,44 +185,43 @@ class StreamReader(Reader):
         process = self._process
         assert process is not None
         places = agree(_LABEL, self._division.rank)
-        is_reader = process.place.rank == 0
-        for messages, _, more in _steps(_pickled(loader) if is_reader else iter(())):
-            sent = [messages[place] for place in places] if is_reader else None
+        batches = _late(loader) if process.place.rank == 0 else iter(())
+        for item, _, more in _steps(batches):
+            sent = item and [(item[0], item[1][place]) for place in places]
             received: list[Any] = [None]
             with Waiting(process, _LABEL):
                 dist.scatter_object_list(received, sent, group=process.control, group_src=0)
-            tag, batch = pickle.loads(received[0])
+            tag, batch = received[0]
             yield replace(tag, more=more), batch
 
 
-def _pickled(loader: DataLoader[Any]) -> Iterator[list[bytes]]:
+def _late(loader: DataLoader[Any]) -> Iterator[Any]:
     # The loader starts at the first step, where an error reaches all ranks.
     with on_cpu():
-        steps = iter(loader)
-    for tag, batches in steps:
-        yield [pickle.dumps((tag, batch)) for batch in batches]
+        batches = iter(loader)
+    yield from batches
 
 
 def _steps(batches: Iterator[Any]) -> Iterator[tuple[Any, list[Any], bool]]:
-    """Yield this rank's batch or None, the ranks with one, and if a step follows. Collective."""
-    item, present = _read_together(batches, lambda item: True)
-    while any(present):
-        following, then_present = _read_together(batches, lambda item: True)
-        yield item, present, any(then_present)
-        item, present = following, then_present
+    """Yield this rank's batch or None, every rank's checksum, and if a step follows. Collective."""
+    item, firsts = _read_together(batches)
+    while set(firsts) != {None}:
+        following, next_firsts = _read_together(batches)
+        yield item, firsts, set(next_firsts) != {None}
+        item, firsts = following, next_firsts
 
 
-def _read_together(batches: Iterator[Any], fact: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
-    """Read a batch on every rank, and return it and every rank's ``fact``. Collective.
+def _read_together(batches: Iterator[Any]) -> tuple[Any, list[int | None]]:
+    """Read a batch on every rank, and return it and every rank's checksum. Collective.
 
-    The batch and its fact are None at the end. If reading fails on a rank, every rank raises.
+    Both are None at the end. If reading fails on a rank, every rank raises.
     """
     item, error = None, None
     try:
         item = next(batches, None)
     except Exception as problem:
         error = problem
-    own_fact = None if item is None else fact(item)
-    answers = agree(_LABEL, (own_fact, text_of_error(error)))
+    first = None if item is None else item[0].first
+    answers = agree(_LABEL, (first, text_of_error(error)))
     raise_together(_LABEL, error, [text for _, text in answers], LoaderError)
     return item, [other for other, _ in answers]

@@ -157,8 +157,7 @@ def test_group_is_iterated_once() -> None:
     for group in accel.accumulate(handle, 3):  # type: ignore[arg-type]
         for _ in group:
             break
-        with pytest.raises(LoaderError, match=r"inside a group of accel.accumulate, 2 batches before its end"):
-            handle.state_dict()
+        assert handle.state_dict()["consumed"] == 1
         break
     state = handle.state_dict()
     assert (state["consumed"], len(group)) == (0, 3)

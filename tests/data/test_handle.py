@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -146,7 +145,7 @@ def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Division
 def _dealt(total: int, start: int, plan: Division) -> list[list[int]]:
     rest = iter(range(start, total))
     head = list(range(min(start, plan.world - 1)))
-    return [mine for mine, _ in divide(lambda count: list(islice(rest, count)), plan, head) if mine]
+    return [mine for mine, _ in divide(rest, plan, head) if mine]
 
 
 @settings(max_examples=300, deadline=None)

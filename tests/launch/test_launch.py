@@ -243,7 +243,7 @@ def fail(how: str, path: str, model: nn.Module) -> None:
 
 FAILURES = {
     "raise": r"rank 1 of 2 in accel.launch\(fail\) raised; its traceback:(?s:.*)in fail(?s:.*)ValueError: boom",
-    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) was ended by SIGKILL, .* out of memory",
+    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) ended with SIGKILL, .* out of memory",
 }
 
 
@@ -383,7 +383,7 @@ def test_stateful_objects_are_collected_once() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    found = collect_stateful({"fn": lambda: model[1], "args": [{"o": optimizer}, model[0], scheduler, model]})
+    found = collect_stateful(lambda: model[1], "fn", ({"o": optimizer}, model[0], scheduler, model))
     assert {id(item) for item in found} == {id(model), id(optimizer), id(scheduler)}
     assert len(found) == 3
 
