@@ -1,7 +1,7 @@
-"""Dataloaders: each rank gets its share of every epoch on its device, and the position is saved.
+"""Dataloaders: each rank gets its share of every epoch, and the position is saved.
 
-metrics, groups (for accumulate) > handle > iteration (an epoch) > streams > readers (the items of
-an epoch, and stand-ins for a loader's sampler or dataset) > checks > sampling (who gets what)
+metrics, groups (for accumulate) > handle > iteration (an epoch) > streams > readers
+(stand-ins for a sampler or dataset) > checks > sampling (who gets what)
 """
 
 from .checks import LoaderOptions as LoaderOptions

@@ -1,4 +1,4 @@
-"""Options of loaders, and checks that a loader can be sharded and is the same on all ranks."""
+"""Options of loaders, and checks before a loader is sharded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LoaderPlace(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sampler and batch size of a loader; with ``units`` an item of the sampler stays whole."""
+    """The sampler and batch size. With ``units`` an item of the sampler stays whole."""
 
     sampler: Any
     batch: int
@@ -59,7 +59,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(loader: DataLoader[Any]) -> Shape:
-    """Return the shape of a loader. Its batch sampler may be changed by the program."""
+    """Read the shape each time, because a program may change its batch sampler."""
     batcher: Any = loader.batch_sampler
     if batcher is None:
         return Shape(loader.sampler, 1, False, True)
@@ -75,8 +75,10 @@ def has_own_iter(loader: DataLoader[Any]) -> bool:
 
 
 def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
-    """Raise LoaderError if a loader can't be sharded in this way over ``world`` ranks."""
-    shape, even = shape_of(loader), options.even_batches
+    """Raise LoaderError if a loader can't be sharded over ``world`` ranks."""
+    shape = shape_of(loader)
+    even = options.even_batches
+    is_uneven = not even and not shape.drop_last and world > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
     off = "Use a plain DataLoader, or LoaderOptions(shard=False)."
     problem = ""
@@ -89,7 +91,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     elif is_stream and has_own_iter(loader):
         kind = type(loader).__qualname__
         problem = f"{kind} reads an iterable dataset in its own __iter__. {off}"
-    elif is_stream and loader.num_workers and world > 1 and not (even or shape.drop_last):
+    elif is_stream and loader.num_workers and is_uneven:
         # Each worker has its own last step, so the ranks' loops would be at different samples.
         problem = (
             "even_batches=False needs num_workers=0 for an iterable dataset. Use "
@@ -97,8 +99,8 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
         )
     for part in (*parts_of(loader.batch_sampler), *parts_of(loader.sampler)):
         # Accelerate and others name it num_processes.
-        ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
-        is_distributed = isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}
+        ranks = getattr(part, "num_replicas", None) or getattr(part, "num_processes", None)
+        is_distributed = isinstance(part, torch_data.DistributedSampler) or ranks not in (None, 1)
         if isinstance(part, Sampler) and is_distributed:
             kind = type(part).__qualname__
             problem = f"The loader is distributed already, by a {kind}. {off}"
@@ -123,7 +125,9 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
     if isinstance(dataset, torch_data.Subset):
         # random_split with a different seed on each rank mixes training and validation data.
         indices: Any = dataset.indices
-        facts["checksum of the Subset's indices"] = mix([int(index) for index in indices])
+        if hasattr(indices, "tolist"):
+            indices = indices.tolist()
+        facts["checksum of the Subset's indices"] = mix(indices)
     if isinstance(dataset, IterableDataset):
         facts["num_workers"] = loader.num_workers
     return facts

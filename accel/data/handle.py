@@ -84,10 +84,10 @@ class LoaderHandle:
         return current is not None and current.reader.given > 0 and not current.upcoming(1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values. It is the same on all ranks at the same step.
+        """Return the position as plain values, the same on all ranks at the same step.
 
-        At the end of an epoch and after a ``break`` it is the start of the next epoch. Between the
-        batches of a group of ``accumulate`` it doesn't include the gradients.
+        At the end of an epoch and after a ``break`` it is the start of the next epoch. It doesn't
+        include gradients, so don't save inside a group of ``accumulate``.
 
         Raises:
             LoaderError: the position isn't known.
@@ -173,9 +173,7 @@ def _check_saved(state: LoaderState, saved: Any) -> None:
         raise LoaderError(f"Expected a state of LoaderHandle.state_dict(), found {saved!r}.")
     length = length_of(state.raw.dataset)
     if saved["length"] != length:
-        raise LoaderError(
-            f"The state is of a dataset of length {saved['length']}, and this one has {length}."
-        )
+        raise LoaderError(f"The state is of a dataset of length {saved['length']}, not {length}.")
     if saved["consumed"] and saved["part"] != state.part:
         raise LoaderError(
             f"The state was saved in mid-epoch by {_owner(saved['part'])} and can't be loaded by "

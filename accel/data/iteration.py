@@ -25,7 +25,7 @@ from .streams import SHARDS, StreamReader, mode_of
 @final
 @dataclass(eq=False)
 class LoaderState:
-    """The state of a handle: the raw loader, this rank's place, and the next epoch."""
+    """The raw loader of a handle, this rank's place, and the next epoch."""
 
     raw: DataLoader[Any]
     options: LoaderOptions
@@ -58,22 +58,18 @@ class LoaderState:
         return None if iteration is None or iteration.finished else iteration
 
     @property
-    def mode(self) -> str:
-        return mode_of(self.raw.dataset, self.options, self.place)
-
-    @property
     def part(self) -> list[int]:
-        """This rank and the number of ranks if each has its own position, otherwise empty."""
-        is_alone = not self.options.shard or self.mode == SHARDS
+        """This rank and the number of ranks if each has its own position."""
+        mode = mode_of(self.raw.dataset, self.options, self.place)
+        is_alone = not self.options.shard or mode == SHARDS
         return list(self.place[:2]) if is_alone else []
 
     def check_process(self) -> None:
-        """Raise LoaderError after ``accel.teardown()``."""
         process = self.place.process
         if process is not None and running() is not process and not ended():
             raise LoaderError(
-                f"This LoaderHandle was set up for {self.place.world} ranks, and accel.teardown() "
-                "has ended them. Pass the raw DataLoader to accel.setup() again."
+                f"This LoaderHandle is for {self.place.world} ranks, and accel.teardown() has "
+                "ended them. Pass the raw DataLoader to accel.setup() again."
             )
 
     def reader(self) -> Reader:
@@ -89,11 +85,11 @@ class LoaderState:
             drop_last=shape.drop_last,
         )
         if isinstance(raw.dataset, IterableDataset):
-            return StreamReader(raw, division, self.mode, self.place.process)
+            mode = mode_of(raw.dataset, options, self.place)
+            return StreamReader(raw, division, mode, self.place.process)
         return SamplerReader(raw, division)
 
     def prepare(self) -> tuple[DataLoader[Any], Reader]:
-        """Return a copy of the loader and the reader in it."""
         if self.persistent is not None:
             return self.persistent
         reader = self.reader()
@@ -109,7 +105,7 @@ class LoaderState:
         return loader, reader
 
     def worker_seeds(self, start: Position) -> torch.Generator:
-        """Return a generator for the seeds of workers, which leaves the program's alone."""
+        # The program's generators stay as they are.
         generator = torch.Generator()
         if start.states and "seeds" in start.states:
             return generator.set_state(start.states["seeds"])
@@ -120,7 +116,7 @@ class LoaderState:
 @final
 @dataclass(eq=False)
 class Latest:
-    """The last batch of all handles, and the last ``split``, which gather_for_metrics assumes."""
+    """The last batch of all handles, and the last ``split``."""
 
     rows: Share | None = None
     #: The replica of the model for which it was, and the number of replicas.
@@ -133,14 +129,14 @@ latest = Latest()
 
 
 def forget() -> None:
-    """Forget the last batch and the last ``split``, because the process group changes."""
+    """Forget them, because the process group changes."""
     latest.rows = latest.replica = None
     latest.divisions.clear()
 
 
 @final
 class Iteration:
-    """An iterator of a handle. It begins its epoch when it is created, as in raw PyTorch."""
+    """An iterator of a handle. It begins its epoch at once, as in raw PyTorch."""
 
     def __init__(self, state: LoaderState) -> None:
         state.check_process()
@@ -160,7 +156,8 @@ class Iteration:
         with on_cpu():
             self._batches = self.reader.open(loader)
         # A stream of several workers may have more batches than its dataset's length tells.
-        self.length = length_of(self.reader) if isinstance(self.reader, SamplerReader) else None
+        is_sized = isinstance(self.reader, SamplerReader)
+        self.length = length_of(self.reader) if is_sized else None
         state.start, state.skip = state.fresh(start.epoch + 1), 0
         state.latest = weakref.ref(self)
 
@@ -180,12 +177,11 @@ class Iteration:
         return batch if self._transfer is None else self._transfer(batch)
 
     def _read_ahead(self, count: int) -> int:
-        """Read until ``count`` batches are ahead of the loop, and return their number."""
         self._ahead.extend(islice(self._batches, max(0, count - len(self._ahead))))
         return min(count, len(self._ahead))
 
     def upcoming(self, count: int) -> int:
-        """Return how many of the next ``count`` batches there are. Read them if necessary."""
+        """Return how many of the next ``count`` batches there are."""
         if self.length is not None:
             return min(count, self.length - self.reader.given)
         if count == 1 and self.reader.more is not None:

@@ -28,6 +28,9 @@ from .sampling import (
 #: A sampler is read in blocks, because it takes 0.2 ms to change the global generators.
 _BLOCK: Final = 1 << 10
 
+#: This rank's share and all items of each global step.
+Steps = Iterator[tuple[list[Any], list[Any]]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
@@ -72,7 +75,7 @@ WHOLE: Final = Share(0, -1, 1)
 
 
 class SampleSource:
-    """The items of a sampler or dataset in an epoch, and this rank's share of each step."""
+    """The items of a sampler or dataset, and this rank's share of each global step."""
 
     def __init__(self, items: Any, division: Division, own: Mapping[str, Any]) -> None:
         self.items = items
@@ -92,11 +95,8 @@ class SampleSource:
         used = sum(self.start.at)
         return self.division.local_steps(max(0, len(self.items) - used))
 
-    def shares(self, stream: int | None = None) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Begin an epoch, and return this rank's share and all items of each global step.
-
-        ``stream`` is the worker of an iterable dataset.
-        """
+    def steps(self, stream: int | None = None) -> Steps:
+        """Begin an epoch. ``stream`` is the worker of an iterable dataset."""
         width = self.division.width
         context = self._generators(stream)
         with context, on_cpu():
@@ -111,20 +111,20 @@ class SampleSource:
         # loader.skip() counts full steps, but the last step may have fewer items.
         if used - skipped >= width:
             raise LoaderError(
-                f"The {type(self.items).__name__} gives a shorter epoch than the batches to skip. "
-                "Use the same dataset and sampler, or skip fewer batches."
+                f"The {type(self.items).__name__} gives a shorter epoch than the batches to "
+                "skip. Use the same dataset and sampler, or skip fewer batches."
             )
         self.tag = Tag(stream or 0, skipped)
-        return self._steps(order)
+        return self._tagged(order)
 
-    def _steps(self, order: Iterator[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+    def _tagged(self, order: Iterator[Any]) -> Steps:
         for share, items in divide(order, self.division, self.head):
             position = self.tag.position + len(items)
             self.tag = replace(self.tag, position=position, samples=len(items))
             yield share, items
 
     def _generators(self, stream: int | None) -> AbstractContextManager[Any]:
-        """Return a context in which the epoch is drawn. In place take the snapshot."""
+        """Return the context of all draws. In place take the snapshot."""
         start = self.start
         generators = Generators({**global_generators(), **self._own})
         if start.in_place:
@@ -156,7 +156,7 @@ def _drawn(items: Iterator[Any], context: AbstractContextManager[Any], block: in
 
 
 class Reader:
-    """A rank's reading of an epoch, of a loader with a stand-in for its sampler or dataset."""
+    """A rank's reading of an epoch, by a stand-in for a sampler or dataset."""
 
     def __init__(
         self, loader: DataLoader[Any], division: Division, source: SampleSource, streams: int = 1
@@ -168,7 +168,7 @@ class Reader:
         self._units = shape_of(loader).units
 
     def install(self, loader: DataLoader[Any]) -> None:
-        """Replace the sampler or dataset of a copy of the loader."""
+        """Put the stand-in into a copy of the loader."""
 
     def begin(self, start: Position) -> None:
         self.start = self._source.start = start
@@ -192,7 +192,6 @@ class Reader:
         return self.real_rows(tag.samples)
 
     def real_rows(self, samples: int) -> Share:
-        """Return this rank's rows of a global step."""
         if not self._division.pads:
             return WHOLE
         share = self._division.share(samples)
@@ -203,7 +202,7 @@ class Reader:
         return False
 
     def position(self) -> Position:
-        """Return the position after the last batch, which counts the samples of all ranks."""
+        """Return the position after the last batch, in samples of all ranks."""
         if not self.given:
             return self.start
         states = self._source.states if self.start.in_place else self.start.states
@@ -227,7 +226,7 @@ class Reader:
             )
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches, those of a full epoch before ``begin``."""
+        """Return the number of this rank's batches from the start of the epoch on."""
         return len(self._source)
 
 
@@ -279,7 +278,7 @@ class SamplerReader(Reader):
 
     @property
     def sampler(self) -> Any:
-        """The sampler of the replaced batch sampler. StatefulDataLoader asks for its length."""
+        # StatefulDataLoader asks for the length of the batch sampler's sampler.
         return self._source.items.sampler if self._units else self._source.items
 
     def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
@@ -303,10 +302,10 @@ class SamplerReader(Reader):
         # torch calls iter() of a custom batch sampler before it draws the seed of the workers,
         # and all other samplers draw when the loader asks for the first batch.
         is_eager = self._units and not isgeneratorfunction(type(self._source.items).__iter__)
-        return self._batches(self._source.shares() if is_eager else None)
+        return self._batches(self._source.steps() if is_eager else None)
 
-    def _batches(self, shares: Any) -> Iterator[Any]:
-        for share, _ in shares or self._source.shares():
+    def _batches(self, steps: Steps | None) -> Iterator[Any]:
+        for share, _ in steps or self._source.steps():
             if share:
                 yield share[0] if self._units else share
 

@@ -1,4 +1,4 @@
-"""The division of an epoch over the ranks, its generators, and checksums of samples."""
+"""The division of an epoch over the ranks, generators, and checksums of samples."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """The division of global steps of ``world * batch`` consecutive samples over the ranks."""
+    """The division of ``world * batch`` consecutive samples over the ranks."""
 
     rank: int
     world: int
@@ -62,7 +62,7 @@ class Division:
         return Share(offset, size, size)
 
     def local_steps(self, remaining: int) -> int:
-        """Return the number of batches that this rank gets from ``remaining`` samples."""
+        """Return the number of this rank's batches of ``remaining`` samples."""
         full, tail = divmod(remaining, self.width)
         return full + (not self.drop_last and self.share(tail).size > 0)
 
@@ -82,8 +82,7 @@ def divide(
 ) -> Iterator[tuple[list[Any], list[Any]]]:
     """Yield this rank's share and all items of each global step.
 
-    ``head`` holds the first items of the epoch, at most ``division.world - 1``. They are the
-    padding.
+    ``head`` holds the first items of the epoch, for padding.
     """
     while chunk := list(islice(order, division.width)):
         head += chunk[: division.world - 1 - len(head)]
@@ -137,7 +136,7 @@ def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
-    """Return the seed of a loader's orders. ``place`` is the loader's number in its ``setup``."""
+    """Return the seed of all epochs of the loader number ``place`` in a ``setup``."""
     if seed is not None:
         return mix(seed, place)
     own = [seed_of(generator) for generator in own_generators(loader).values()]
@@ -146,7 +145,7 @@ def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Return a context in which torch draws on the CPU, also after ``set_default_device``."""
+    """Let torch draw on the CPU, also after ``torch.set_default_device``."""
     # Workers that start inside a device context stay in it, and each call of torch gets slower.
     is_cpu = torch.get_default_device().type == "cpu"
     return nullcontext() if is_cpu else torch.device("cpu")
@@ -156,10 +155,10 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 
 def identity(items: Any) -> int:
-    """Return a checksum of nested items, which is equal in every process for equal items.
+    """Return a checksum of nested items, the same in every process.
 
-    It covers integers and texts. If there are none, it covers the other values, although random
-    augmentation may change them.
+    It covers integers and texts, because random augmentation may change the other values. Those
+    are covered if there are no others.
     """
     checksums = [0, 0]
 
@@ -185,7 +184,7 @@ def identity(items: Any) -> int:
 
 
 def first_sample(dataset: Any) -> str:
-    """Return a checksum of the first sample of a dataset in memory, or "" for all others."""
+    """Return a checksum of the first sample of a dataset in memory, otherwise ""."""
     index = 0
     while type(dataset) is torch_data.Subset and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]

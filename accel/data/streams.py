@@ -1,4 +1,4 @@
-"""Iterable datasets: a rank's share of a stream, its shards, or the batches that rank 0 sends."""
+"""Iterable datasets: shares of a stream, shards, or batches from rank 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
     """Return how the ranks read a dataset."""
     if not options.shard or not isinstance(dataset, IterableDataset):
         return FULL
-    if options.dispatch and place.process is not None and place.process.place.world_size > 1:
+    process = place.process
+    if options.dispatch and process is not None and process.place.world_size > 1:
         return DISPATCHED
     count = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
     divides = isinstance(count, int) and place.world > 1 and count % place.world == 0
@@ -43,9 +44,9 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
 
 @final
 class _StreamView(IterableDataset[Any]):
-    """A rank's share of a stream as a dataset, with the attributes of the user's dataset.
+    """A rank's share of a stream as a dataset.
 
-    A ``worker_init_fn`` sets attributes of ``get_worker_info().dataset``.
+    It has the attributes of the user's dataset, because a ``worker_init_fn`` may set them.
     """
 
     def __init__(self, source: SampleSource, mode: str) -> None:
@@ -57,7 +58,7 @@ class _StreamView(IterableDataset[Any]):
         if info:
             # The states seed the workers, which draw from their own generators.
             source.start = replace(start, states=None)
-        steps = source.shares(info.id if info else 0)
+        steps = source.steps(info.id if info else 0)
         # Workers that live longer than an epoch start the next epoch at its beginning.
         source.start = Position(epoch=start.epoch + 1)
         return _given(source, steps, vars(self)["_mode"])
@@ -75,7 +76,6 @@ class _StreamView(IterableDataset[Any]):
 
 
 def _given(source: SampleSource, steps: Iterator[Any], mode: str) -> Iterator[Any]:
-    """Yield the items of a rank's share, or the shares of all ranks."""
     division, first = source.division, 0
     for share, items in steps:
         if division.world > 1:
@@ -152,13 +152,14 @@ class StreamReader(Reader):
     # -- Streams that the ranks read together. Every step of these iterators is collective. --
 
     def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches after the ranks have compared the first items of the stream."""
+        """Yield the batches after a comparison of the first items of the stream."""
         item, firsts = _read_together(batches)
         if len(set(firsts) - {None}) > 1:
             kind = type(self._loader.dataset).__name__
             raise LoaderError(
-                f"The ranks read different items from {kind}, which shards itself or shuffles "
-                "differently on each rank. Use a fixed seed, or LoaderOptions(shard=False)."
+                f"The ranks read different items from {kind}, which shards itself or "
+                "shuffles differently on each rank. Use a fixed seed, or "
+                "LoaderOptions(shard=False)."
             )
         if item is not None:
             yield item
@@ -203,7 +204,7 @@ def _late(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _steps(batches: Iterator[Any]) -> Iterator[tuple[Any, list[Any], bool]]:
-    """Yield this rank's batch or None, every rank's checksum, and if a step follows. Collective."""
+    """Yield a batch or None, every rank's checksum, and if a step follows. Collective."""
     item, firsts = _read_together(batches)
     while set(firsts) != {None}:
         following, next_firsts = _read_together(batches)

@@ -166,3 +166,7 @@ class Divided(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(accel.rank(), 64, accel.world_size()))
+
+
+def setup_loader(raw: DataLoader[Any], **options: Any) -> Any:
+    return accel.setup(None, dataloaders=raw, loader_options=LoaderOptions(**options)).dataloaders
