@@ -73,7 +73,7 @@ def split(items: T, pad: bool = False) -> T:
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
     length = next(iter(lengths.values()), 0)
     first, size, _ = division.share(length)
-    latest.divisions[length, pad] = division
+    latest.divisions[length, size] = division
     # Rows that are gathered without a loader may be of these items now.
     latest.rows, latest.replica = None, (rank, world)
     return walk(lambda path, leaf: _rows(leaf, first, first + size, pad), items, "items", has_parts)

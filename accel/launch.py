@@ -1,7 +1,7 @@
 """``accel.launch``: run a function in worker processes, from a script or a notebook cell.
 
-The launching process and its workers share a temporary directory. It holds the function with its
-arguments, and later the trained states, the result, and one file for each worker that raised.
+The launching process and its workers share a temporary directory. It holds the function
+with its arguments, and later the trained states, the result, and exceptions of workers.
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
         raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
-    if not callable(fn):
-        raise LaunchError(f"{fn!r} isn't a function. To start a script, use python -m accel run.")
     place = place_now()
     if place.world_size > 1:
         raise LaunchError(
@@ -94,9 +92,8 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
         save_by_value((fn, args, stateful), folder / "arguments", "the arguments")
         _run_workers(title, count, folder)
         if not (folder / "result").exists():
-            raise LaunchError(
-                f"rank 0 {title} ended with exit status 0 before its function returned."
-            )
+            text = "ended with exit status 0 before its function returned"
+            raise LaunchError(f"rank 0 {title} {text}.")
         for item, state in zip(stateful, _load(folder / "states"), strict=True):
             item.load_state_dict(state)
         result: T = _load(folder / "result")
@@ -123,7 +120,7 @@ def collect_stateful(fn: object, name: str, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _run_workers(title: str, count: int, folder: Path) -> None:
-    """Run the saved function in ``count`` workers. Raise LaunchError if a worker fails."""
+    """Run ``count`` workers. Raise LaunchError if a worker fails."""
     # The ranks meet in this store. It takes a free port and keeps it.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
@@ -143,10 +140,9 @@ def _run_workers(title: str, count: int, folder: Path) -> None:
         for process in running.values():
             _signal(process, signal.SIGTERM)
         deadline = time.monotonic() + _TERMINATE_SECONDS
-        while running and time.monotonic() < deadline:
-            _collect_failed(running)
-            time.sleep(_POLL_SECONDS)
         for process in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, deadline - time.monotonic()))
             _signal(process, signal.SIGKILL)
             process.wait()
         del store  # the traceback may live longer than the store should
@@ -183,7 +179,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _collect_failed(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Remove the workers that have ended. Return the exit status of those that failed, by rank."""
+    """Remove ended workers. Return the exit statuses of the failed, by rank."""
     failed = {}
     for rank, process in list(running.items()):
         status = process.poll()
@@ -196,7 +192,7 @@ def _collect_failed(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, in
 
 
 def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
-    """Raise LaunchError for the worker that failed first, not for those that heard of it."""
+    """Raise LaunchError for the first worker to fail, not for its victims."""
     raised: dict[int, _Failure] = {}
     for rank in failed:
         with contextlib.suppress(FileNotFoundError):
@@ -224,14 +220,14 @@ class _Failure(NamedTuple):
     time: float
     trace: str
     error: bytes  # pickled. Empty if it can't be pickled
-    failed_rank: int | None  # the rank of which the exception tells
+    failed_rank: int | None  # named by the exception
 
 
 # -- a worker --------------------------------------------------------------------------------------
 
 
 def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
-    """Run the function that the launching process saved in ``folder``, and end this process."""
+    """Run the function in ``folder``, and save its result or its exception there."""
     sys.argv[:] = argv
     threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
     # A scheduler marks the optimizer's step, and the mark is lost when the optimizer is pickled.
@@ -269,9 +265,9 @@ def _unwrap_handle(value: Any, path: str) -> Any:
 
 
 def _publish_main(fn: Any, items: list[Any]) -> None:
-    """Put the functions and classes of the launching ``__main__`` into this process's.
+    """Put the functions and classes of the launching ``__main__`` into this one.
 
-    The user's code may pickle objects of these classes by name.
+    The user's code may pickle their objects by name.
     """
     main = vars(sys.modules["__main__"])
     while isinstance(fn, functools.partial):

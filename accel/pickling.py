@@ -1,4 +1,4 @@
-"""Send objects to other processes, and name by its path each object that can't be pickled."""
+"""Send objects to other processes. Errors name each object by its path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save_by_value(value: object, path: Path, name: str) -> None:
 
 
 def check_picklable(obj: object, name: str = "obj") -> None:
-    """Check that ``obj`` can be pickled, as ``torch.save(obj)`` and spawned loader workers do.
+    """Try to pickle ``obj``, as ``torch.save(obj)`` and spawned loader workers do.
 
     ``accel.launch`` can send more: lambdas, and functions and classes of a notebook or a script.
 
@@ -76,7 +76,7 @@ def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]
 
 
 def _try_pickle(obj: object, by_name: bool) -> list[Any]:
-    """Pickle an object to nowhere. Return the objects on the way that have a state to load."""
+    """Pickle an object to nowhere. Return the objects with a state to load."""
     import cloudpickle
 
     stateful: dict[int, Any] = {}
@@ -99,7 +99,7 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
 
 
 def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> list[str]:
-    """Return the innermost objects that can't be pickled, with their paths."""
+    """Return texts with the paths of the innermost unpicklable objects."""
     if id(obj) in seen:
         return []
     try:
@@ -116,7 +116,7 @@ def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> lis
 
 
 def _children(obj: Any) -> dict[str, Any]:
-    """Return the objects inside an object, by the text that leads to each."""
+    """Return the objects inside an object, by their ends of the path."""
     children = dict(getattr(obj, "__dict__", {}))
     form = ".{}"
     if isinstance(obj, ModelHandle | type | ModuleType):
@@ -143,7 +143,8 @@ def _describe(obj: Any, error: Exception) -> str:
         kind = type(raw_of(obj)).__name__
         return f"ModelHandle; pass the raw {kind}, and call accel.setup in the function"
     if isinstance(obj, FunctionType):
-        place = f"{os.path.basename(obj.__code__.co_filename)}:{obj.__code__.co_firstlineno}"
+        code = obj.__code__
         is_lambda = obj.__name__ == "<lambda>"
-        return f"lambda at {place}" if is_lambda else f"function {obj.__qualname__} at {place}"
+        kind = "lambda" if is_lambda else f"function {obj.__qualname__}"
+        return f"{kind} at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
     return f"{type(obj).__module__}.{type(obj).__qualname__} ({type(error).__name__}: {error})"

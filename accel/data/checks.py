@@ -121,6 +121,7 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
         "batch size": shape.batch,
         "drop_last": shape.drop_last,
         "custom batches": shape.units,
+        "workers of the stream": isinstance(dataset, IterableDataset) and loader.num_workers,
     }
     if isinstance(dataset, torch_data.Subset):
         # random_split with a different seed on each rank mixes training and validation data.
@@ -128,6 +129,4 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
         if hasattr(indices, "tolist"):
             indices = indices.tolist()
         facts["checksum of the Subset's indices"] = mix(indices)
-    if isinstance(dataset, IterableDataset):
-        facts["num_workers"] = loader.num_workers
     return facts

@@ -1,4 +1,4 @@
-"""The batches of a loader in groups, each for one optimizer step."""
+"""The batches of a loader in groups, each for an optimizer step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @final
 class Group(Generic[T]):
-    """The batches of one optimizer step, for one loop. ``len`` is their number."""
+    """The batches of an optimizer step, for a single loop. ``len`` is their number."""
 
     def __init__(self, iteration: Iteration, size: int, accumulate: Callable[[bool], None]) -> None:
         self._iteration = iteration
@@ -31,8 +31,8 @@ class Group(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if self.is_used:
             raise LoaderError(
-                "A group of accel.accumulate gives its batches once, before the next group. Keep "
-                "them with list(group) to use them twice."
+                "A group of accel.accumulate gives its batches once, before the next group. "
+                "Keep them with list(group) to use them twice."
             )
         self.is_used = True
         try:
@@ -65,8 +65,8 @@ class Accumulation(Generic[T]):
             if len(set(by_rank)) > 1:
                 # Gradients of different steps would be averaged.
                 raise RankMismatchError(
-                    f"accel.accumulate: the ranks have different batches: {', '.join(by_rank)}. "
-                    "Use LoaderOptions(even_batches=True) or drop_last=True."
+                    "accel.accumulate: the ranks have different batches: "
+                    f"{', '.join(by_rank)}. Use even_batches=True or drop_last=True."
                 )
         try:
             while size := iteration.upcoming(self._n):

@@ -20,8 +20,8 @@ from .sampling import length_of, own_generators
 class LoaderHandle:
     """A distributed dataloader. All other attributes are those of the ``DataLoader``.
 
-    ``seed`` decides the order of every epoch, and is the same on all ranks. ``in_place`` draws the
-    order from the program's generators instead, as raw PyTorch does.
+    ``seed`` decides the order of every epoch, and is the same on all ranks. With ``in_place``
+    the program's generators do, as in raw PyTorch.
     """
 
     __slots__ = ("__weakref__", "_accel")
@@ -88,20 +88,19 @@ class LoaderHandle:
 
         At the end of an epoch and after a ``break`` it is the start of the next epoch. It doesn't
         include gradients, so don't save inside a group of ``accumulate``.
-
-        Raises:
-            LoaderError: the position isn't known.
         """
         state, current = self._accel, self._accel.current
         if current is None or current.reader.is_complete():
             position = state.reader().skip(state.start, state.skip)
         else:
             position = current.reader.position()
-            current.reader.check(position)
         generators = None
         if position.seed is None:
             own_states = Generators(own_generators(state.raw)).states()
-            generators = {"order": to_plain(position.states), "own": to_plain(own_states)}
+            generators = {
+                "order": to_plain(position.states),
+                "own": to_plain(own_states),
+            }
         return {
             "epoch": position.epoch,
             "consumed": sum(position.at),
@@ -129,22 +128,19 @@ class LoaderHandle:
         state = self._accel
         _check_saved(state, state_dict)
         generators, own = state_dict["generators"], state_dict["own"]
+        if generators is None and state.options.shard:
+            state.seed, state.in_place = state_dict["seed"], False
+        elif generators is not None and state.in_place:
+            Generators(own_generators(state.raw)).put(from_plain(generators["own"]))
         position = replace(
             state.fresh(state_dict["epoch"]),
             at=tuple(state_dict["streams"]) if state_dict["consumed"] else (),
             # Older states have a list, for the workers of a stream.
             own=own[0] if isinstance(own, list) else own,
         )
-        is_seeded = generators is None and state.options.shard
-        if is_seeded:
-            position = replace(position, seed=state_dict["seed"])
-        elif generators is not None and generators["order"] is not None:
-            position = replace(position, seed=None, states=from_plain(generators["order"]))
-        state.reader().check(position)
-        if is_seeded:
-            state.seed, state.in_place = state_dict["seed"], False
-        elif state.in_place and generators is not None:
-            Generators(own_generators(state.raw)).put(from_plain(generators["own"]))
+        if generators is not None and generators["order"] is not None:
+            states = from_plain(generators["order"])
+            position = replace(position, seed=None, states=states)
         state.start, state.skip = position, 0
         state.latest = lambda: None
         # Workers that are alive can't skip to the position.
@@ -161,8 +157,8 @@ class LoaderHandle:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise LoaderError(
-            "A LoaderHandle can't be pickled or copied. Pickle its state_dict(), or the DataLoader "
-            "that you passed to accel.setup()."
+            "A LoaderHandle can't be pickled or copied. Pickle its state_dict(), or the "
+            "DataLoader that you passed to accel.setup()."
         )
 
 
@@ -174,10 +170,16 @@ def _check_saved(state: LoaderState, saved: Any) -> None:
     length = length_of(state.raw.dataset)
     if saved["length"] != length:
         raise LoaderError(f"The state is of a dataset of length {saved['length']}, not {length}.")
+    if saved["consumed"] and len(saved["streams"]) != state.reader().streams:
+        raise LoaderError(
+            f"The state was saved in mid-epoch with num_workers={len(saved['streams'])}. Use the "
+            "same num_workers, or save between epochs."
+        )
     if saved["consumed"] and saved["part"] != state.part:
         raise LoaderError(
-            f"The state was saved in mid-epoch by {_owner(saved['part'])} and can't be loaded by "
-            f"{_owner(state.part)}. Use as many ranks and the same options, or save between epochs."
+            f"The state was saved in mid-epoch by {_owner(saved['part'])} and can't be loaded "
+            f"by {_owner(state.part)}. Use as many ranks and the same options, or save "
+            "between epochs."
         )
 
 
@@ -205,8 +207,8 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
         size = getattr(getattr(raw, "batch_sampler", None), "batch_size", None)
     if size is None:
         raise LoaderError(
-            f"effective_batch_size: {described(raw)} has no batch_size. Multiply the size of a "
-            "rank's batch by accel.world_size()."
+            f"effective_batch_size: {described(raw)} has no batch_size. Multiply the size "
+            "of a rank's batch by accel.world_size()."
         )
     if not isinstance(loader, LoaderHandle):
         return size * world_size()

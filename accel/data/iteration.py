@@ -121,8 +121,8 @@ class Latest:
     rows: Share | None = None
     #: The replica of the model for which it was, and the number of replicas.
     replica: tuple[int, int] | None = None
-    #: The divisions of ``split``, by number of items and padding.
-    divisions: dict[tuple[int, bool], Division] = field(default_factory=dict)
+    #: The divisions of ``split``, by the numbers of all items and of this rank's.
+    divisions: dict[tuple[int, int], Division] = field(default_factory=dict)
 
 
 latest = Latest()
@@ -163,9 +163,6 @@ class Iteration:
 
     def __iter__(self) -> Iterator[Any]:
         return self
-
-    def __len__(self) -> int:
-        return len(self.reader)
 
     def __next__(self) -> Any:
         if not self._ahead and not self._read_ahead(1):

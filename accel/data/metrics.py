@@ -16,9 +16,10 @@ from ..trees import all_tensors, walk
 from .handle import LoaderHandle
 from .iteration import latest
 from .readers import WHOLE
-from .sampling import Division, Share, has_parts, length_of
+from .sampling import Share, has_parts, length_of
 
 T = TypeVar("T")
+Replica = tuple[int, int]
 
 
 @locked
@@ -62,57 +63,54 @@ def gather_for_metrics(
     return gathered
 
 
-def _share_of(loader: Any, data: Any, objects: bool) -> tuple[Share, tuple[int, int] | None]:
+def _share_of(loader: Any, data: Any, objects: bool) -> tuple[Share, Replica | None]:
     """Return this rank's share of a batch or of a ``split``, and its replica."""
     share, replica = latest.rows, latest.replica
     if isinstance(loader, LoaderHandle):
-        loader._accel.check_process()
-        share, replica = loader._accel.rows, loader._accel.place[:2]
+        state = loader._accel
+        state.check_process()
+        share, replica = state.rows, state.place[:2]
     elif loader is not None:
         sizes: list[Any] = []
-        walk(lambda path, leaf: sizes.append(length_of(leaf)), loader, "items", has_parts)
-        division = _division_of_split(sizes[0], data, objects) if sizes else None
+        rows: list[Any] = []
+        walk(lambda _, leaf: sizes.append(length_of(leaf)), loader, "", has_parts)
+        walked(lambda _, leaf: rows.append(length_of(leaf)), data, objects)
+        key: Any = (*sizes[:1], *rows[:1])
+        division = latest.divisions.get(key)
         share = None
         if division is not None:
-            share, replica = division.share(sizes[0]), (division.rank, division.world)
+            share = division.share(sizes[0])
+            replica = division.rank, division.world
     if share is None and world_size() == 1 and not isinstance(loader, DataLoader):
         share = WHOLE
     if share is None:
         raise LoaderError(
-            "gather_for_metrics: no loader has given these rows since the last accel.split. Pass "
-            "the loader of accel.setup or the items of accel.split, or use accel.all_gather."
+            "gather_for_metrics: no loader has given these rows since the last "
+            "accel.split. Pass the loader of accel.setup or the items of accel.split."
         )
     return share, replica
-
-
-def _division_of_split(size: Any, data: Any, objects: bool) -> Division | None:
-    """Return how ``split`` has cut ``size`` items into the rows of ``data``."""
-    rows: list[int | None] = []
-    walked(lambda path, leaf: rows.append(length_of(leaf)), data, objects)
-    padded, plain = latest.divisions.get((size, True)), latest.divisions.get((size, False))
-    if plain is None or (padded is not None and [padded.share(size).size] == rows[:1]):
-        return padded
-    return plain
 
 
 def _trim(leaf: Any, share: Share, objects: bool) -> Any:
     """Return the rows of a batch without padding."""
     if leaf is None and not objects:
         return None
-    shape = (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
+    shape = tuple(getattr(leaf, "shape", ()))
+    if isinstance(leaf, list):
+        shape = (len(leaf),)
     is_sized = share.size >= 0
     if not shape or (is_sized and shape[0] != share.size):
         size = f" of {share.size}" if is_sized else ""
         kind = "" if isinstance(leaf, torch.Tensor) else f"{described(leaf)} of "
         raise LoaderError(
-            f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found {kind}shape "
-            f"{shape}. Pass a row for each sample, or use accel.all_gather."
+            f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found "
+            f"{kind}shape {shape}. Pass a row for each sample, or use accel.all_gather."
         )
     return leaf[: share.real if is_sized else shape[0] * share.real]
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:
-    """Return no rows on all but the first rank of each replica, and a problem. Collective."""
+    """Keep the rows of the first rank of each replica, and return a problem. Collective."""
     tensors = [tensor for _, tensor in all_tensors(data)]
     answers = agree("gather_for_metrics", (replica, problem or Prints(tensors).read()))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}
@@ -120,13 +118,14 @@ def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, st
     if not has_problem and other_values(sums):
         # With sequence_parallel each rank has a share of the sequence.
         problem = (
-            "gather_for_metrics: ranks with the same batch have different rows. Reduce over the "
-            "sequence first, or use accel.all_gather."
+            "gather_for_metrics: ranks with the same batch have different rows. Reduce "
+            "over the sequence first, or use accel.all_gather."
         )
 
     def rows_of(path: str, leaf: Any) -> Any:
-        rows = leaf[None] if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf
-        is_first = rank() == min(sums)
-        return rows if is_first or not isinstance(rows, torch.Tensor | list) else rows[:0]
+        if isinstance(leaf, torch.Tensor) and not leaf.dim():
+            leaf = leaf[None]
+        is_cut = rank() != min(sums) and isinstance(leaf, torch.Tensor | list)
+        return leaf[:0] if is_cut else leaf
 
     return walked(rows_of, data, objects), problem

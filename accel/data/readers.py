@@ -164,7 +164,7 @@ class Reader:
         self._loader: Any = loader
         self._division = division
         self._source = source
-        self._streams = streams
+        self.streams = streams
         self._units = shape_of(loader).units
 
     def install(self, loader: DataLoader[Any]) -> None:
@@ -176,7 +176,7 @@ class Reader:
         self.given = 0
         #: The tag of the last batch of each worker.
         self.tags = []
-        for stream, used in enumerate(start.at or (0,) * self._streams):
+        for stream, used in enumerate(start.at or (0,) * self.streams):
             self.tags.append(Tag(stream, used, own=start.own))
         self.more: bool | None = None
 
@@ -211,19 +211,11 @@ class Reader:
 
     def skip(self, start: Position, count: int) -> Position:
         """Return the position ``count`` batches of each rank after ``start``."""
-        at = list(start.at or (0,) * self._streams)
+        at = list(start.at or (0,) * self.streams)
         for batch in range(count):
             # The loader takes a batch from each worker in turn.
-            at[batch % self._streams] += self._source.division.width
+            at[batch % self.streams] += self._source.division.width
         return replace(start, at=tuple(at), own=None) if count else start
-
-    def check(self, position: Position) -> None:
-        """Raise LoaderError if an epoch can't continue at a position."""
-        if position.at and len(position.at) != self._streams:
-            raise LoaderError(
-                f"The state was saved in mid-epoch with num_workers={len(position.at)}. Use the "
-                "same num_workers, or save between epochs."
-            )
 
     def __len__(self) -> int:
         """Return the number of this rank's batches from the start of the epoch on."""
@@ -252,13 +244,6 @@ class RawReader(Reader):
         own_state = getattr(self._loader, "state_dict", lambda: None)
         for number, batch in enumerate(batches, used + 1):
             yield Tag(0, number, own=own_state()), batch
-
-    def check(self, position: Position) -> None:
-        if position.at and position.own is None:
-            raise LoaderError(
-                f"A {type(self._loader).__qualname__} with shard=False has no position in "
-                "mid-epoch because it reads in its own way. Save between epochs."
-            )
 
     def __len__(self) -> int:
         return len(self._loader)

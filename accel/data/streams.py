@@ -18,13 +18,16 @@ from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators
 from .checks import LoaderOptions, LoaderPlace
-from .readers import Position, Reader, SampleSource, Tag
-from .sampling import Division, Share, identity, on_cpu, portion
+from .readers import Position, Reader, SampleSource, Steps, Tag
+from .sampling import Division, Share, identity, portion
 
 #: Every rank reads the full stream and keeps its share, each rank reads its shards of a Hugging
 #: Face dataset, or rank 0 reads for all ranks.
 FULL, SHARDS, DISPATCHED = "full", "shards", "dispatched"
 _LABEL: Final = "reading an iterable dataset"
+
+Batches = Iterator[Any]
+Collate = Callable[[Any], Any]
 
 
 def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
@@ -75,7 +78,7 @@ class _StreamView(IterableDataset[Any]):
         setattr(vars(self)["_source"].items, name, value)
 
 
-def _given(source: SampleSource, steps: Iterator[Any], mode: str) -> Iterator[Any]:
+def _given(source: SampleSource, steps: Steps, mode: str) -> Iterator[Any]:
     division, first = source.division, 0
     for share, items in steps:
         if division.world > 1:
@@ -88,11 +91,11 @@ def _given(source: SampleSource, steps: Iterator[Any], mode: str) -> Iterator[An
             yield [portion(items, place, source.head) for place in places]
 
 
-def _tagged(collate: Callable[[Any], Any], source: SampleSource, items: Any) -> tuple[Tag, Any]:
+def _tagged(collate: Collate, source: SampleSource, items: Any) -> tuple[Tag, Any]:
     return source.tag, collate(items)
 
 
-def _collated(collate: Callable[[Any], Any], units: bool, shares: list[list[Any]]) -> list[Any]:
+def _collated(collate: Collate, units: bool, shares: list[Any]) -> list[Any]:
     return [collate(share[0] if units else share) for share in shares]
 
 
@@ -122,8 +125,9 @@ class StreamReader(Reader):
             vars(loader).update(batch_sampler=None, batch_size=None)
             loader.collate_fn = partial(_collated, loader.collate_fn, self._units)
         elif not self._units:
-            batch = self._division.batch
-            vars(loader)["batch_sampler"] = BatchSampler(loader.sampler, batch, loader.drop_last)
+            batch, drop_last = self._division.batch, loader.drop_last
+            batches = BatchSampler(loader.sampler, batch, drop_last)
+            vars(loader)["batch_sampler"] = batches
         loader.collate_fn = partial(_tagged, loader.collate_fn, self._source)
 
     def begin(self, start: Position) -> None:
@@ -133,9 +137,11 @@ class StreamReader(Reader):
         seeding = self._loader.generator or torch.default_generator
         self._source.states = Generators({"seeds": seeding}).states()
 
-    def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
-        if self._mode == DISPATCHED:
-            return self._dispatched(loader)
+    def open(self, loader: DataLoader[Any]) -> Batches:
+        process = self._process
+        if self._mode == DISPATCHED and process is not None:
+            is_reader = process.place.rank == 0
+            return self._dispatched(process, iter(loader if is_reader else ()))
         batches = iter(loader)
         if self._process is None or self._division.world == 1:
             return batches
@@ -149,9 +155,9 @@ class StreamReader(Reader):
             return Share(0, -1, min(1, samples))
         return super().real_rows(samples)
 
-    # -- Streams that the ranks read together. Every step of these iterators is collective. --
+    # -- Streams that the ranks read together. Every step is collective. --
 
-    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _compared(self, batches: Batches) -> Batches:
         """Yield the batches after a comparison of the first items of the stream."""
         item, firsts = _read_together(batches)
         if len(set(firsts) - {None}) > 1:
@@ -165,8 +171,8 @@ class StreamReader(Reader):
             yield item
             yield from batches
 
-    def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield this rank's batches, then its first one until all ranks have read their shards."""
+    def _in_step(self, batches: Batches) -> Batches:
+        """Yield this rank's batches, then the first again until all ranks are done."""
         if not self.start.epoch:
             # If the dataset was sharded before, sharding it once more would lose most of it.
             items = islice(self._loader.dataset, 1)
@@ -181,12 +187,9 @@ class StreamReader(Reader):
                 batch = padding if item is None else batch
             yield replace(tag, more=more), batch
 
-    def _dispatched(self, loader: DataLoader[Any]) -> Iterator[Any]:
+    def _dispatched(self, process: Process, batches: Batches) -> Batches:
         """Yield this rank's share of the batches that rank 0 reads."""
-        process = self._process
-        assert process is not None
         places = agree(_LABEL, self._division.rank)
-        batches = _late(loader) if process.place.rank == 0 else iter(())
         for item, _, more in _steps(batches):
             sent = item and [(item[0], item[1][place]) for place in places]
             received: list[Any] = [None]
@@ -196,14 +199,7 @@ class StreamReader(Reader):
             yield replace(tag, more=more), batch
 
 
-def _late(loader: DataLoader[Any]) -> Iterator[Any]:
-    # The loader starts at the first step, where an error reaches all ranks.
-    with on_cpu():
-        batches = iter(loader)
-    yield from batches
-
-
-def _steps(batches: Iterator[Any]) -> Iterator[tuple[Any, list[Any], bool]]:
+def _steps(batches: Batches) -> Iterator[tuple[Any, list[Any], bool]]:
     """Yield a batch or None, every rank's checksum, and if a step follows. Collective."""
     item, firsts = _read_together(batches)
     while set(firsts) != {None}:
@@ -212,7 +208,7 @@ def _steps(batches: Iterator[Any]) -> Iterator[tuple[Any, list[Any], bool]]:
         item, firsts = following, next_firsts
 
 
-def _read_together(batches: Iterator[Any]) -> tuple[Any, list[int | None]]:
+def _read_together(batches: Batches) -> tuple[Any, list[int | None]]:
     """Read a batch on every rank, and return it and every rank's checksum. Collective.
 
     Both are None at the end. If reading fails on a rank, every rank raises.
