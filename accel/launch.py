@@ -57,7 +57,7 @@ _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 
 
 def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None) -> T:
-    """Run ``fn(*args)`` in new processes, one per rank, and return rank 0's result.
+    """Run ``fn(*args)`` in a new process per rank, and return rank 0's result.
 
     You can call it from a script or a notebook cell, and ``fn`` may be defined there. Modules,
     optimizers, schedulers and other objects with ``state_dict`` and ``load_state_dict`` come back:
@@ -265,7 +265,7 @@ def _unwrap_handle(value: Any, path: str) -> Any:
 
 
 def _publish_main(fn: Any, items: list[Any]) -> None:
-    """Put the functions and classes of the launching ``__main__`` into this one.
+    """Put the functions and classes of the launching ``__main__`` into this process.
 
     The user's code may pickle their objects by name.
     """

@@ -109,7 +109,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
 
 
 def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
-    """Return everything that must be equal on all ranks, by name. Local."""
+    """Return the facts of a loader, to compare them over the ranks. Local."""
     facts = asdict(options)
     if not options.shard:
         return facts

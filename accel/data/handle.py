@@ -202,15 +202,14 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
         LoaderError: the loader has no batch size.
     """
     raw: Any = raw_loader(loader)
-    size: int | None = getattr(raw, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(raw, "batch_sampler", None), "batch_size", None)
+    size = raw.batch_size or getattr(raw.batch_sampler, "batch_size", None)
     if size is None:
         raise LoaderError(
             f"effective_batch_size: {described(raw)} has no batch_size. Multiply the size "
             "of a rank's batch by accel.world_size()."
         )
-    if not isinstance(loader, LoaderHandle):
-        return size * world_size()
-    state = loader._accel
-    return size if state.options.split_batches else size * state.place.world
+    replicas = world_size()
+    if isinstance(loader, LoaderHandle):
+        state = loader._accel
+        replicas = 1 if state.options.split_batches else state.place.world
+    return int(size) * replicas

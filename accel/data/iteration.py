@@ -1,4 +1,4 @@
-"""The state of a loader's handle, and an iteration over one epoch."""
+"""The state of a loader's handle, and an iteration over an epoch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LoaderState:
 
     @property
     def current(self) -> Iteration | None:
-        """The iteration that a loop is in."""
+        """The iteration of the current loop."""
         iteration = self.latest()
         return None if iteration is None or iteration.finished else iteration
 

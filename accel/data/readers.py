@@ -60,8 +60,6 @@ class Tag:
     #: The number of the worker, and of the samples that were read from its stream.
     stream: int = 0
     position: int = 0
-    #: The number of samples in the global step, 0 for padding.
-    samples: int = 0
     #: The checksum of the first items of a stream, which the ranks compare.
     first: int = 0
     #: The state of a loader that keeps its own position.
@@ -119,8 +117,7 @@ class SampleSource:
 
     def _tagged(self, order: Iterator[Any]) -> Steps:
         for share, items in divide(order, self.division, self.head):
-            position = self.tag.position + len(items)
-            self.tag = replace(self.tag, position=position, samples=len(items))
+            self.tag = replace(self.tag, position=self.tag.position + len(items))
             yield share, items
 
     def _generators(self, stream: int | None) -> AbstractContextManager[Any]:
@@ -188,8 +185,10 @@ class Reader:
         """Count a batch that the loop gets, and return this rank's rows of it."""
         self.given += 1
         self.more = tag.more
+        # A batch for padding repeats the tag before it.
+        samples = tag.position - self.tags[tag.stream].position
         self.tags[tag.stream] = tag
-        return self.real_rows(tag.samples)
+        return self.real_rows(samples)
 
     def real_rows(self, samples: int) -> Share:
         if not self._division.pads:
@@ -280,7 +279,7 @@ class SamplerReader(Reader):
                     "The loader does not give one batch for each batch of its sampler. Use a plain "
                     "DataLoader, or LoaderOptions(shard=False)."
                 )
-            yield Tag(0, end, samples=end - before), batch
+            yield Tag(0, end), batch
             before = end
 
     def __iter__(self) -> Iterator[Any]:

@@ -108,7 +108,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def mix(*values: Any) -> int:
-    """Return a seed of 63 bits that depends on all of the plain values."""
+    """Hash plain values to a seed of 63 bits."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
 

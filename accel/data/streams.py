@@ -179,12 +179,12 @@ class StreamReader(Reader):
             list(self._compared((Tag(first=identity(item)), item) for item in items))
         tag, padding = self.tags[0], None
         for item, firsts, more in _steps(batches):
-            tag, batch = (replace(tag, samples=0), padding) if item is None else item
+            tag, batch = item or (tag, padding)
             if padding is None:
                 # A resumed rank may have read its shards already.
                 others = agree(_LABEL, batch) if None in firsts else [batch]
                 padding = copy.deepcopy(next(other for other in others if other is not None))
-                batch = padding if item is None else batch
+                batch = batch if item else padding
             yield replace(tag, more=more), batch
 
     def _dispatched(self, process: Process, batches: Batches) -> Batches:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 import accel
 from accel import LoaderError
 from tests.data.loaders import (
-    OWN,
+    SAMPLERS,
     Counting,
     loader_of,
     make,
@@ -101,7 +101,9 @@ def _lasts(n: int) -> list[bool]:
     return [False] * (n - 1) + [True]
 
 
-@pytest.mark.parametrize("build", [*BUILDS.values(), lambda: loader_of(OWN["mine own torch"]())], ids=[*BUILDS, "own"])
+@pytest.mark.parametrize(
+    "build", [*BUILDS.values(), lambda: loader_of(SAMPLERS["mine own torch"]())], ids=[*BUILDS, "own"]
+)
 def test_skip_equals_reading(build: Any) -> None:
     """The rest of the epoch, the epoch after it, and in one process the program's random numbers too."""
     wraps = [raw_like, lambda raw: make(raw, 1, 2), lambda raw: make(raw, 1, 2, shard=False)]

@@ -13,7 +13,6 @@ import accel
 from accel import LoaderError
 from accel.data import LoaderHandle, LoaderOptions
 from tests.data.loaders import (
-    OWN,
     SAMPLERS,
     Counting,
     Divided,
@@ -68,7 +67,7 @@ def test_resume_at_different_world_and_batch(workers: int, even: bool) -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        *[lambda s=s: sampled((SAMPLERS | OWN)[s](), batch_size=3) for s in ("shuffle", "weighted", "mine own numpy")],
+        *[lambda s=s: sampled(SAMPLERS[s](), batch_size=3) for s in ("shuffle", "weighted", "mine own numpy")],
         ragged,
         lambda: numbers(17, None, shuffle=True),
         lambda: DataLoader(Counting(17), batch_size=3, collate_fn=list),
