@@ -78,6 +78,8 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
         raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
+    if not callable(fn):
+        raise LaunchError(f"{fn!r} isn't a function. To start a script, use python -m accel run.")
     place = place_now()
     if place.world_size > 1:
         raise LaunchError(
@@ -155,10 +157,8 @@ def _start(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[b
     environment = {
         "OMP_NUM_THREADS": str(max(1, (cores or 1) // count)),
         **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(count),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         # The store is in this process, as it is in torchrun's agent.

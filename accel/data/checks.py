@@ -20,15 +20,16 @@ class LoaderOptions:
     """Options for how ``setup`` shards dataloaders.
 
     Args:
-        shard: give each rank its share of every epoch. False leaves samplers and datasets as they
-            are, so each rank reads the loader as in raw PyTorch.
-        even_batches: pad the last batch from the start of the epoch, so that all ranks get equally
-            many samples. False splits it as it is: ranks may differ by one sample or one batch.
+        shard: give each rank its share of every epoch. False leaves samplers and
+            datasets as they are, so each rank reads the loader as in raw PyTorch.
+        even_batches: pad the last batch from the start of the epoch, so that all ranks
+            get equally many samples. False splits it as it is: ranks may differ by one
+            sample or one batch.
         dispatch: let rank 0 read an iterable dataset and send each rank its batches.
         split_batches: treat a loader's ``batch_size`` as that of all ranks together.
         move: move batches to the rank's device.
-        seed: the seed of every epoch's order. None takes rank 0's ``torch.initial_seed()``, and in
-            one process draws as raw PyTorch does.
+        seed: the seed of every epoch's order. None takes rank 0's
+            ``torch.initial_seed()``, and in one process draws as raw PyTorch does.
     """
 
     shard: bool = True
@@ -94,8 +95,8 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     elif is_stream and loader.num_workers and is_uneven:
         # Each worker has its own last step, so the ranks' loops would be at different samples.
         problem = (
-            "even_batches=False needs num_workers=0 for an iterable dataset. Use "
-            "even_batches=True or drop_last=True."
+            "even_batches=False needs num_workers=0 for an iterable dataset. "
+            "Use even_batches=True or drop_last=True."
         )
     for part in (*parts_of(loader.batch_sampler), *parts_of(loader.sampler)):
         # Accelerate and others name it num_processes.

@@ -49,7 +49,7 @@ class LoaderHandle:
         return len(self._accel.reader())
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at epoch ``epoch``. A resumed epoch continues at its position.
+        """Start the next iteration at an epoch. A resumed epoch continues at its position.
 
         Args:
             epoch: its number. Without this call each iteration is the next epoch.
@@ -63,14 +63,16 @@ class LoaderHandle:
             state.start = state.fresh(number)
 
     def skip(self, n: int) -> None:
-        """Start the next iteration after ``n`` batches, for the step number of another library.
+        """Start the next iteration after ``n`` batches.
 
-        The samples of a map-style dataset are not read. Call it on every rank, before or after
-        ``set_epoch``, and after ``load_state_dict``. A second call replaces the first.
+        For the step number of another library, use ``set_epoch(step // len(loader))`` and
+        ``skip(step % len(loader))``. The samples of a map-style dataset are not read. Call
+        it on every rank, before or after ``set_epoch``, and after ``load_state_dict``. A
+        second call replaces the first.
 
         Args:
-            n: batches of each rank. The next iteration raises LoaderError if the epoch has fewer.
-                Use ``set_epoch(step // len(loader))`` and ``skip(step % len(loader))``.
+            n: batches of each rank. The next iteration raises LoaderError if the epoch has
+                fewer.
         """
         self._accel.skip = whole_number(n)
 
@@ -113,17 +115,17 @@ class LoaderHandle:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue the next iteration at a saved position, at any world size and batch size.
+        """Continue at a saved position, at any world size and batch size.
 
-        If each rank has its own position, as with ``shard=False``, the number of ranks must be the
-        same.
+        If each rank has its own position, as with ``shard=False``, the number of ranks
+        must be the same.
 
         Args:
             state_dict: the result of ``state_dict``.
 
         Raises:
-            LoaderError: it isn't such a state, or was saved with a different dataset. Nothing has
-                changed.
+            LoaderError: it isn't such a state, or was saved with a different dataset.
+                Nothing has changed.
         """
         state = self._accel
         _check_saved(state, state_dict)

@@ -188,7 +188,7 @@ class StreamReader(Reader):
             yield replace(tag, more=more), batch
 
     def _dispatched(self, process: Process, batches: Batches) -> Batches:
-        """Yield this rank's share of the batches that rank 0 reads."""
+        """Yield this rank's share of rank 0's batches."""
         places = agree(_LABEL, self._division.rank)
         for item, _, more in _steps(batches):
             sent = item and [(item[0], item[1][place]) for place in places]
@@ -200,7 +200,7 @@ class StreamReader(Reader):
 
 
 def _steps(batches: Batches) -> Iterator[tuple[Any, list[Any], bool]]:
-    """Yield a batch or None, every rank's checksum, and if a step follows. Collective."""
+    """Yield a batch or None, all checksums, and if a step follows. Collective."""
     item, firsts = _read_together(batches)
     while set(firsts) != {None}:
         following, next_firsts = _read_together(batches)

@@ -60,6 +60,15 @@ BUILDS: dict[str, Any] = {
 }
 
 
+def with_lasts(loader: Any) -> list[Any]:
+    """The batches of a loop, each with whether it is the last."""
+    return [(batch, loader.is_last) for batch in loader]
+
+
+def lasts(batches: list[Any]) -> list[Any]:
+    return [(batch, number == len(batches)) for number, batch in enumerate(batches, 1)]
+
+
 @pytest.mark.parametrize("build", BUILDS.values(), ids=list(BUILDS))
 def test_last_batch_and_groups(build: Any) -> None:
     """On each rank, also in a resumed epoch, with the batches and positions of a loop that does not ask."""
@@ -70,35 +79,27 @@ def test_last_batch_and_groups(build: Any) -> None:
         reset()
         handle = make(build(), rank, world, **options)
         assert not handle.is_last
-        given = [(batch, handle.is_last) for batch in handle]
-        assert given == list(zip(expected, _lasts(len(expected)), strict=True))
+        assert with_lasts(handle) == lasts(expected)
         assert not handle.is_last
         handle.set_epoch(0)
         reset()
         groups = [(len(group), list(group)) for group in accel.accumulate(handle, 2)]  # type: ignore[arg-type,var-annotated]
-        assert [batch for _, group in groups for batch in group] == expected
-        assert [size for size, _ in groups] == [min(2, len(expected) - at) for at in range(0, len(expected), 2)]
+        assert groups == [(len(group), group) for group in (expected[at : at + 2] for at in range(0, len(expected), 2))]
         if options == {"even_batches": False}:
             continue
         handle.set_epoch(0)
         reset()
         iterator = iter(handle)
-        for _ in range(2):
-            next(iterator)
+        next(iterator), next(iterator)
         before = json.dumps(handle.state_dict())
         assert handle.is_last == (len(expected) == 2)
         assert json.dumps(handle.state_dict()) == before
         again = make(build(), rank, world, **options)
         again.load_state_dict(json.loads(before))
         if len(expected) > 2:
-            rest = [(batch, again.is_last) for batch in again]
-            assert rest == list(zip(iterator, _lasts(len(rest)), strict=True))
+            assert with_lasts(again) == lasts(list(iterator))
         again.load_state_dict(handle.state_dict())  # after the loop: the next epoch is next
         assert len(list(again)) == len(expected)
-
-
-def _lasts(n: int) -> list[bool]:
-    return [False] * (n - 1) + [True]
 
 
 @pytest.mark.parametrize(
