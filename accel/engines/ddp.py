@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final, Literal, final
@@ -24,6 +24,7 @@ from ._averaging import AveragedGradients, AveragingEngine
 from .base.engine import Context, Engine
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
+from .base.raw_objects import Args, Function, Kwargs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,9 +170,9 @@ class DDPGradients(AveragedGradients):
 
     def _separate_versions(self) -> None:
         """Replace gradients by aliases. Views of a bucket share a version. Aliases don't."""
-        for parameter in self.engine.parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.data
+        for p in self.engine.parameters:
+            if p.grad is not None:
+                p.grad = p.grad.data
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         """Average gradients the reducer missed. Collective if the backward has completed."""
@@ -250,10 +251,10 @@ class DDPGradients(AveragedGradients):
 
         def mark_ready(_: torch.Tensor) -> None:
             for index in missing:
-                parameter = engine.parameters[index]
-                if parameter.grad is None:
-                    empty.append(parameter)
-                    parameter.grad = torch.zeros_like(parameter)
+                p = engine.parameters[index]
+                if p.grad is None:
+                    empty.append(p)
+                    p.grad = torch.zeros_like(p)
                 reducer._autograd_hook(self._trained.index(index))
 
         # The reducer waits for its buckets in a callback, which only a backward has.
@@ -261,9 +262,9 @@ class DDPGradients(AveragedGradients):
         end = start.clone()
         end.register_hook(mark_ready)
         torch.autograd.grad(end, start)
-        for parameter in empty:
+        for p in empty:
             # AdamW would decay a weight that has a gradient of zeros.
-            parameter.grad = None
+            p.grad = None
 
     def recover(self) -> None:
         """Build a new reducer after an interruption, if gradients were dropped. Collective."""
@@ -346,9 +347,7 @@ class DDPEngine(AveragingEngine):
         super().abandon(reason)
         self.gradients.let_go()
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         gradients, trains = self.gradients, torch.is_grad_enabled()
         if trains:
             if gradients.interrupted:
@@ -389,7 +388,7 @@ class DDPEngine(AveragingEngine):
         self.holdings.synchronize(source)
         for optimizer in self.optimizers:
             if self.process.place.rank != source:
-                for parameter in self.parameters:
-                    optimizer.state.pop(parameter, None)
+                for p in self.parameters:
+                    optimizer.state.pop(p, None)
             self.holdings.give_back("the end of accel.join", optimizer, self.named)
         self.drift.restart()

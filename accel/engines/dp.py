@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from torch import nn
 from ..process.devices import available
 from .base.engine import Engine
 from .base.options import LayerOptions
+from .base.raw_objects import Args, Function, Kwargs
 
 logger = logging.getLogger("accel")
 
@@ -63,7 +64,5 @@ class DPEngine(Engine):
             text = "backend 'dp' with one device (%s) runs as 'single': no batch is split"
             logger.warning(text, self.process.device)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         return (self._parallel if function is self.entry else function)(*args, **kwargs)

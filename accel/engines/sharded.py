@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ..gradients.totals import held_by_any, held_here
@@ -33,6 +33,7 @@ from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
 from .base.placement import Placement, Placements
+from .base.raw_objects import Args, Function, Kwargs
 from .base.versions import check_version
 
 logger = logging.getLogger("accel")
@@ -83,12 +84,12 @@ class FlatWeights:
         # OSS synchronizes this device before a broadcast, but NCCL waits for the stream by itself.
         self._oss._default_device = torch.device("cpu")
         self.flat = list(filter(REQUIRES_GRAD, self._oss.param_groups[0]["params"]))
-        self._addresses = list(map(torch.Tensor.data_ptr, self.flat))
+        self._addresses = list(map(Tensor.data_ptr, self.flat))
 
     def broadcast(self) -> None:
         """Give every rank the owners' values. Collective."""
         # A loop may have assigned `p.data`, as it does to evaluate averaged weights.
-        if list(map(torch.Tensor.data_ptr, self.flat)) != self._addresses:
+        if list(map(Tensor.data_ptr, self.flat)) != self._addresses:
             self.refresh()
         self._oss._broadcast_params()
         # backward() of a graph from before the step must raise on all ranks.
@@ -96,8 +97,8 @@ class FlatWeights:
 
     def release(self) -> None:
         """Give each parameter memory of its own again. Local."""
-        for parameter in self.flat:
-            parameter.data = parameter.data.clone()
+        for p in self.flat:
+            p.data = p.data.clone()
         self._oss.buckets.clear()
 
 
@@ -176,7 +177,7 @@ class ShardedGradients(Gradients):
             rank_of = self.rank_of
         self._reduce(what, parameters, rank_of)
 
-    def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
+    def finalize(self, what: str, parameters: Sequence[Tensor]) -> None:
         self._reduce(what, self.engine.parameters, self.rank_of)
 
     def _reduce(
@@ -193,8 +194,8 @@ class ShardedGradients(Gradients):
             self.buffers.synchronize()
         names = self.engine.holdings.parameter_names
         indices = held_by_any(what, masks, [names[id(p)] for p in parameters])
-        everywhere: list[torch.Tensor] = []
-        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
+        everywhere: list[Tensor] = []
+        by_owner: list[list[Tensor]] = [[] for _ in range(self._world)]
         for index in indices:
             p = parameters[index]
             # If the loop has assigned gradients on all ranks, they are shares.
@@ -214,10 +215,10 @@ class ShardedGradients(Gradients):
                 if rank_of[id(p)] != self._rank:
                     p.grad = None
 
-    def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(self, parameters: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's gradients, and copies which rank 0 counts. Local."""
-        counted: list[torch.Tensor] = []
-        copies: list[torch.Tensor] = []
+        counted: list[Tensor] = []
+        copies: list[Tensor] = []
         for p in parameters:
             if p.grad is not None:
                 counts = self._rank == 0 or id(p) in self._final
@@ -324,7 +325,5 @@ class ShardedEngine(Engine):
         for weights in self.gradients.weights:
             weights.release()
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         return function(*args, **kwargs)

@@ -70,7 +70,7 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Absent:
-    """A base class of parameters without values, before the parameter's own class."""
+    """A base class of parameters without values, listed first."""
 
     __slots__ = ()
     #: More functions that the tensor in the values' place answers right.
@@ -92,8 +92,8 @@ class Absent:
         if func in _FACTS or func in cls.plain:
             return plain(*args, **kwargs)
         if func in _SHAPE:
-            parameter, *rest = args
-            shape, dtype = parameter.full_shape(), parameter.dtype
+            p, *rest = args
+            shape, dtype = p.full_shape(), p.dtype
             meta = torch.empty(shape, dtype=dtype, device="meta")
             return func(meta, *rest, **kwargs)
         if func in _CONVERSIONS:
@@ -110,7 +110,7 @@ class Absent:
 
 
 def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **extra: Any) -> None:
-    """Free a parameter's values. ``kind`` handles their use, and reads ``extra``."""
+    """Free a parameter's values. ``kind`` handles their use with ``extra``."""
     parameter.data = blank(parameter)
     vars(parameter).update(extra, _before_absent=(type(parameter), *extra))
     parameter.__class__ = kind  # type: ignore[assignment]
@@ -124,7 +124,7 @@ def bring_back(parameter: torch.nn.Parameter) -> None:
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape in the memory of a single element, NaN or 0."""
+    """Return a tensor of this shape in the memory of an element, NaN or 0."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""The buffers of a model. Every rank takes them from rank 0 before a step."""
+"""The buffers of a model, which ranks take from rank 0 before a step."""
 
 from __future__ import annotations
 

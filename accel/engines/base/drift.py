@@ -1,4 +1,4 @@
-"""The drift guard: a comparison of replicated state between ranks at some steps."""
+"""The drift guard: it compares replicated state of the ranks at some steps."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DriftGuard:
         self.next = 1 if self._interval else _NEVER
 
     def pause(self) -> None:
-        """Skip checks until ``restart``. Ranks may make different numbers of steps."""
+        """Skip checks until ``restart``, while ranks make different steps."""
         self.next = _NEVER
 
     def count(self) -> None:
@@ -76,7 +76,7 @@ class DriftGuard:
             self.check()
 
     def check(self) -> None:
-        """Compare the ranks, and raise RankMismatchError if they differ. Collective."""
+        """Raise RankMismatchError if ranks differ. Collective."""
         engine = self._engine()
         assert engine is not None  # it is stepping
         self.next = min([n for n in _EARLY if n > self.steps] + [self.steps + self._interval])
@@ -95,7 +95,7 @@ class DriftGuard:
             self._judge(engine, inputs_by_rank)
 
     def note(self, engine: Engine, args: Args, kwargs: Kwargs) -> None:
-        """Digest the arguments of the first training forward after a check."""
+        """Digest the inputs of the first training forward after a check."""
         trains = torch.is_grad_enabled() and engine.module.training
         if self._inputs or not trains or torch.compiler.is_compiling():
             return
@@ -129,7 +129,7 @@ def before_load(module: nn.Module, *_: object) -> None:
 
 
 def compare_load(engine: Engine, what: str) -> None:
-    """Raise RankMismatchError if only some ranks load a state. Collective."""
+    """Raise RankMismatchError if only some ranks load. Collective."""
     if engine.distributed and engine.synchronizes and not engine.ended:
         engine.compare(what)
 

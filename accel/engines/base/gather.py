@@ -1,4 +1,4 @@
-"""Full values on every rank from their shards, through batches of bounded size."""
+"""Full values on every rank from their shards, in bounded batches."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def gather(
 
 
 def _without_tensors(item: Item, part: Part, shards: dict[Any, Shard]) -> Any:
-    """Return a value with placeholders for tensors, and add to ``shards``."""
+    """Replace tensors by placeholders, and add to ``shards``."""
     name, key, value = item
     numbers = count()
 
@@ -135,7 +135,7 @@ class _FullTensor:
                     yield held, box
 
     def view(self, box: Box) -> Tensor | None:
-        """Return the elements of a box, or None if this rank keeps nothing."""
+        """Return the elements of a box, or None without ``keep``."""
         if self.tensor is None:
             return None
         flat = len(box) == 1 and self.tensor.dim() != 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """The gradients of an engine's model, by default final after a backward."""
+    """The gradients of a model, by default final after a backward."""
 
     #: Ranks reduce gradients together, so the same parameters must be trainable on all of them.
     reduced: ClassVar[bool] = False
@@ -62,7 +62,7 @@ class Gradients:
     @property
     @final
     def watched(self) -> bool:
-        """True if backwards, torch's clipping and unknown optimizers matter."""
+        """True if accel watches backwards, clipping and unknown optimizers."""
         if self.engine.precision.scaled:
             return True
         return self.engine.distributed and (self.reduced or self.spread)
@@ -75,7 +75,7 @@ class Gradients:
         self._before = look(self.holders()) if needed else None
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        """Reduce gradients if the engine has no optimizer to do it. Collective then.
+        """Reduce gradients if no optimizer will do it. Collective then.
 
         A backward is not ``completed`` if it raised, nor ``outermost`` inside another.
         """
@@ -94,7 +94,7 @@ class Gradients:
 
     @final
     def refuse_plain(self, *, zeros: bool) -> None:
-        """Raise PrecisionError for gradients of an unscaled loss under ``16-mixed``."""
+        """Raise PrecisionError for unscaled gradients under ``16-mixed``."""
         if not self.plain:
             return
         gradients = [here(h.grad) for h in self.holders() if h.grad is not None]
@@ -112,15 +112,15 @@ class Gradients:
     # -- which tensor is which ---------------------------------------------------------------------
 
     def holders(self) -> Sequence[Any]:
-        """Return everything with a ``grad`` from a backward of this model. Local."""
+        """Return everything with a ``grad`` from a backward. Local."""
         return self.engine.parameters
 
     def leaf(self, parameter: Tensor) -> Tensor:
-        """Return the tensor of autograd in the place of a parameter. Local."""
+        """Return autograd's tensor for a parameter. Local."""
         return parameter
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the item of ``engine.parameters`` for a parameter. Local."""
+        """Return its item in ``engine.parameters``. Local."""
         return parameter
 
     # -- final gradients ---------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Gradients:
         return False
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Make gradients final. Collective if there is something to reduce.
+        """Make gradients final. Collective if ``pending``.
 
         Before a step of ``optimizer``, each rank needs only those for its part.
         """
@@ -145,7 +145,7 @@ class Gradients:
 
     @final
     def finite(self, optimizer: Optimizer) -> bool:
-        """True if the final gradients have neither inf nor nan on any rank."""
+        """True if final gradients have no inf or nan on any rank."""
         finite = all_finite(optimizer)
         if self.engine.placements.partial:
             title = f"the gradients' finiteness ({self.engine.label})"
@@ -171,7 +171,7 @@ class Gradients:
         elif self.pending():
             self.settle()
             names = self.engine.holdings.parameter_names
-            clipped = {names[id(parameter)] for parameter in parameters}
+            clipped = {names[id(p)] for p in parameters}
             self.engine.compare(what, sorted(clipped), other_parameters)
 
     @final
@@ -201,7 +201,7 @@ class Gradients:
 
     @final
     def announce_step(self, optimizer: Optimizer) -> None:
-        """Announce a step. All ranks have run equally many backwards before it."""
+        """Announce a step, before which all ranks ran equally many backwards."""
         steppers = list(self.engine.steppers)
         number = steppers.index(id(optimizer)) if id(optimizer) in steppers else None
         self.announce("optimizer.step()", number)
@@ -216,7 +216,7 @@ def other_parameters(given: Sequence[Sequence[str]]) -> str:
 
 
 def refuse_inside_backward() -> None:
-    """Raise BackendError in a backward, before its gradients are reduced."""
+    """Raise BackendError in a backward, as gradients aren't reduced."""
     if runs_backward():
         raise BackendError(
             "Gradients are not final, because an optimizer steps inside a backward. "

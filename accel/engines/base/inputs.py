@@ -1,4 +1,4 @@
-"""A check of equal inputs on ranks which compute a forward together."""
+"""A check of equal inputs for ranks with a common forward."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...precision import here
 from ...process.control import agree
 from ...process.transfer import Prints, refuse_other_values
 from ...trees import all_tensors
+from .raw_objects import Args, Kwargs
 
 R = TypeVar("R")
 
@@ -21,16 +22,14 @@ _ADVICE: Final = "use the loader from accel.setup, or accel.data_parallel_place(
 
 @final
 class SameInputs:
-    """Compares the inputs of the first forwards on ranks with the same ``place``."""
+    """Compares the first inputs on ranks with the same ``place``."""
 
     def __init__(self, label: str, place: Hashable) -> None:
         self._label, self._place = label, place
         self._calls: Counter[str] = Counter()
 
-    def call(
-        self, run: Callable[[], R], args: tuple[Any, ...], kwargs: dict[str, Any], method: str = ""
-    ) -> R:
-        """Run a forward or method. Collective if it is one of the first calls."""
+    def call(self, run: Callable[[], R], args: Args, kwargs: Kwargs, method: str = "") -> R:
+        """Run a forward or method. The first calls are collective."""
         self._calls[method] += 1
         if self._calls[method] > _FIRST_CALLS:
             return run()

@@ -9,7 +9,7 @@ from ...errors import BackendError
 
 @final
 class Interruption:
-    """Remembers incomplete gradients, until the backend drops them. Local."""
+    """Remembers incomplete gradients until they are dropped. Local."""
 
     def __init__(self) -> None:
         self.incomplete = False

@@ -1,4 +1,4 @@
-"""The option dataclasses of backends, as in ``backend=accel.FSDP(replicas=2)``."""
+"""The options of backends, as in ``backend=accel.FSDP(replicas=2)``."""
 
 from __future__ import annotations
 

@@ -68,19 +68,19 @@ def in_place_of(
     try:
         for child in module.modules():
             places[id(child)] = _replace_tensors(child, stand_ins)
-            attributes = vars(child)
-            own_hooks = attributes[_POST_HOOKS]
+            facts = vars(child)
+            own_hooks = facts[_POST_HOOKS]
             if before_hooks is not None and own_hooks:
-                hooks.append((attributes, own_hooks))
+                hooks.append((facts, own_hooks))
                 # Hooks of FSDP2 raise for replaced tensors.
                 users = [h for h in own_hooks.values() if not _is_from(h, "torch.distributed.")]
                 chain = [loaded, *users] if users else []
-                attributes[_POST_HOOKS] = OrderedDict(enumerate(chain))
+                facts[_POST_HOOKS] = OrderedDict(enumerate(chain))
         yield
     finally:
         put_back(module)
-        for attributes, own_hooks in hooks:
-            attributes[_POST_HOOKS] = own_hooks
+        for facts, own_hooks in hooks:
+            facts[_POST_HOOKS] = own_hooks
 
 
 def _replace_tensors(module: nn.Module, stand_ins: StandIns) -> list[_Place]:
@@ -97,14 +97,14 @@ def _replace_tensors(module: nn.Module, stand_ins: StandIns) -> list[_Place]:
 
 @final
 class Target(Absent, Tensor):
-    """A stand-in while a full state is loaded. It records the value copied to it."""
+    """A stand-in during a load, which records the value copied to it."""
 
     plain = frozenset(attributes("requires_grad", "__get__"))
     given: Tensor | None
 
     @staticmethod
     def of(tensor: Tensor, shape: torch.Size | None) -> Target:
-        """Return a stand-in of the full shape in the memory of one element."""
+        """Return a stand-in of full shape in an element's memory."""
         blank = torch.empty((), dtype=tensor.dtype, device=tensor.device)
         target = blank.expand(tensor.shape if shape is None else shape).as_subclass(Target)
         target.given = None
@@ -133,7 +133,7 @@ class Target(Absent, Tensor):
 
 @final
 class Override:
-    """A method in the attributes of a raw object, to call ``act(raw, original, *args)``.
+    """A raw object's method, replaced by ``act(raw, original, *args)``.
 
     ``remove`` undoes it. If something else has wrapped it since, it stays, and calls the original.
     """
@@ -181,7 +181,7 @@ _METHODS: Final = ("state_dict", "load_state_dict", "__getstate__", "__deepcopy_
 
 @final
 class Guard:
-    """Overrides for ``state_dict`` and ``copy.deepcopy``, which gather, and for pickle.
+    """Overrides for ``state_dict`` and ``deepcopy``, which gather, and pickle.
 
     ``load_state_dict`` takes a full state. Objects without shards run their own methods.
     """
@@ -262,7 +262,7 @@ def _remove(owner: Any, marks: Iterable[_Mark]) -> None:
 
 @final
 class Snapshot:
-    """The classes, attributes and hooks of modules and parameters before a library's changes.
+    """Classes, attributes and hooks before a library's changes.
 
     The library may add attributes with the prefixes ``later`` at any time.
     """
@@ -287,7 +287,7 @@ class Snapshot:
         return kind
 
     def added(self, owner: Any) -> set[_Mark]:
-        """Return the library's attributes and hooks of a module or parameter."""
+        """Return a library's attributes and hooks of a module or parameter."""
         marks = self._added.get(id(owner), set())
         return marks | {name for name in vars(owner) if name.startswith(self._later)}
 
@@ -306,7 +306,7 @@ class Snapshot:
                     hooks[number] = change(hook)
 
     def restore(self) -> None:
-        """Undo the library's changes, also if the library failed half-way."""
+        """Undo the library's changes, also after it failed half-way."""
         if not self._added:
             self.changed()
         for owner, kind, _ in self._before.values():
@@ -327,7 +327,7 @@ class Snapshot:
 def as_author_made(
     module: nn.Module, snapshot: Snapshot | None, replaced: Replaced
 ) -> Iterator[None]:
-    """Temporarily undo the changes of accel and a library, except to tensors."""
+    """Temporarily undo changes of accel and a library, except to tensors."""
     parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
     before = [(part, type(part), dict(vars(part))) for part in parts]
     try:

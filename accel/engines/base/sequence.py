@@ -13,7 +13,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -30,6 +30,7 @@ from ...process.control import Waiting
 from ...process.startup import mesh_of
 from ...trees import all_tensors, walk
 from .inputs import SameInputs
+from .raw_objects import Function
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -39,7 +40,7 @@ _IGNORED: Final = -100
 
 
 def sequence_size(options: Any, process: Process) -> int:
-    """Return the number of ranks with shards of the same sequence. Local."""
+    """Return the number of ranks which share a sequence. Local."""
     world_size = process.place.world_size
     size: int = getattr(options, "sequence_parallel", 1)
     if world_size == 1:
@@ -60,7 +61,7 @@ def _tokens(batch: Any) -> Tensor | None:
 
 
 def prepared(module: nn.Module, batch: Any) -> Any:
-    """Add positions and shifted labels to a batch with transformers' names."""
+    """Add positions and shifted labels to a batch of transformers."""
     tokens = _tokens(batch)
     if tokens is None:
         return batch
@@ -80,7 +81,7 @@ def prepared(module: nn.Module, batch: Any) -> Any:
 
 @final
 class SequenceParallel:
-    """Cuts the batches of an engine, and exchanges heads in its attention."""
+    """Cuts an engine's batches, and exchanges heads in attention."""
 
     def __init__(self, engine: Engine, size: int) -> None:
         self._engine, self.size = engine, size
@@ -98,7 +99,7 @@ class SequenceParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks with shards of the same sequence. Collective at first."""
+        """The ranks which share a sequence. Collective at first."""
         axes = {"sequence": self.size}
         replicas = self.process.place.world_size // self.size
         if replicas > 1:
@@ -106,7 +107,7 @@ class SequenceParallel:
         return mesh_of(self.process, axes).get_group("sequence")
 
     def shard(self, batch: Any, dim: int) -> Any:
-        """Return this rank's shards of tensors along ``dim``. Collective."""
+        """Return this rank's shards along ``dim``. Collective."""
         self._same_inputs.call(lambda: None, (batch,), {})
         assert self.group is not None  # it is created here, where all ranks are
         tokens = _tokens(batch) if dim == 1 else None
@@ -130,8 +131,8 @@ class SequenceParallel:
         return walk(cut, batch, "")
 
     @contextlib.contextmanager
-    def forward(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Exchange heads in the attention of a forward or of a user's method."""
+    def forward(self, function: Function) -> Iterator[None]:
+        """Exchange heads in the attention of a forward or method."""
         mha, outer = torch.backends.mha, getattr(_now, "sequence", None)
         fast = mha.get_fastpath_enabled()
         # The fast path of nn.TransformerEncoder calls no attention function of torch.
@@ -173,7 +174,7 @@ class SequenceParallel:
     def cross_entropy(
         self, original: Any, logits: Tensor, target: Tensor, weight: Any = None, **options: Any
     ) -> Any:
-        """Compute the mean over the tokens of all shards, without ignored tokens."""
+        """Compute the mean over the tokens of all shards."""
         if options.get("reduction", "mean") != "mean" or target.is_floating_point():
             return original(logits, target, weight, **options)
         total = original(logits, target, weight, **options | {"reduction": "sum"})
@@ -184,7 +185,7 @@ class SequenceParallel:
             return mean_over(total, count.sum(), self.group, self.size)
 
     def swap(self, inward: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange shards of all heads for some heads of all tokens, or back."""
+        """Exchange all heads of a shard for some heads of all tokens."""
         before, after = (1, 2) if inward else (2, 1)
         shape = (self.size, -1)
         pieces = [t.unflatten(before, shape).movedim(before, 0) for t in tensors]

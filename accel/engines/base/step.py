@@ -1,4 +1,4 @@
-"""The step of the user's optimizer, with final gradients and without overflows."""
+"""The step of the user's optimizer, with final and finite gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def refuse_changes(engine: Engine) -> None:
 def prepare(
     engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False
 ) -> None:
-    """Make gradients final before a step of ``optimizer``, or in a closure. Collective.
+    """Make gradients final before a step, or in a closure. Collective.
 
     A plain backward is right if ``by_grad_scaler``, the user's GradScaler, steps.
     """
@@ -116,8 +116,8 @@ class Stepper:
         try:
             return original(*args, **kwargs)
         finally:
-            for parameter, grad in self._hidden:
-                parameter.grad = grad
+            for p, grad in self._hidden:
+                p.grad = grad
             self._hidden.clear()
 
     def _add_param_group(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -173,15 +173,15 @@ class Stepper:
 
     def _count(self, skipped: bool | Tensor) -> None:
         """Count a skipped step, and hide its gradients."""
-        attributes = vars(self.optimizer)
-        attributes["step_was_skipped"] = skipped
-        attributes["skipped_steps"] += skipped
+        facts = vars(self.optimizer)
+        facts["step_was_skipped"] = skipped
+        facts["skipped_steps"] += skipped
         if skipped is not True:
             return
-        for parameter in parameters_of(self.optimizer):
-            if parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
+        for p in parameters_of(self.optimizer):
+            if p.grad is not None:
+                self._hidden.append((p, p.grad))
+                p.grad = None
 
     # -- the user's GradScaler ---------------------------------------------------------------------
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError
@@ -28,7 +28,7 @@ from ..base.memory import MemoryUse, TensorSize
 from ..base.options import SequenceOptions
 from ..base.parts import PartsInGroups
 from ..base.placement import Placement, Placements
-from ..base.raw_objects import Override
+from ..base.raw_objects import Args, Function, Kwargs, Override
 from .config import Configuration, check_parameters
 from .flat import Flat
 from .library import probe
@@ -123,9 +123,7 @@ class ZeROGradients(Gradients):
         elif max_norm > 0:
             nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
-    def parts(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         weights = self.engine.weights_of(parameters)
         return [w.grad for w in weights if w.grad is not None], []
 
@@ -225,9 +223,7 @@ class DeepSpeedEngine(Engine):
             state = {self.names[i]: raw.pop(self.parameters[i], {}) for i in indices}
             self.holdings.take(optimizer, state)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a forward or method. At stage 3 each module gathers its weights."""
         if self.zero is not None:
             self.zero.recover()
@@ -248,7 +244,7 @@ class DeepSpeedEngine(Engine):
             self._zero_grads.pop(id(optimizer)).remove()
         super().detach(optimizer)
 
-    def weights_of(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+    def weights_of(self, parameters: Sequence[Tensor]) -> list[Any]:
         """Return the weights of this rank's fragments, which an optimizer updates."""
         if self.zero is None:
             return list(parameters)

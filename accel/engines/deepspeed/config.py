@@ -192,12 +192,12 @@ class Configuration:
 def check_parameters(named: Mapping[str, nn.Parameter], stage: int) -> None:
     """Raise BackendError for weights outside of DeepSpeed's single buffer."""
     first: tuple[str, torch.dtype] | None = None
-    for name, parameter in named.items():
-        dtype = parameter.dtype
-        if stage < 3 and not parameter.requires_grad:
+    for name, p in named.items():
+        dtype = p.dtype
+        if stage < 3 and not p.requires_grad:
             continue
-        if dtype is torch.float64 or dtype.is_complex or not parameter.numel():
-            kind = f"{dtype} of shape {tuple(parameter.shape)}"
+        if dtype is torch.float64 or dtype.is_complex or not p.numel():
+            kind = f"{dtype} of shape {tuple(p.shape)}"
             raise BackendError(f'DeepSpeed can\'t shard {name} ({kind}). Use backend="fsdp".')
         if not dtype.is_floating_point:
             continue

@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,7 @@ from ...gradients.hooks import remove_hooks
 from ...gradients.patches import around, replaced
 from ...process import running
 from ...process.startup import unseen_group
+from ..base.raw_objects import Function
 from ..base.versions import check_version
 
 #: Python's prefixes of the attributes that these two classes name with two underscores.
@@ -126,7 +127,7 @@ def end(engine: Any) -> None:
     _efficient_linear.drop(engine)
 
 
-def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(plain: Function, input: Any, weight: Any, bias: Any = None) -> Any:
     """Call DeepSpeed's linear for a weight of stage 3."""
     # torch's would keep it gathered until backward. DeepSpeed's takes no nested tensors.
     if not hasattr(weight, "ds_id") or input.is_nested:
@@ -160,8 +161,8 @@ def forget_groups() -> None:
         is_own = home.startswith(("deepspeed.", "accel.engines.deepspeed."))
         if not is_own and not issubclass(kind, torch.nn.Parameter):
             continue
-        attributes = getattr(owner, "__dict__", {})
-        for name, value in list(attributes.items()):
+        facts = getattr(owner, "__dict__", {})
+        for name, value in list(facts.items()):
             values = value if isinstance(value, list) else [value]
             if any(isinstance(v, dist.ProcessGroup) for v in values):
-                attributes[name] = None
+                facts[name] = None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ...gradients.hooks import at_end_of_backward, remove_hooks, runs_backward
@@ -24,7 +25,7 @@ from ...process.control import Waiting, announce, require_equal
 from ...process.packing import row_of
 from ..base.absent import plainly
 from ..base.interruption import Interruption
-from ..base.raw_objects import Snapshot
+from ..base.raw_objects import Function, Snapshot
 from .library import accelerator, end, initialize
 
 if TYPE_CHECKING:
@@ -39,16 +40,16 @@ class Fragment:
     """This rank's range of a parameter. Its mean gradient is ``weights.grad``."""
 
     start: int  # its first element
-    home: torch.Tensor  # the range in the model's own memory
+    home: Tensor  # the range in the model's own memory
     #: For the optimizer: ``home``, or a copy of higher precision or in CPU memory.
-    weights: torch.Tensor
+    weights: Tensor
 
-    def range_of(self, full: torch.Tensor) -> torch.Tensor:
+    def range_of(self, full: Tensor) -> Tensor:
         """Return the range of a tensor of the parameter's shape."""
         return full.reshape(-1).narrow(0, self.start, self.home.numel())
 
     @torch.no_grad()
-    def accumulate(self, gradient: torch.Tensor) -> None:
+    def accumulate(self, gradient: Tensor) -> None:
         """Add a reduced gradient. ``wait_for_copies`` ends copies to CPU memory."""
         weights, grad = self.weights, self.weights.grad
         if grad is None:
@@ -57,13 +58,13 @@ class Fragment:
             grad.add_(gradient.to(weights))  # which waits for the first copy
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors at once. Copies from CPU memory may still run after it."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
+def _arrived(partitions: weakref.ref[Partitions], index: int, _: Tensor) -> None:
     owner = partitions()
     if owner is not None:
         owner.arrived(index)
@@ -128,16 +129,16 @@ class Partitions(ABC):
 
     @plainly
     def _show(self, trainable: Sequence[bool]) -> None:
-        for index, parameter in enumerate(self.parameters):
-            parameter.requires_grad_(trainable[index])
-            if not self.shapes[index] and parameter.numel():
-                parameter.data = parameter.data.view(())
+        for index, p in enumerate(self.parameters):
+            p.requires_grad_(trainable[index])
+            if not self.shapes[index] and p.numel():
+                p.data = p.data.view(())
 
     @abstractmethod
     def arrange(self) -> None:
         """Find this rank's fragments in DeepSpeed's memory."""
 
-    def own(self, index: int, start: int, home: torch.Tensor) -> None:
+    def own(self, index: int, start: int, home: Tensor) -> None:
         """Add the fragment of a parameter. ``home`` is its memory."""
         floats = self.masters and home.is_floating_point()
         dtype = torch.float32 if floats else home.dtype
@@ -147,13 +148,11 @@ class Partitions(ABC):
             weights = weights.pin_memory()
         self.fragments[index] = Fragment(start, home, weights)
 
-    def fragment_of(self, parameter: torch.Tensor) -> Fragment | None:
+    def fragment_of(self, parameter: Tensor) -> Fragment | None:
         """Return this rank's fragment of a parameter."""
         return self.fragments.get(self.numbers[id(parameter)])
 
-    def announced(
-        self, act: Callable[..., Any], what: str | Callable[..., str]
-    ) -> Callable[..., Any]:
+    def announced(self, act: Function, what: str | Callable[..., str]) -> Function:
         """Return a collective function of DeepSpeed's, which is announced first."""
         process, label = self.process, self.label
 
@@ -270,8 +269,8 @@ class Partitions(ABC):
         if not self.stale:
             return
         if self.interruption.incomplete:
-            for parameter in self.parameters:
-                parameter.grad = None
+            for p in self.parameters:
+                p.grad = None
         self.reset()
         self.stale = False
 
@@ -309,11 +308,11 @@ class Partitions(ABC):
         """Give every rank the values of all homes. Collective."""
 
     @torch.no_grad()
-    def end(self, full: Sequence[torch.Tensor]) -> None:
+    def end(self, full: Sequence[Tensor]) -> None:
         """Give the module its own parameters back, with these values."""
         remove_hooks(self._hooks)
         end(self.library)
         self.snapshot.restore()
-        for parameter, values in zip(self.parameters, full, strict=True):
-            parameter.data = values
+        for p, values in zip(self.parameters, full, strict=True):
+            p.data = values
         self.fragments.clear()

@@ -6,25 +6,26 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any, Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from ...errors import BackendError
 from ...gradients.hooks import runs_backward
 from ...trees import map_tensors
 from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
+from ..base.raw_objects import Function
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
 from .partitions import Partitions, copy_all
 
 # -- hooks and functions of DeepSpeed --------------------------------------------------------------
 
 
-def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
+def among_tensors(hook: Function) -> Function:
     """Return a hook of DeepSpeed's for the tensors in a module's inputs or output."""
     # The hook itself fails at numbers, and finds no tensor in a dataclass.
 
@@ -32,11 +33,11 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
         tree = values[-1]
         single = type(tree) is tuple and len(tree) == 1
         leaf = tree[0] if single else tree
-        if isinstance(leaf, torch.Tensor):  # the usual case
+        if isinstance(leaf, Tensor):  # the usual case
             changed = hook(module, *values[:-1], [leaf])
             return changed and (tuple(changed) if single else changed[0])
         # Once each, because attention(x, x, x) computes differently with three tensors.
-        tensors: dict[int, torch.Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         map_tensors(lambda tensor: tensors.setdefault(id(tensor), tensor), tree)
         changed = hook(module, *values[:-1], list(tensors.values()))
         if changed is None:
@@ -47,11 +48,11 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(call)
 
 
-def _nothing(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _nothing(hook: Function) -> Function:
     return lambda *_: None
 
 
-def by_library(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_library(function: Function) -> Function:
     """Return a function of DeepSpeed's, which finds plain tensors."""
 
     @functools.wraps(function)
@@ -213,17 +214,17 @@ class Stage3(Partitions):
     def take(self, index: int) -> None:
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
-    def _collect(self, parameters: Sequence[Any], shards: Sequence[torch.Tensor]) -> None:
+    def _collect(self, parameters: Sequence[Any], shards: Sequence[Tensor]) -> None:
         """Take this rank's shards of reduced gradients, without the padding."""
         stream = self.zero.reduce_and_partition_stream
-        for parameter, shard in zip(parameters, shards, strict=True):
-            fragment = self.fragment_of(parameter)
+        for p, shard in zip(parameters, shards, strict=True):
+            fragment = self.fragment_of(p)
             if fragment is not None:
                 fragment.accumulate(shard.reshape(-1)[: fragment.home.numel()])
             if stream is not None:
                 # DeepSpeed's stream still reads the memory, which backward has allocated.
-                parameter.grad.record_stream(stream)
-            parameter.grad = None
+                p.grad.record_stream(stream)
+            p.grad = None
 
     @plainly
     def finish(self) -> None:
@@ -324,7 +325,7 @@ class Stage3(Partitions):
         if not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
 
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Call a forward, or a method. Modules may read each other's weights."""
         depth = len(self._stack)
         self._stack.append(self.module)
@@ -341,7 +342,7 @@ class Stage3(Partitions):
             self._forwards -= 1
             del self._stack[depth:]
 
-    def _call_method(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_method(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Call a method with DeepSpeed's hooks of a forward around it."""
         for hook in self.snapshot.hooks("_forward_pre_hooks"):
             changed = hook(self.module, args)
@@ -353,6 +354,6 @@ class Stage3(Partitions):
         return out
 
     @plainly
-    def end(self, full: Sequence[torch.Tensor]) -> None:
+    def end(self, full: Sequence[Tensor]) -> None:
         self._wait_for_gathers()
         super().end(full)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import OptimizerError
@@ -31,7 +31,7 @@ from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options, SequenceOptions
 from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
-from ..base.raw_objects import Snapshot
+from ..base.raw_objects import Args, Function, Kwargs, Snapshot
 from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class FSDPHoldings(Holdings):
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    ) -> Tensor:
         like = entry.parameter
         if shape == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
@@ -134,17 +134,17 @@ class FSDPHoldings(Holdings):
             # In place, because schedulers hold the groups.
             group["params"][:] = map(canonical, group["params"])
         names, full = self.parameter_names, dict[str, dict[Any, Any]]()
-        for parameter in list(optimizer.state):
+        for p in list(optimizer.state):
             # Some optimizers keep values under strings too.
-            if isinstance(parameter, torch.Tensor):
-                name = names[id(canonical(parameter))]
-                full[name] = optimizer.state.pop(parameter)
+            if isinstance(p, Tensor):
+                name = names[id(canonical(p))]
+                full[name] = optimizer.state.pop(p)
         self.take(optimizer, full)
 
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+    def replicas(self) -> Sequence[tuple[str, Tensor]]:
         """Return replicated tensors. A shard's name has its place."""
         mesh = self.engine.sharded.mesh
-        tensors: list[tuple[str, torch.Tensor]] = []
+        tensors: list[tuple[str, Tensor]] = []
         for name, p in self.engine.named.items():
             copies = mesh.copies(p)
             place = [f"{a} {n}" for a, n in mesh.place.items() if a not in copies]
@@ -226,12 +226,12 @@ class FSDPGradients(Gradients):
             self.announce("the broadcast of buffers")
             self.buffers.synchronize()
 
-    def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        counted, rest = list[torch.Tensor](), list[torch.Tensor]()
-        for p, gradient in zip(parameters, map(GRAD, parameters), strict=True):
-            if gradient is not None:
+    def parts(self, parameters: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        counted, rest = list[Tensor](), list[Tensor]()
+        for p, grad in zip(parameters, map(GRAD, parameters), strict=True):
+            if grad is not None:
                 is_rest = self._uncounted and id(self.canonical(p)) in self._uncounted
-                (rest if is_rest else counted).append(gradient)
+                (rest if is_rest else counted).append(grad)
         return parts_of(counted), parts_of(rest)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -345,10 +345,10 @@ class FSDPEngine(Engine):
         self.known = self.conversion.known
         self.gradients.start(self.sharded.mesh)
         # They survive a teardown and a second setup.
-        for name, key, gradient in gradients:
+        for name, key, grad in gradients:
             shard = self.named[name]
             entry = StateEntry(name, tuple(shard.shape), shard, {})
-            shard.grad = self.holdings.own_part(entry, key, gradient, {})
+            shard.grad = self.holdings.own_part(entry, key, grad, {})
         if self.sharded.mesh.parallel:
             self._match_ranks(self.sharded.mesh)
         self.started = True
@@ -362,9 +362,7 @@ class FSDPEngine(Engine):
             if other == place and values is not None:
                 put_torch_states(values)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         if not self.divided:
             return function(*args, **kwargs)
         sharded, same = self.sharded, self._same_inputs

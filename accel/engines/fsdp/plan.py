@@ -155,9 +155,9 @@ def split_layer(
     # torch makes DTensors of buffers, which can't be broadcast.
     for name, buffer in buffers.items():
         setattr(layer, name, buffer)
-    for name, parameter in parameters.items():
+    for name, p in parameters.items():
         shard: Any = layer.get_parameter(name)
-        if shard is parameter:
+        if shard is p:
             continue
         for placement in shard.placements:
             if placement.is_shard() and shard.shape[placement.dim] % ranks.size():
@@ -166,4 +166,4 @@ def split_layer(
                     f"doesn't divide by {ranks.size()} along dim {placement.dim}. "
                     "Leave this layer out of the plan."
                 )
-        layer.register_parameter(name, shards.setdefault(id(parameter), shard))
+        layer.register_parameter(name, shards.setdefault(id(p), shard))

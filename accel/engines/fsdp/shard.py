@@ -20,7 +20,7 @@ from ...gradients.patches import Patch, data_patch, muon_patch, replaced, shard_
 from ...process import Process
 from ...process.control import Waiting, announce
 from ..base.absent import refuse_second_derivatives
-from ..base.raw_objects import Snapshot
+from ..base.raw_objects import Function, Snapshot
 from .plan import Mesh, planned_layers, split_layer
 
 #: Of torch, while a sharded module lives.
@@ -95,7 +95,7 @@ class ShardedModule:
         # FSDP2 registers a method by its name, and returns nothing.
         self.module.accel_call = lambda call, /, *args, **kwargs: call(*args, **kwargs)
         fsdp.register_fsdp_forward_method(self.module, "accel_call")
-        self._call: Callable[..., Any] = vars(self.module).pop("accel_call")
+        self._call: Function = vars(self.module).pop("accel_call")
         inside = {self.module}
         for block in blocks.values():
             inside.update(block.modules())
@@ -108,15 +108,15 @@ class ShardedModule:
         for name, group in self.groups.items():
             _announce(group, name, self.process, label)
         for param in self.params:
-            attributes = vars(param.sharded_param)
+            facts = vars(param.sharded_param)
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            attributes["register_hook"] = param.unsharded_param.register_hook
+            facts["register_hook"] = param.unsharded_param.register_hook
             # A weak reference, so that an optimizer that outlives its model doesn't keep it.
-            attributes["set_data"] = functools.partial(_set_data, weakref.ref(param))
+            facts["set_data"] = functools.partial(_set_data, weakref.ref(param))
 
     # -- training ----------------------------------------------------------------------------------
 
-    def compute(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, method: Function, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the model or a submodule with the root's parameters."""
         if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)

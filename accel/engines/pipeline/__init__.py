@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, final
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -26,6 +25,7 @@ from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options
 from ..base.placement import Placement, Placements
+from ..base.raw_objects import Args, Function, Kwargs
 from .passes import PipelineGradients, forward
 
 
@@ -177,13 +177,13 @@ class PipelineHoldings(Holdings):
     def partial(self, optimizer: Optimizer | None) -> bool:
         return bool(self.stage_of)
 
-    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+    def part(self, name: str, tensor: Tensor, key: Any = "") -> Shard | None:
         return super().part(name, tensor, key) if self.has(name) else None
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         return list(filter(lambda entry: self.has(entry.name), super().entries(optimizer)))
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         return self.engine.named | dict(self.engine.module.named_buffers())
 
     def divide(self, stage_of: dict[str, int]) -> None:
@@ -204,7 +204,7 @@ class PipelineHoldings(Holdings):
         items: list[Item] = list(self.gradients())
         for name, value in self.values(None).items():
             items.append((name, "extra", value))
-        others: dict[str, torch.Tensor] = {}
+        others: dict[str, Tensor] = {}
         for name, tensor in self._tensors().items():
             if not self.has(name):
                 others[name] = tensor
@@ -290,9 +290,7 @@ class PipelineEngine(Engine):
             if self.ended:
                 raise lost_weights(self)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         if self.stage is None or function is not self.entry:
             return function(*args, **kwargs)
         if self.options.chunks > 1:

@@ -21,7 +21,7 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.optim import Optimizer
 
@@ -65,7 +65,7 @@ class PipelineGradients(Gradients):
         self.in_backward = False
         self._waiting = Waiting(engine.process, "a message of a pipeline")
         #: The sends of the last message, with the memory that they read.
-        self._sends: list[tuple[Any, torch.Tensor]] = []
+        self._sends: list[tuple[Any, Tensor]] = []
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         if outermost and self.in_backward:
@@ -76,9 +76,7 @@ class PipelineGradients(Gradients):
                 self.fail("backward")
         super().backward_ends(completed, outermost)
 
-    def parts(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         return [p.grad for p in parameters if p.grad is not None], []
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -133,7 +131,7 @@ class PipelineGradients(Gradients):
         return tensors, form
 
     def _empty(self, kinds: Sequence[Any]) -> Tensors:
-        def empty(shape: torch.Size, dtype: torch.dtype, grad: bool) -> torch.Tensor:
+        def empty(shape: torch.Size, dtype: torch.dtype, grad: bool) -> Tensor:
             tensor = torch.empty(shape, dtype=dtype, device=self.process.device)
             return tensor.requires_grad_(grad)
 
@@ -150,23 +148,23 @@ def _kinds(tensors: Tensors) -> list[Any]:
     return [None if t is None else (t.shape, t.dtype, t.requires_grad) for t in tensors]
 
 
-def _filled(tensors: Tensors) -> list[torch.Tensor]:
+def _filled(tensors: Tensors) -> list[Tensor]:
     return [t.detach() for t in tensors if t is not None and t.numel()]
 
 
 # -- micro-batches --------------------------------------------------------------------------------
 
 
-def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
+def flatten(value: Any, name: str) -> tuple[list[Tensor], Any]:
     """Return the tensors of a nested value, and the value with their places.
 
     Raises:
         BackendError: the value contains something without a form to send.
     """
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
 
     def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and is_dense(leaf):
+        if isinstance(leaf, Tensor) and is_dense(leaf):
             tensors.append(leaf)
             return TensorPlace(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
@@ -184,7 +182,7 @@ def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
     """Return the tensors of each micro-batch. Each has all scalars."""
     if chunks == 1:
         return [tensors]
-    sizes = set(map(len, filter(torch.Tensor.dim, tensors)))
+    sizes = set(map(len, filter(Tensor.dim, tensors)))
     if len(sizes) != 1:
         raise BackendError(
             f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} "
@@ -228,7 +226,7 @@ class Exchange(Function):
         return token.detach(), *aliases
 
     @staticmethod
-    def backward(ctx: Any, _: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, _: Any, *grads: Tensor | None) -> Any:
         (token,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             refuse_second_derivatives()
@@ -264,7 +262,7 @@ def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input:
 def _forward(
     gradients: PipelineGradients,
     stage: nn.Module,
-    token: torch.Tensor,
+    token: Tensor,
     form: Any,
     batches: Sequence[Tensors],
     kept: int,
@@ -272,7 +270,7 @@ def _forward(
     """Run the micro-batches. The last ``kept`` of them keep their activations. Collective."""
     rank, is_last = gradients.rank, gradients.rank == gradients.last
     gradients.num_forwards += 1
-    tokens: list[torch.Tensor] = []
+    tokens: list[Tensor] = []
     outputs: list[Tensors] = []
     for number, inputs in enumerate(batches):
         place, end, batch_form = (gradients.num_forwards, number), token, form
