@@ -27,8 +27,9 @@ class AveragingOptions(LayerOptions):
 class AveragedGradients(Gradients):
     """Gradients averaged at the step, in clipping and in ``teardown``.
 
-    Until then they are local, so every way to accumulate them is right. A missing gradient counts
-    as zero. Averaging again is harmless, because equal gradients stay equal.
+    Until then they are local, so every way to accumulate them is right. A
+    missing gradient counts as zero. Averaging again is harmless, because
+    equal gradients stay equal.
     """
 
     reduced = deferred = True

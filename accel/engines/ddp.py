@@ -32,15 +32,19 @@ class DDP(SequenceOptions):
     """Options of ``ddp``. They are those of ``DistributedDataParallel`` if it has the name.
 
     Args:
-        find_unused_parameters: allow ranks to use different parameters in a step.
-        gradient_as_bucket_view: make gradients views of the reducer's buckets, which saves a copy
-            of them. The next backward then overwrites a ``p.grad`` that you keep.
-        batched_grad_copy: copy gradients into a bucket together. Needs torch 2.13.
+        find_unused_parameters: allow ranks to use different parameters in a
+            step.
+        gradient_as_bucket_view: make gradients views of the reducer's
+            buckets, which saves a copy of them. The next backward then
+            overwrites a ``p.grad`` that you keep.
+        batched_grad_copy: copy gradients into a bucket together. Needs
+            torch 2.13.
         bucket_cap_mb: size of a bucket in MiB. None: torch's default.
         broadcast_buffers: all ranks take rank 0's buffers once a step.
-        sync_batchnorm: compute BatchNorm over the batches of all ranks. Needs an accelerator.
-        comm_hook: compress gradients on the wire with "fp16", "bf16" or "powersgd" (Vogels et al.,
-            arXiv 1905.13727).
+        sync_batchnorm: compute BatchNorm over the batches of all ranks.
+            Needs an accelerator.
+        comm_hook: compress gradients on the wire with "fp16", "bf16" or
+            "powersgd" (Vogels et al., arXiv 1905.13727).
         powersgd_rank: rank of PowerSGD's approximation.
     """
 
@@ -108,9 +112,10 @@ _NOTHING: Final = Look([], [])
 class DDPGradients(AveragedGradients):
     """Gradients averaged by torch's reducer during a backward.
 
-    A forward *arms* the reducer for the next backward. The reducer misses the gradients of a second
-    backward of the same forward, of a method, and of a raw submodule. accel averages them at the
-    end of their backward. It averages gradients of ``no_sync`` later.
+    A forward *arms* the reducer for the next backward. The reducer misses
+    the gradients of a second backward of the same forward, of a method, and
+    of a raw submodule. accel averages them at the end of their backward. It
+    averages gradients of ``no_sync`` later.
     """
 
     deferred = False

@@ -1,4 +1,4 @@
-"""``dp``: ``torch.nn.DataParallel`` over this process's devices, for notebooks."""
+"""``dp``: ``torch.nn.DataParallel`` over the devices of a notebook."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DP(LayerOptions):
 
 @final
 class Replicas(nn.DataParallel[nn.Module]):
-    """``nn.DataParallel`` with the caller's autocast dtype in its threads."""
+    """``nn.DataParallel`` with the caller's autocast in its threads."""
 
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
@@ -46,7 +46,7 @@ class Replicas(nn.DataParallel[nn.Module]):
 
 @final
 class DPEngine(Engine):
-    """Splits each batch over the devices, and gathers the outputs on the first device."""
+    """Splits batches over devices, and gathers outputs on the first."""
 
     name = "dp"
     options_type = DP

@@ -26,9 +26,11 @@ class Horovod(AveragingOptions):
     """Options of ``horovod``.
 
     Args:
-        compression: "fp16" sends gradients in half precision, so their mean is not exact.
+        compression: "fp16" sends gradients in half precision, so their mean
+            is not exact.
         broadcast_buffers: all ranks take rank 0's buffers once a step.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
+        auto_refresh: look for a change of ``requires_grad`` before each
+            forward.
     """
 
     compression: Literal["fp16"] | None = None
@@ -37,7 +39,7 @@ class Horovod(AveragingOptions):
 
 
 def start(process: Process) -> None:
-    """Start Horovod on all ranks, unless the program has started it. Collective."""
+    """Start Horovod, unless the program has started it. Collective."""
     hvd: Any = importlib.import_module("horovod.torch")
     with contextlib.ExitStack() as undo:
         if not any(agree("the state of Horovod", bool(hvd.is_initialized()))):
@@ -54,7 +56,7 @@ def start(process: Process) -> None:
 
 
 def _serve(process: Process, undo: contextlib.ExitStack) -> None:
-    """Serve Horovod's rendezvous and set its variables, as horovodrun does. Collective."""
+    """Serve a rendezvous and set variables, as horovodrun does. Collective."""
     hosts: Any = importlib.import_module("horovod.runner.common.util.hosts")
     http_server: Any = importlib.import_module("horovod.runner.http.http_server")
     names = agree("Horovod's hosts", socket.gethostname())
@@ -78,7 +80,7 @@ def _serve(process: Process, undo: contextlib.ExitStack) -> None:
 
 @final
 class HorovodEngine(AveragingEngine):
-    """Sums gradients by ``horovod.torch``. Everything else uses accel's process group."""
+    """Sums gradients by ``horovod.torch``. The rest uses accel's group."""
 
     name = "horovod"
     options_type = Horovod

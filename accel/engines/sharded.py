@@ -1,9 +1,10 @@
-"""``sharded``: optimizer state and final gradients by parameter, as in fairscale's OSS.
+"""``sharded``: fairscale's OSS, with optimizer state by parameter.
 
-OSS chooses the owner of each parameter, keeps weights in flat buffers, and broadcasts
-them after a step. Before it, accel reduces each gradient to its owner, and the user's
-optimizer steps the parameters with a gradient. OSS's own ``step`` and
-``clip_grad_norm`` are wrong if a loop freezes parameters or accumulates gradients.
+OSS chooses the owner of each parameter, keeps weights in flat buffers, and
+broadcasts them after a step. Before it, accel reduces each gradient to its
+owner, and the user's optimizer steps the parameters with a gradient. OSS's
+own ``step`` and ``clip_grad_norm`` are wrong if a loop freezes parameters
+or accumulates gradients.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Sharded(SequenceOptions):
 
 @final
 class FlatWeights:
-    """Trainable parameters of a dtype, in a flat buffer of OSS for each owner."""
+    """Trainable parameters in a flat buffer of OSS for each owner."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
         # fairscale's defaults would keep the process group alive.
@@ -107,12 +108,12 @@ class FlatWeights:
 
 @final
 class ShardedGradients(Gradients):
-    """Gradients on their rank until a step or clipping, and then on their owner.
+    """Gradients which a step or clipping moves to their owner.
 
-    ``p.grad`` is this rank's share. The gradient is the mean of the ranks' shares, and a
-    missing share is zero. A step or clipping leaves the final gradient on the owner.
-    Before a backward adds to it, the owner multiplies it by the number of ranks, which
-    makes it a share again.
+    ``p.grad`` is this rank's share. The gradient is the mean of the ranks'
+    shares, and a missing share is zero. A step or clipping leaves the final
+    gradient on the owner. Before a backward adds to it, the owner
+    multiplies it by the number of ranks, which makes it a share again.
     """
 
     reduced = deferred = True
@@ -152,14 +153,14 @@ class ShardedGradients(Gradients):
 
     @torch.no_grad()
     def _share_final(self) -> None:
-        """Make final gradients shares, because a backward may add to them. Local."""
+        """Make final gradients shares, before a backward adds to them. Local."""
         for key, p in self._final.items():
             if self.rank_of[key] == self._rank and p.grad is not None:
                 p.grad.mul_(self._world)
         self._final.clear()
 
     def pending(self) -> bool:
-        """True, because only the ranks together know if there is a gradient."""
+        """True, as only all ranks together know of any gradient."""
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
@@ -183,7 +184,7 @@ class ShardedGradients(Gradients):
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
     ) -> None:
-        """Replace shares by final gradients, on the owners if there are any. Collective."""
+        """Replace shares by final gradients, of owners if any. Collective."""
         if not rank_of:
             self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
@@ -216,7 +217,7 @@ class ShardedGradients(Gradients):
                     p.grad = None
 
     def parts(self, parameters: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's gradients, and copies which rank 0 counts. Local."""
+        """Return this rank's gradients, and copies, counted on rank 0. Local."""
         counted: list[Tensor] = []
         copies: list[Tensor] = []
         for p in parameters:
@@ -227,7 +228,7 @@ class ShardedGradients(Gradients):
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """Broadcast the stepped parameters from their owners. Collective."""
+        """Broadcast stepped parameters from owners. Collective."""
         if optimizer not in self.optimizers:
             return
         rest = {id(p): p for p in parameters_of(optimizer) if id(p) in self._final}
@@ -263,7 +264,7 @@ class ShardedHoldings(Holdings):
 
 @final
 class ShardedEngine(Engine):
-    """Runs the module as it is. A rank keeps optimizer state of its own parameters."""
+    """Runs the module. Ranks keep optimizer state of own parameters."""
 
     name = "sharded"
     options_type = Sharded
@@ -286,7 +287,7 @@ class ShardedEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
-        """Follow OSS: the rank with the fewest elements gets the next parameter."""
+        """Follow OSS: the smallest rank gets the next parameter."""
         sizes, owned = [0] * world_size, [MemoryUse()] * world_size
         uses: list[MemoryUse] = []
         for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):

@@ -1,4 +1,4 @@
-"""``xla``: TPUs, by torch-tpu, or on a single device by the older torch_xla."""
+"""``xla``: TPUs, by torch-tpu or torch_xla (a single device)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XLA(AveragingOptions):
-    """Options of ``xla``: ``broadcast_buffers`` and ``auto_refresh``, as in ``accel.Horovod``."""
+    """Options of ``xla``, as in ``accel.Horovod``."""
 
 
 @final
@@ -41,7 +41,7 @@ def _require_tpu(kind: str, found: str) -> None:
 
 @final
 class XLAEngine(AveragingEngine):
-    """Averages gradients on the device. torch_xla runs its recorded operations after each step."""
+    """Averages gradients on the device."""
 
     name = "xla"
     options_type = XLA

@@ -1,7 +1,8 @@
 """Parameters without values on this rank.
 
-Facts about such a parameter, for example its shape, are right. A use of its values fetches them
-or raises an error. Otherwise torch would silently compute with the tensor in their place.
+Facts about such a parameter, for example its shape, are right. A use of its
+values fetches them or raises an error. Otherwise torch would silently
+compute with the tensor in their place.
 """
 
 from __future__ import annotations

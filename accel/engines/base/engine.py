@@ -55,8 +55,8 @@ class Context:
 class Engine(ABC):
     """Runs one model on one backend, with its ``gradients`` and its ``holdings``.
 
-    A *local* method communicates with no other rank. A *collective* method is called on every
-    rank. docs/internals.md shows the order of the calls.
+    A *local* method communicates with no other rank. A *collective* method
+    is called on every rank. docs/internals.md shows the order of the calls.
     """
 
     name: ClassVar[str]
@@ -188,8 +188,8 @@ class Engine(ABC):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``. The raw module keeps its trained weights.
 
-        Collective, unless ``ended``. Then weights on other ranks become nan, and the error of
-        ``lost_weights`` is raised.
+        Collective, unless ``ended``. Then weights on other ranks become
+        nan, and the error of ``lost_weights`` is raised.
         """
         return
 
@@ -197,8 +197,8 @@ class Engine(ABC):
     def teardown(self, alone: str = "") -> None:
         """Give the raw module and optimizers back to the user. Collective.
 
-        With a reason to be ``alone`` it is local, and unreduced gradients are dropped. Weights on
-        other ranks raise AccelError.
+        With a reason to be ``alone`` it is local, and unreduced gradients
+        are dropped. Weights on other ranks raise AccelError.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:
@@ -326,7 +326,8 @@ class Engine(ABC):
     ) -> list[Any]:
         """Return ``beside`` of all ranks. Collective.
 
-        If ``value`` differs, raise RankMismatchError with ``explain(values)``.
+        If ``value`` differs, raise RankMismatchError with
+        ``explain(values)``.
         """
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 

@@ -33,9 +33,10 @@ def gather(
 ) -> dict[tuple[str, Any], Any]:
     """Return the full values of all ranks by name and key. Collective.
 
-    A value may hold tensors in nested containers. Of equal elements, and of values without
-    tensors, those of the lowest rank count. Full tensors are on ``device``, but single numbers
-    may stay in host memory. Without ``keep``, this rank only sends.
+    A value may hold tensors in nested containers. Of equal elements, and of
+    values without tensors, those of the lowest rank count. Full tensors are
+    on ``device``, but single numbers may stay in host memory. Without
+    ``keep``, this rank only sends.
     """
     forms: dict[tuple[str, Any], Any] = {}
     shards: dict[Any, Shard] = {}

@@ -77,7 +77,8 @@ class Gradients:
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         """Reduce gradients if no optimizer will do it. Collective then.
 
-        A backward is not ``completed`` if it raised, nor ``outermost`` inside another.
+        A backward is not ``completed`` if it raised, nor ``outermost``
+        inside another.
         """
         if not outermost or self._before is None:
             return
@@ -132,7 +133,8 @@ class Gradients:
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Make gradients final. Collective if ``pending``.
 
-        Before a step of ``optimizer``, each rank needs only those for its part.
+        Before a step of ``optimizer``, each rank needs only those for its
+        part.
         """
 
     def accumulate(self, accumulating: bool) -> None:

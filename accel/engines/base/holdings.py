@@ -1,7 +1,8 @@
 """The state of a model and its optimizers on this rank, and full state.
 
-A backend defines its shards: ``partial``, ``part``, ``entries`` and ``has``. The rest is the same
-for every backend: ``state_dict``, ``load_state_dict``, checkpoints, ``teardown`` and copies.
+A backend defines its shards: ``partial``, ``part``, ``entries`` and
+``has``. The rest is the same for every backend: ``state_dict``,
+``load_state_dict``, checkpoints, ``teardown`` and copies.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from dataclasses import astuple, dataclass
 class MemoryUse:
     """Bytes on a rank after a step, while the gradients still exist.
 
-    ``optimizer_state`` includes fp32 master weights. ``buckets`` are kept for communication.
+    ``optimizer_state`` includes fp32 master weights. ``buckets`` are kept
+    for communication.
     """
 
     parameters: int = 0

@@ -16,12 +16,12 @@ from ...errors import BackendError
 class Options:
     """Base class of the option dataclasses.
 
-    An option with a bool or int as default accepts only bools or positive ints. ``choices`` and
-    ``check_values`` check the other options.
+    An option with a bool or int as default accepts only bools or positive
+    ints. ``choices`` and ``check_values`` check the other options.
 
     Args:
-        drift_check: compare replicated state at steps 1, 10, 100 and then every ``drift_check``
-            steps. None: every 1,000 steps. 0: never.
+        drift_check: compare replicated state at steps 1, 10, 100 and then
+            every ``drift_check`` steps. None: every 1,000 steps. 0: never.
     """
 
     drift_check: int | None = None
@@ -75,10 +75,11 @@ class LayerOptions(Options):
     """Options of backends with the model's own forward.
 
     Args:
-        activation_checkpointing: keep only the inputs of blocks, and compute their activations
-            again in backward. True selects the blocks that repeat in a ModuleList or Sequential
-            and have submodules (with ``wrap``: the blocks that it selects). A tuple of classes
-            selects the modules of these classes.
+        activation_checkpointing: keep only the inputs of blocks, and
+            compute their activations again in backward. True selects the
+            blocks that repeat in a ModuleList or Sequential and have
+            submodules (with ``wrap``: the blocks that it selects). A tuple
+            of classes selects the modules of these classes.
     """
 
     activation_checkpointing: bool | tuple[type[nn.Module], ...] = dataclasses.field(
@@ -91,10 +92,11 @@ class SequenceOptions(LayerOptions):
     """Options of backends with averaged gradients and with whole layers on each rank.
 
     Args:
-        sequence_parallel: the number of neighboring ranks that share each sequence
-            (``accel.shard_sequence``). They read the same batch and exchange attention heads.
-        auto_refresh: before each forward, look for a change of ``requires_grad`` and compare it
-            over the ranks.
+        sequence_parallel: the number of neighboring ranks that share each
+            sequence (``accel.shard_sequence``). They read the same batch
+            and exchange attention heads.
+        auto_refresh: before each forward, look for a change of
+            ``requires_grad`` and compare it over the ranks.
     """
 
     sequence_parallel: int = 1

@@ -1,8 +1,9 @@
 """This rank's parts of parameters in ``param_groups`` during a step.
 
-The user's optimizer steps plain tensors, which can be several times as fast as a step on a
-library's sharded tensors. The parts are in the groups from the last pre-hook of a step to its first
-post-hook. So the user's hooks and closures find the parameters.
+The user's optimizer steps plain tensors, which can be several times as fast
+as a step on a library's sharded tensors. The parts are in the groups from
+the last pre-hook of a step to its first post-hook. So the user's hooks and
+closures find the parameters.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def elementwise(optimizer: Optimizer) -> bool:
 class PartsInGroups:
     """Puts this rank's parts into an optimizer's groups in a step. Local.
 
-    ``parts_of`` returns the parts of a group's parameters, without those on other ranks. ``close``
-    gives the optimizer back to its user. It is not kept alive.
+    ``parts_of`` returns the parts of a group's parameters, without those on
+    other ranks. ``close`` gives the optimizer back to its user. It is not
+    kept alive.
     """
 
     def __init__(self, optimizer: Optimizer, parts_of: Callable[[list[Any]], list[Any]]) -> None:

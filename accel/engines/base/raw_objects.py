@@ -1,7 +1,8 @@
 """The user's raw model and optimizers while an engine works on them.
 
-Stand-ins for its tensors while a full state is loaded or returned, methods of sharded objects, a
-record of a library's changes to a module, and copies of a module.
+Stand-ins for its tensors while a full state is loaded or returned, methods
+of sharded objects, a record of a library's changes to a module, and copies
+of a module.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def in_place_of(
 ) -> Iterator[None]:
     """Temporarily replace parameters and buffers.
 
-    While a state is loaded, the hooks after a module's load see the module's own tensors again,
-    and ``before_hooks`` is called before them.
+    While a state is loaded, the hooks after a module's load see the
+    module's own tensors again, and ``before_hooks`` is called before them.
     """
     places: dict[int, list[_Place]] = {}
     hooks: list[tuple[dict[str, Any], Any]] = []
@@ -135,7 +136,8 @@ class Target(Absent, Tensor):
 class Override:
     """A raw object's method, replaced by ``act(raw, original, *args)``.
 
-    ``remove`` undoes it. If something else has wrapped it since, it stays, and calls the original.
+    ``remove`` undoes it. If something else has wrapped it since, it stays,
+    and calls the original.
     """
 
     def __init__(self, raw: Any, name: str, act: Function) -> None:
@@ -183,7 +185,8 @@ _METHODS: Final = ("state_dict", "load_state_dict", "__getstate__", "__deepcopy_
 class Guard:
     """Overrides for ``state_dict`` and ``deepcopy``, which gather, and pickle.
 
-    ``load_state_dict`` takes a full state. Objects without shards run their own methods.
+    ``load_state_dict`` takes a full state. Objects without shards run their
+    own methods.
     """
 
     def __init__(self, holdings: Holdings) -> None:

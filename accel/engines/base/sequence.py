@@ -1,8 +1,9 @@
 """``sequence_parallel``: neighboring ranks hold shards of each sequence.
 
-This is Ulysses (Jacobs et al., arXiv 2309.14509). An all-to-all before attention gives
-each rank some heads of the full sequence, and an all-to-all after it restores the shards.
-The rest of the model must treat tokens independently.
+This is Ulysses (Jacobs et al., arXiv 2309.14509). An all-to-all before
+attention gives each rank some heads of the full sequence, and an all-to-all
+after it restores the shards. The rest of the model must treat tokens
+independently.
 """
 
 from __future__ import annotations

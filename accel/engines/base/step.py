@@ -49,7 +49,8 @@ def prepare(
 ) -> None:
     """Make gradients final before a step, or in a closure. Collective.
 
-    A plain backward is right if ``by_grad_scaler``, the user's GradScaler, steps.
+    A plain backward is right if ``by_grad_scaler``, the user's GradScaler,
+    steps.
     """
     if engine.restructured:
         refuse_changes(engine)

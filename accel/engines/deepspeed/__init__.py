@@ -1,4 +1,4 @@
-"""``deepspeed``: ZeRO stages 1 to 3. DeepSpeed shards and reduces. The user's optimizer steps."""
+"""``deepspeed``: DeepSpeed's ZeRO stages, with a step by the user's optimizer."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ DeepSpeed.variants = (DeepSpeed(stage=1), DeepSpeed(stage=3))
 
 @final
 class ZeROGradients(Gradients):
-    """Gradients of this rank's fragments, and ``p.grad`` until the model is sharded."""
+    """Gradients of fragments, and ``p.grad`` until the model is sharded."""
 
     reduced = True
     engine: DeepSpeedEngine
@@ -108,7 +108,7 @@ class ZeROGradients(Gradients):
             self.engine.steps[id(optimizer)].put_in(optimizer)
 
     def _average(self) -> None:
-        """Average ``p.grad``. Stages 1 and 2 shard nothing without an optimizer."""
+        """Average ``p.grad`` of a model without an optimizer."""
         engine, parameters = self.engine, self.engine.parameters
         if engine.distributed and any(p.grad is not None for p in parameters):
             what = f"the reduction of gradients ({engine.label})"
@@ -116,7 +116,7 @@ class ZeROGradients(Gradients):
                 self.buffers.synchronize()
 
     def _clip(self) -> None:
-        """Clip to the configuration's ``gradient_clipping``, as DeepSpeed's step does."""
+        """Clip to ``gradient_clipping``, as DeepSpeed's step does."""
         max_norm = self.engine.configuration.clipping
         if max_norm > 0 and self.in_parts:
             self.clip_parts(max_norm, 2.0)
@@ -149,7 +149,7 @@ class ZeROGradients(Gradients):
 
 @final
 class DeepSpeedEngine(Engine):
-    """A model that DeepSpeed shards once it has an optimizer, and at stage 3 at once."""
+    """A model which DeepSpeed shards at stage 3 or with an optimizer."""
 
     name = "deepspeed"
     options_type = DeepSpeed
@@ -208,7 +208,7 @@ class DeepSpeedEngine(Engine):
             self.undo.callback(watch_zero_grad(self, module).remove)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take rank 0's weights, and let DeepSpeed shard them. Collective."""
+        """Shard rank 0's weights. Collective."""
         super().start(optimizers)
         shards = self.distributed and (self.stage == 3 or bool(optimizers))
         shards &= any(map(torch.is_floating_point, self.parameters))
@@ -224,7 +224,7 @@ class DeepSpeedEngine(Engine):
             self.holdings.take(optimizer, state)
 
     def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Call a forward or method. At stage 3 each module gathers its weights."""
+        """Call a forward or method. Stage 3 gathers by module."""
         if self.zero is not None:
             self.zero.recover()
         if isinstance(self.zero, Stage3):
@@ -245,7 +245,7 @@ class DeepSpeedEngine(Engine):
         super().detach(optimizer)
 
     def weights_of(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """Return the weights of this rank's fragments, which an optimizer updates."""
+        """Return the weights of fragments, which an optimizer updates."""
         if self.zero is None:
             return list(parameters)
         fragments = filter(None, map(self.zero.fragment_of, parameters))

@@ -1,4 +1,4 @@
-"""The user's DeepSpeed configuration, and that of ``deepspeed.initialize``."""
+"""The user's DeepSpeed configuration, and DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Configuration:
             )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise OptimizerError if an optimizer can't step a range of a parameter."""
+        """Raise OptimizerError unless it can step ranges of parameters."""
         kind = type(optimizer)
         fits = elementwise(optimizer) or kind.__name__ in _ELEMENTWISE
         if not kind.__module__.startswith("deepspeed.ops."):
@@ -129,7 +129,7 @@ class Configuration:
             )
 
     def predict(self, tensors: Sequence[TensorSize], world_size: int) -> MemoryUse:
-        """Return the bytes on each rank, as in the ZeRO paper (1910.02054)."""
+        """Return the bytes on each rank (arXiv 1910.02054)."""
         # Stage 1 also keeps only its shards of reduced gradients. Stage 3 keeps small weights in
         # full too, and a bucket for gradients.
         shards_weights = self.stage == 3 and world_size > 1
@@ -190,7 +190,7 @@ class Configuration:
 
 
 def check_parameters(named: Mapping[str, nn.Parameter], stage: int) -> None:
-    """Raise BackendError for weights outside of DeepSpeed's single buffer."""
+    """Raise BackendError for weights which DeepSpeed can't shard."""
     first: tuple[str, torch.dtype] | None = None
     for name, p in named.items():
         dtype = p.dtype

@@ -1,4 +1,4 @@
-"""Stages 1 and 2 of DeepSpeed, with all weights in flat memory on each rank."""
+"""Stages 1 and 2 of DeepSpeed, with flat weights on each rank."""
 
 from __future__ import annotations
 

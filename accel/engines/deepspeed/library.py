@@ -1,4 +1,4 @@
-"""Import DeepSpeed late, quietly, and without parts that a raw loop doesn't use."""
+"""Import DeepSpeed late, quietly, and without unneeded parts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def initialize(
     config: dict[str, Any],
     device: torch.device,
 ) -> Any:
-    """Call ``deepspeed.initialize``, which shards ``groups``. Collective."""
+    """Let DeepSpeed shard ``groups``. Collective."""
     zero = config["zero_optimization"]
     # It would replace torch.nn.functional.linear for all models, and for good.
     own_linear = zero.pop("memory_efficient_linear", True)
@@ -120,7 +120,7 @@ def initialize(
 
 
 def end(engine: Any) -> None:
-    """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
+    """Let go of DeepSpeed's engine. Garbage collection frees it."""
     # It logs, and asks for its rank first, which fails after the process group.
     if library("deepspeed.comm.comm").cdb is not None:
         engine.destroy()
@@ -143,7 +143,7 @@ _efficient_linear: Final = around(vars(nn.functional), "linear", _linear)
 
 
 def _set_groups(group: Any) -> None:
-    """Let DeepSpeed use this group, instead of a copy with threads of its own."""
+    """Let DeepSpeed use this group, instead of a copy with threads."""
     groups = library("deepspeed.utils.groups")
     groups._WORLD_GROUP = group
     # DeepSpeed raises if an earlier model has set one.

@@ -1,4 +1,4 @@
-"""How DeepSpeed shards a model: this rank's fragment of each parameter.
+"""A model sharded by DeepSpeed: a fragment of each parameter.
 
 DeepSpeed keeps the memory and the buckets, and gathers. This file keeps by
 parameter which gradients exist and what an optimizer updates. So a frozen or
@@ -37,7 +37,7 @@ logger = logging.getLogger("accel")
 @final
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """This rank's range of a parameter. Its mean gradient is ``weights.grad``."""
+    """A range of a parameter, with the mean gradient ``weights.grad``."""
 
     start: int  # its first element
     home: Tensor  # the range in the model's own memory
@@ -50,7 +50,7 @@ class Fragment:
 
     @torch.no_grad()
     def accumulate(self, gradient: Tensor) -> None:
-        """Add a reduced gradient. ``wait_for_copies`` ends copies to CPU memory."""
+        """Add a reduced gradient. ``wait_for_copies`` ends its copy."""
         weights, grad = self.weights, self.weights.grad
         if grad is None:
             weights.grad = gradient.to(weights, copy=True, non_blocking=True)
@@ -59,7 +59,7 @@ class Fragment:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy many tensors at once. Copies from CPU memory may still run after it."""
+    """Copy many tensors. Copies from CPU memory may run longer."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
@@ -102,7 +102,7 @@ class Partitions(ABC):
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
     def start(self, config: dict[str, Any], device: torch.device) -> None:
-        """Let DeepSpeed shard the model, and find this rank's fragments. Collective."""
+        """Let DeepSpeed shard the model. Collective."""
         # A frozen base may have another dtype than the adapters of LoRA.
         groups: dict[bool, list[Any]] = {True: [], False: []}
         for parameter in self.floating.values():
@@ -153,7 +153,7 @@ class Partitions(ABC):
         return self.fragments.get(self.numbers[id(parameter)])
 
     def announced(self, act: Function, what: str | Callable[..., str]) -> Function:
-        """Return a collective function of DeepSpeed's, which is announced first."""
+        """Return a collective of DeepSpeed, which is announced first."""
         process, label = self.process, self.label
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ class Partitions(ABC):
         return call
 
     def announce_buckets(self, name: str) -> None:
-        """Announce the method of DeepSpeed's optimizer that reduces a bucket."""
+        """Announce a method of DeepSpeed's optimizer for buckets."""
         act = getattr(self.zero, name)
         setattr(self.zero, name, self.announced(act, "the reduction of a bucket"))
 
@@ -195,21 +195,21 @@ class Partitions(ABC):
 
     @abstractmethod
     def take(self, index: int) -> None:
-        """Put ``p.grad`` into a bucket, and reduce a full bucket. Collective."""
+        """Put ``p.grad`` into a bucket, reduced when full. Collective."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Reduce the buckets and give every fragment its gradient. Collective."""
+        """Reduce buckets into gradients of fragments. Collective."""
 
     @plainly
     def assigned(self) -> list[int]:
-        """Return the parameters with a ``p.grad`` from the program itself."""
+        """Return the parameters with a ``p.grad`` from the program."""
         from_backward = set() if self.eager else set(self.arrivals)
         grads = enumerate([p.grad for p in self.parameters])
         return [i for i, grad in grads if grad is not None and i not in from_backward]
 
     def flush(self) -> None:
-        """Reduce each ``p.grad`` of stage 1 or of the program itself. Collective."""
+        """Reduce ``p.grad`` of stage 1 or of the program. Collective."""
         what = f"the gradients of a step ({self.label})"
         assigned = self.assigned()
         arrivals = self.arrivals if self.eager else []
@@ -240,7 +240,7 @@ class Partitions(ABC):
         self.arrivals.clear()
 
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Drop the gradients of these parameters, after ``zero_grad``. Local."""
+        """Drop gradients after ``zero_grad``. Local."""
         self.recover()
         self.interruption.incomplete = False
         self.used.difference_update(indices)
@@ -255,7 +255,7 @@ class Partitions(ABC):
             self.arrivals[:] = [i for i in self.arrivals if i not in dropped]
 
     def wait_for_copies(self) -> None:
-        """Wait for copies from and to CPU memory, before the CPU uses it."""
+        """Wait for copies from and to CPU memory."""
         if self._offloads:
             accelerator().synchronize()
 
@@ -276,7 +276,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Clear DeepSpeed's state of a forward or backward without an end. Local."""
+        """Clear DeepSpeed's state of an interrupted pass. Local."""
 
     @torch.no_grad()
     def take_edits(self) -> None:
@@ -292,7 +292,7 @@ class Partitions(ABC):
 
     @abstractmethod
     def take_homes(self) -> None:
-        """Write the program's values of a weight to its fragment's home. Local."""
+        """Write the program's weights to the fragments' homes. Local."""
 
     @torch.no_grad()
     def publish(self) -> None:

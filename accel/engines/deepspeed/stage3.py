@@ -1,4 +1,4 @@
-"""Stage 3 of DeepSpeed: each rank owns fragments of weights, and gathers them."""
+"""Stage 3 of DeepSpeed: ranks own fragments of weights, and gather."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .partitions import Partitions, copy_all
 
 
 def among_tensors(hook: Function) -> Function:
-    """Return a hook of DeepSpeed's for the tensors in a module's inputs or output."""
+    """Return DeepSpeed's hook for tensors in inputs or an output."""
     # The hook itself fails at numbers, and finds no tensor in a dataclass.
 
     def call(module: Any, *values: Any) -> Any:
@@ -71,7 +71,7 @@ def by_library(function: Function) -> Function:
 
 @final
 class Stage3Weight(Absent, nn.Parameter):
-    """A weight of stage 3. A use of its values gathers them inside a forward."""
+    """A weight of stage 3. Its use in a forward gathers the values."""
 
     __slots__ = ()
     plain = FOR_AUTOGRAD
@@ -172,7 +172,7 @@ class Stage3(Partitions):
         self.gather()
 
     def _take_over_gradients(self) -> None:
-        """Collect reduced gradients in the fragments, and announce DeepSpeed's reductions."""
+        """Collect reduced gradients in the fragments."""
         zero = self.zero
         zero.partition_grads = self._collect
         # The memory of its own gradients and master weights.
@@ -185,7 +185,7 @@ class Stage3(Partitions):
         self.announce_buckets(_REDUCE)
 
     def _watch_modules(self) -> None:
-        """Announce the gathers for each module, and notice backward passes."""
+        """Announce gathers for modules, and notice backward passes."""
         offload, coordinator = self.zero.parameter_offload, self._coordinator
         names = {id(m): name or "the model itself" for name, m in self.module.named_modules()}
 
@@ -215,7 +215,7 @@ class Stage3(Partitions):
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
     def _collect(self, parameters: Sequence[Any], shards: Sequence[Tensor]) -> None:
-        """Take this rank's shards of reduced gradients, without the padding."""
+        """Take this rank's reduced gradients, without the padding."""
         stream = self.zero.reduce_and_partition_stream
         for p, shard in zip(parameters, shards, strict=True):
             fragment = self.fragment_of(p)
@@ -228,7 +228,7 @@ class Stage3(Partitions):
 
     @plainly
     def finish(self) -> None:
-        """Reduce the buckets, and release modules whose own hook did not fire."""
+        """Reduce the buckets, and release modules without a hook call."""
         zero = self.zero
         for dtype in list(zero.ipg_buckets):
             getattr(zero, _REDUCE)(dtype)
@@ -288,7 +288,7 @@ class Stage3(Partitions):
                 self._inflight.popitem()[1].wait()
 
     def _release_weights(self) -> None:
-        """Release all but the small weights, also in the middle of a gather."""
+        """Release all but small weights, also during a gather."""
         self._wait_for_gathers()
         for weight in self.parameters:
             states = type(weight.available)
@@ -302,7 +302,7 @@ class Stage3(Partitions):
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:
-        """Gather a weight of a different module, or return False outside of a forward."""
+        """Gather another module's weight. False outside of a forward."""
         if not self._forwards:
             return False
         module = self._stack[-1]
@@ -321,12 +321,12 @@ class Stage3(Partitions):
         return True
 
     def _forget_trace(self) -> None:
-        """Let DeepSpeed trace the model again. It raises for unexpected weights."""
+        """Let DeepSpeed trace the model again, for unexpected weights."""
         if not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
 
     def call(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """Call a forward, or a method. Modules may read each other's weights."""
+        """Call a forward or method, with gathers of other modules' weights."""
         depth = len(self._stack)
         self._stack.append(self.module)
         self._forwards += 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @final
 class DeepSpeedHoldings(Holdings):
-    """Fragments of parameters. While ``engine.zero`` is None, ranks have everything."""
+    """Fragments of parameters, or everything if ``engine.zero`` is None."""
 
     engine: DeepSpeedEngine
 
@@ -40,7 +40,7 @@ class DeepSpeedHoldings(Holdings):
         return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """True for optimizers, and for the model if they update copies or shards."""
+        """True for optimizers, and for a model with copies or shards."""
         zero = self.engine.zero
         if zero is None:
             return False
@@ -91,7 +91,7 @@ class DeepSpeedHoldings(Holdings):
             self.engine.zero.publish()
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
-        """Give the user's objects full weights, gradients and state. Collective."""
+        """Give back full weights, gradients and state. Collective."""
         engine, cpu = self.engine, torch.device("cpu")
         zero.take_edits()
         named, device = engine.named, engine.process.device

@@ -1,4 +1,4 @@
-"""``fsdp``: torch's ``fully_shard`` (FSDP2) shards the model and its optimizers."""
+"""``fsdp``: torch's ``fully_shard`` (FSDP2)."""
 
 from __future__ import annotations
 
@@ -44,19 +44,23 @@ class FSDP(SequenceOptions):
     """Options of ``fsdp``. They are those of ``fully_shard`` if it has the name.
 
     Args:
-        wrap: classes of modules to gather separately, or a function that selects them.
-            None: repeated blocks of a ModuleList or Sequential, if they have submodules.
-        reshard_after_forward: free gathered parameters after the block's forward.
-        cpu_offload: keep shards, their gradients and optimizer state in CPU memory.
-        replicas: HSDP: the number of copies of the model, each sharded over neighboring
-            ranks. Gradients are averaged over the copies.
-        tensor_parallel: the number of neighboring ranks that split each planned layer.
-            They compute on the same batches. The other ranks shard what is left.
-        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules.
-            ``*`` stands for one component.
+        wrap: classes of modules to gather separately, or a function that
+            selects them. None: repeated blocks of a ModuleList or
+            Sequential, if they have submodules.
+        reshard_after_forward: free gathered parameters after the block's
+            forward.
+        cpu_offload: keep shards, their gradients and optimizer state in CPU
+            memory.
+        replicas: HSDP: the number of copies of the model, each sharded over
+            neighboring ranks. Gradients are averaged over the copies.
+        tensor_parallel: the number of neighboring ranks that split each
+            planned layer. They compute on the same batches. The other ranks
+            shard what is left.
+        plan: styles of ``torch.distributed.tensor.parallel`` by the names
+            of modules. ``*`` stands for one component.
         param_dtype: gather and compute in this dtype: torch.bfloat16.
-        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``,
-            otherwise the dtype of the parameters.
+        reduce_dtype: reduce gradients in this dtype. None: float32 with
+            ``param_dtype``, otherwise the dtype of the parameters.
     """
 
     # The text of a function has an address, which differs between ranks.
@@ -319,7 +323,7 @@ class FSDPEngine(Engine):
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Shard rank 0's weights, and put the shards into the optimizers."""
+        """Shard rank 0's weights, also in the optimizers. Collective."""
         if not self.distributed:
             return
         if not self.divided:
@@ -354,7 +358,7 @@ class FSDPEngine(Engine):
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
-        """Give ranks with parts of a layer equal random numbers. Collective."""
+        """Give ranks of a split layer equal random numbers. Collective."""
         place = mesh.place["replicate"], mesh.place["shard"]
         self._same_inputs = SameInputs(self.label, place)
         states = torch_states() if mesh.place["tensor"] == 0 else None

@@ -30,10 +30,11 @@ def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 @final
 class Conversion:
-    """The parameters of before ``setup``, and their shards. Methods are collective.
+    """The parameters before ``setup``, and their shards. Collective.
 
     Attributes:
-        known: the shard of each old or gathered parameter, and of itself, by identity.
+        known: the shard of each old or gathered parameter, and of itself,
+            by identity.
         gathered: the parameter in the graph, by the identity of its shard.
         old: the parameter objects that shards replaced, by name.
     """
@@ -144,7 +145,7 @@ def _of_shard(name: str) -> Any:
 
 
 class StandIn(Absent, nn.Parameter):
-    """A replaced parameter with its shard's ``grad``. A use of its values raises."""
+    """A replaced parameter without values. It has its shard's ``grad``."""
 
     shard: nn.Parameter
     plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `FSDPGradients.leaf`

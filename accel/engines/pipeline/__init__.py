@@ -1,4 +1,4 @@
-"""``pipeline``: an nn.Sequential in stages, with micro-batches and activation checkpointing."""
+"""``pipeline``: an nn.Sequential in stages, with micro-batches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Pipeline(Options):
 
 
 def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
-    """Return a stage for each child. Neighbors form equally heavy stages."""
+    """Return a stage for each child, all about equally heavy."""
     stages: list[int] = []
     total = sum(weights) or 1
     before, last = 0.0, -1
@@ -76,7 +76,7 @@ def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
 
 
 def stages_of(module: nn.Module, balance: Any, world_size: int) -> dict[str, int]:
-    """Return the stage of each child. "size" balances the bytes of parameters and buffers."""
+    """Return the stage of each child. "size" balances their bytes."""
     # children() would skip an activation that the Sequential has twice.
     children: Any = module._modules
     stages: list[int] = []
@@ -130,7 +130,7 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Raise BackendError if BatchNorm in training would see micro-batches."""
+    """Raise BackendError for BatchNorm in training."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:
             raise BackendError(
@@ -143,7 +143,7 @@ def check_batchnorm(module: nn.Module) -> None:
 
 
 class Elsewhere(Absent, nn.Parameter):
-    """A parameter in another rank's stage. It has a name and a shape, but no values."""
+    """A parameter of another stage, with a name and shape, but no values."""
 
     plain = OF_ITSELF
     place: str
@@ -187,7 +187,7 @@ class PipelineHoldings(Holdings):
         return self.engine.named | dict(self.engine.module.named_buffers())
 
     def divide(self, stage_of: dict[str, int]) -> None:
-        """Keep this rank's stage, and free the memory of the other stages. Local."""
+        """Keep this rank's stage, and free other stages' memory. Local."""
         self.stage_of = stage_of
         for name, tensor in self._tensors().items():
             if self.has(name):
@@ -200,7 +200,7 @@ class PipelineHoldings(Holdings):
                 tensor.data = blank(tensor)
 
     def gather_stages(self) -> None:
-        """Give every rank all stages, unless the others have ended. Collective."""
+        """Give every rank all stages, unless others ended. Collective."""
         items: list[Item] = list(self.gradients())
         for name, value in self.values(None).items():
             items.append((name, "extra", value))

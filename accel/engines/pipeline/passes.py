@@ -1,4 +1,4 @@
-"""The forward of a pipeline over several ranks. Its backward is autograd's own.
+"""The forward of a pipeline. Its backward is autograd's own.
 
 On each rank a micro-batch goes through the stage between two autograd functions.
 The first receives its inputs and the second sends its outputs. In backward they
@@ -47,7 +47,7 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 @final
 class PipelineGradients(Gradients):
-    """The gradients of a stage, and the messages with them from the next stage.
+    """The gradients of a stage, and its messages with neighbors.
 
     The head of a message travels on accel's own group, so the receiver knows the
     shapes without waiting for a device. Tensors travel as bytes, because not
@@ -120,7 +120,7 @@ class PipelineGradients(Gradients):
         return tensors, form
 
     def share(self, what: str, source: int, tensors: Tensors, form: Any = None) -> Message:
-        """Return the tensors of rank ``source`` and their form. Collective."""
+        """Return the tensors and form of rank ``source``. Collective."""
         what = f"{what} ({self.engine.label})"
         kinds, form = agree(what, (_kinds(tensors), form))[source]
         self._finish_sends()
@@ -156,7 +156,7 @@ def _filled(tensors: Tensors) -> list[Tensor]:
 
 
 def flatten(value: Any, name: str) -> tuple[list[Tensor], Any]:
-    """Return the tensors of a nested value, and the value with their places.
+    """Return the tensors of a value, and the value with their places.
 
     Raises:
         BackendError: the value contains something without a form to send.
@@ -208,7 +208,7 @@ def recomputed(stage: nn.Module, value: Any) -> Any:
 
 @final
 class Exchange(Function):
-    """Pass on a token and tensors. Backward calls ``exchange`` with their gradients.
+    """Pass on a token and tensors. Backward exchanges gradients.
 
     ``exchange`` returns the gradients with which autograd goes on, or None.
     """
@@ -238,7 +238,7 @@ _exchange: Any = Exchange.apply  # it has no types
 
 
 def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input: Any) -> Any:
-    """Return the last stage's output for an input, on every rank. Collective."""
+    """Return the last stage's output on every rank. Collective."""
     tensors, form = flatten(input, "input")
     grad = torch.is_grad_enabled()
     token = torch.empty(0, device=gradients.process.device, requires_grad=grad)
@@ -267,7 +267,7 @@ def _forward(
     batches: Sequence[Tensors],
     kept: int,
 ) -> Any:
-    """Run the micro-batches. The last ``kept`` of them keep their activations. Collective."""
+    """Run the micro-batches. The last ``kept`` keep activations. Collective."""
     rank, is_last = gradients.rank, gradients.rank == gradients.last
     gradients.num_forwards += 1
     tokens: list[Tensor] = []
