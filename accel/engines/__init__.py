@@ -38,8 +38,8 @@ def refuse_foreign(module: nn.Module) -> None:
         for kind in type(child).__mro__:
             if _WRAPPERS.fullmatch(f"{kind.__module__}.{kind.__qualname__}"):
                 raise BackendError(
-                    f"{name or 'The model'} is already wrapped by {kind.__name__}. Pass the module "
-                    "inside."
+                    f"{name or 'The model'} is already wrapped by {kind.__name__}. "
+                    "Pass the module inside."
                 )
     for name, p in module.named_parameters():
         # DeepSpeed-MoE marks experts, and puts the same ones on every rank if ep_size is 1.
@@ -48,8 +48,8 @@ def refuse_foreign(module: nn.Module) -> None:
             raise BackendError(f"Ranks have different experts in {name}. Use ep_size=1.")
         if hasattr(p, "full_tensor") or hasattr(p, "ds_id"):
             raise BackendError(
-                f"{name} is already sharded ({type(p).__name__}). Call accel.setup instead "
-                "of fully_shard, parallelize_module or deepspeed.zero.Init."
+                f"{name} is already sharded ({type(p).__name__}). "
+                "Call accel.setup on the plain model."
             )
 
 
@@ -133,8 +133,8 @@ def _parse(kind: type[Options], text: str) -> Options:
             name, value = kind.leading, item
         if name not in types or name in values:
             raise BackendError(
-                f"backend={text!r} can't be read at {item!r}. Write name:option=value,option=value "
-                f"with the options {', '.join(types)}."
+                f"backend={text!r} can't be read at {item!r}. Write "
+                f"name:option=value with the options {', '.join(types)}."
             )
         values[name] = _value(value, is_dtype="dtype" in types[name])
     return kind(**values)

@@ -285,8 +285,8 @@ class DDPGradients(AveragedGradients):
 
     def _refuse_incomplete(self) -> None:
         raise BackendError(
-            f"An exception ended a backward of {self.engine.label}, so gradients are incomplete. "
-            "Call optimizer.zero_grad(), then run forward and backward again."
+            f"An exception ended a backward of {self.engine.label}, so gradients "
+            "are incomplete. Call optimizer.zero_grad(), and repeat both passes."
         )
 
     def average(self) -> bool:

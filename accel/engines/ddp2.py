@@ -35,8 +35,8 @@ class DDP2Engine(DDPEngine):
         several = len(process.devices) > 1
         if options.sequence_parallel > 1 or (options.sync_batchnorm and several):
             raise BackendError(
-                "DDP2 can't have sequence_parallel, or sync_batchnorm with several devices in a "
-                "process. Start one process for each device with backend=accel.DDP(...)."
+                "DDP2 can't have sequence_parallel, or sync_batchnorm with several "
+                "devices. Start a process for each device with accel.DDP(...)."
             )
 
     def wrap(self) -> None:

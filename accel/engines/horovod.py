@@ -50,7 +50,7 @@ def start(process: Process) -> None:
         places = agree("the start of Horovod", place)
     if places != [(rank, len(places)) for rank in range(len(places))]:
         raise LaunchError(
-            f"Horovod's ranks and sizes are {places} on the {len(places)} ranks of accel. "
+            f"Horovod's ranks and sizes are {places} on {len(places)} ranks. "
             "Use horovodrun or torchrun, and leave hvd.init() to accel."
         )
 

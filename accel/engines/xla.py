@@ -34,8 +34,8 @@ class XLAGradients(AveragedGradients):
 def _require_tpu(kind: str, found: str) -> None:
     if kind not in ("tpu", "xla"):
         raise BackendError(
-            f"backend 'xla' needs a TPU, but {found} (torch {torch.__version__}). Install "
-            "'torch-tpu==0.2.0', or 'torch_xla==2.9.0' for torch 2.9 (one process)."
+            f"backend 'xla' needs a TPU, but {found} (torch {torch.__version__}). "
+            "Install 'torch-tpu==0.2.0', or 'torch_xla==2.9.0' for one process."
         )
 
 

@@ -141,6 +141,6 @@ def name_of(function: Any) -> str:
 def refuse_second_derivatives() -> None:
     """Raise BackendError for ``create_graph=True`` of a sharded model."""
     raise BackendError(
-        "backward(create_graph=True) can't differentiate a sharded model, because other ranks "
-        'computed a part of it. Use backend="ddp" for gradient penalties.'
+        "backward(create_graph=True) can't differentiate a sharded model. "
+        'Use backend="ddp" for gradient penalties.'
     )

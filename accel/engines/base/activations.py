@@ -58,8 +58,9 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
     blocks = chosen(module, wrap) if choice else []
     if choice and not blocks:
         raise BackendError(
-            f"activation_checkpointing={choice} finds no blocks in {type(module).__name__}. Pass "
-            "their classes: activation_checkpointing=(Block,)."
+            f"activation_checkpointing={choice} finds no blocks in "
+            f"{type(module).__name__}. Pass their classes: "
+            "activation_checkpointing=(Block,)."
         )
     inside: set[nn.Module] = set()
     for _, block in blocks:

@@ -30,12 +30,14 @@ _EARLY: Final = (1, 10, 100)
 _INTERVAL: Final = 1000
 _NEVER: Final = sys.maxsize
 _SAME_INPUTS: Final = (
-    "All %d ranks got the same inputs for %s, so every rank computes the same gradients. Pass the "
-    "DataLoader to accel.setup(). Ignore this warning if it is intended."
+    "All %d ranks got the same inputs for %s, so every rank computes "
+    "the same gradients. Pass the DataLoader to accel.setup(). "
+    "Ignore this warning if it is intended."
 )
 _ADVICE: Final = (
-    "Load state and change weights on every rank, not only if accel.is_main(), and step schedulers "
-    "with a value that all ranks share."
+    "Load state and change weights on every rank, not only if "
+    "accel.is_main(), and step schedulers with a value that all "
+    "ranks share."
 )
 
 

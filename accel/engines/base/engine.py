@@ -311,8 +311,9 @@ class Engine(ABC):
             if self.gradients.pending() and not self.gradients.deferred:
                 if self.gradients.accumulating:
                     raise BackendError(
-                        "requires_grad changed while gradients from accel.no_sync are pending. "
-                        "Call optimizer.step() before you freeze or unfreeze parameters."
+                        "requires_grad changed while gradients from accel.no_sync "
+                        "are pending. Call optimizer.step() before you freeze "
+                        "or unfreeze parameters."
                     )
                 self.gradients.settle()
             self.rebuild()
@@ -335,6 +336,6 @@ class Engine(ABC):
 def lost_weights(engine: Engine) -> AccelError:
     """Return the error for weights lost with other ranks."""
     return AccelError(
-        f"The weights of {engine.label} are lost (now nan): shards were on other ranks, and "
-        f"{engine.ended}. Load a checkpoint."
+        f"The weights of {engine.label} are lost (now nan): shards were on "
+        f"other ranks, and {engine.ended}. Load a checkpoint."
     )

@@ -125,8 +125,8 @@ class _FullTensor:
         num_elements = sum(math.prod(shape_of(box)) for box in self.boxes)
         if num_elements != self.numel:
             raise AccelError(
-                f"{self.key} can't be put together: ranks have {num_elements} of {self.numel} "
-                "elements. Load a checkpoint."
+                f"{self.key} can't be put together: ranks have {num_elements} "
+                f"of {self.numel} elements. Load a checkpoint."
             )
         step = max(1, _BATCH_BYTES // self.dtype.itemsize)
         for held in self.boxes:

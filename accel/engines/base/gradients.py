@@ -106,8 +106,9 @@ class Gradients:
             exists = any(agree(f"the gradients ({self.engine.label})", exists))
         if exists:
             raise PrecisionError(
-                f"A plain loss.backward() made gradients of this '16-mixed' {self.engine.kind} "
-                "without scaling the loss. Call accel.backward(loss), or use torch.amp.GradScaler."
+                f"A plain loss.backward() made gradients of this '16-mixed' "
+                f"{self.engine.kind} without scaling the loss. "
+                "Call accel.backward(loss), or use torch.amp.GradScaler."
             )
 
     # -- which tensor is which ---------------------------------------------------------------------
@@ -221,6 +222,6 @@ def refuse_inside_backward() -> None:
     """Raise BackendError in a backward, as gradients aren't reduced."""
     if runs_backward():
         raise BackendError(
-            "Gradients are not final, because an optimizer steps inside a backward. "
-            "Call step() after backward()."
+            "Gradients are not final, because an optimizer steps inside "
+            "a backward. Call step() after backward()."
         )

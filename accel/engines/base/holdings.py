@@ -336,8 +336,8 @@ class Holdings(Raw):
         for name, buffer in engine.module.named_buffers():
             if buffer.layout is not torch.strided or buffer.is_quantized:
                 raise BackendError(
-                    f"The buffer {name} of {engine.label} is sparse or quantized, so it can't be "
-                    "broadcast. Keep it in a plain attribute of the module."
+                    f"The buffer {name} of {engine.label} is sparse or quantized, "
+                    "so it can't be broadcast. Keep it in a plain attribute."
                 )
         values = inner_tensors(weights) + writable(engine.module.buffers())
         with Waiting(engine.process, f"the weights of {engine.label}"):

@@ -113,8 +113,8 @@ class Target(Absent, Tensor):
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"A load hook used {name_of(function)} of a sharded parameter, which has no values "
-            "while a state is loaded. Change the state dict instead."
+            f"A load hook used {name_of(function)} of a sharded parameter, "
+            "which has no values during a load. Change the state dict."
         )
 
     @classmethod
@@ -232,8 +232,8 @@ class Guard:
         # A pickle of the raw object, or an optimizer that outlives its model.
         advice = f"accel.full_state_dict({'optimizer' if optimizer else 'model'})"
         raise OptimizerError(
-            f"{type(raw).__name__} holds only this rank's shard of its state. Call {advice} on "
-            "every rank."
+            f"{type(raw).__name__} holds only this rank's shard of its state. "
+            f"Call {advice} on every rank."
         )
 
 

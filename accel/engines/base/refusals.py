@@ -19,8 +19,9 @@ def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: 
             if id(p) not in known:
                 raise OptimizerError(
                     f"{path}.param_groups[{number}]['params'][{i}] of shape "
-                    f"{tuple(p.shape)} is not in {type(module).__name__}. If it trains two "
-                    "models, set up one that contains both: nn.ModuleDict({'a': a, 'b': b})."
+                    f"{tuple(p.shape)} is not in {type(module).__name__}. "
+                    "If it trains two models, set up one that contains both: "
+                    "nn.ModuleDict({'a': a, 'b': b})."
                 )
 
 
@@ -29,8 +30,8 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise BackendError(
-                f"backend={backend!r} can't shard the sparse gradients of {name}. "
-                'Use sparse=False, or backend="ddp".'
+                f"backend={backend!r} can't shard the sparse gradients of "
+                f'{name}. Use sparse=False, or backend="ddp".'
             )
 
 
@@ -39,8 +40,8 @@ def refuse_quantized(module: nn.Module, backend: str) -> None:
     for name, p in module.named_parameters():
         if hasattr(p, "__tensor_flatten__"):
             raise BackendError(
-                f"backend={backend!r} can't shard the quantized parameter {name}. "
-                'Use backend="ddp" or "sharded".'
+                f"backend={backend!r} can't shard the quantized parameter "
+                f'{name}. Use backend="ddp" or "sharded".'
             )
 
 
@@ -54,6 +55,7 @@ def refuse_overlaps(module: nn.Module, backend: str) -> None:
         other = names.setdefault(p.data_ptr(), name)
         if other != name:
             raise BackendError(
-                f"{other} and {name} are two Parameters with the same memory, which would train "
-                f"apart with backend={backend!r}. Make them one: a.weight = b.weight."
+                f"{other} and {name} are two Parameters with the same memory, "
+                f"which would train apart with backend={backend!r}. "
+                "Make them one: a.weight = b.weight."
             )

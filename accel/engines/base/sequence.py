@@ -116,8 +116,9 @@ class SequenceParallel:
         length = next((t.shape[dim] for _, t in tensors if t.dim() > dim), 0)
         if not length or length % self.size:
             raise BackendError(
-                f"accel.shard_sequence can't divide {length} tokens over {self.size} ranks. Pad "
-                f"them on the right, with labels of {_IGNORED}."
+                f"accel.shard_sequence can't divide {length} tokens over "
+                f"{self.size} ranks. Pad them on the right, with labels of "
+                f"{_IGNORED}."
             )
         if tokens is not None:
             batch = prepared(self._engine.module, batch)
@@ -148,8 +149,9 @@ class SequenceParallel:
         # For example attn_implementation="eager" of transformers, or softmax(q @ k.mT) @ v.
         if function is self._engine.entry and not self.whole and not self._exchanges:
             raise BackendError(
-                f"{self.label} called no scaled_dot_product_attention, so shards of a sequence saw "
-                "only themselves. Use attn_implementation='sdpa' or need_weights=False."
+                f"{self.label} called no scaled_dot_product_attention, so shards "
+                "of a sequence saw only themselves. Use "
+                "attn_implementation='sdpa' or need_weights=False."
             )
 
     def attention(
@@ -160,8 +162,9 @@ class SequenceParallel:
         lengths = {shape[2] if len(shape) == 4 else 0 for shape in shapes}
         if len(lengths) > 1 or not lengths <= self.lengths:
             raise BackendError(
-                f"Attention of {self.label} got {shapes}, which are not shards. Call "
-                "accel.shard_sequence(model, batch), or use accel.whole_sequences(model)."
+                f"Attention of {self.label} got {shapes}, which are not shards. "
+                "Call accel.shard_sequence(model, batch), or use "
+                "accel.whole_sequences(model)."
             )
         # If there are fewer heads of keys than ranks, they are repeated.
         repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
@@ -209,8 +212,9 @@ def _drop_mask(batch: Any, tokens: Tensor) -> None:
         return
     if not bool(mask.all()):
         raise BackendError(
-            "accel.shard_sequence doesn't support padding in attention_mask. For a causal "
-            f"model, pad on the right with labels of {_IGNORED} and leave out the mask."
+            "accel.shard_sequence doesn't support padding in attention_mask. "
+            "For a causal model, leave out the mask and pad on the right "
+            f"with labels of {_IGNORED}."
         )
     batch["attention_mask"] = None
 

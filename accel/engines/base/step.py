@@ -38,8 +38,9 @@ def refuse_changes(engine: Engine) -> None:
     if changed:
         names = ", ".join(sorted(dict(changed))[:10])
         raise BackendError(
-            f"{engine.kind} has added or replaced parameters after accel.setup: {names}. "
-            "Call raw = accel.teardown(model), and set it up again."
+            f"{engine.kind} has added or replaced parameters after "
+            f"accel.setup: {names}. Call raw = accel.teardown(model), "
+            "and set it up again."
         )
     engine.restructured = False
 
@@ -192,8 +193,9 @@ class Stepper:
         try:
             if engine.gradients.pending() or engine.gradients.hidden():
                 raise PrecisionError(
-                    f"torch.amp.GradScaler can't check gradients that backend {engine.name!r} "
-                    "reduces in the step. Use accel.backward(loss) and optimizer.step()."
+                    "torch.amp.GradScaler can't check gradients that backend "
+                    f"{engine.name!r} reduces in the step. "
+                    "Use accel.backward(loss) and optimizer.step()."
                 )
             prepare(engine, optimizer, by_grad_scaler=True)
         except BaseException:
@@ -245,8 +247,8 @@ def refuse_steps(optimizer: Optimizer, reason: str) -> None:
 
     def refuse(*_: object) -> None:
         raise OptimizerError(
-            f"This optimizer has lost a part of its state: {reason}. Build a new one, and load a "
-            "checkpoint."
+            f"This optimizer has lost a part of its state: {reason}. "
+            "Build a new one, and load a checkpoint."
         )
 
     optimizer.register_step_pre_hook(refuse)

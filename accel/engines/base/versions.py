@@ -28,8 +28,9 @@ def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
     version = importlib.metadata.version(package)
     if _numbers(version) < _numbers(oldest):
         raise BackendError(
-            f"backend={backend!r} needs {package} {oldest} or newer, but {version} is installed. "
-            f"Run pip install '{package}>={oldest}'."
+            f"backend={backend!r} needs {package} {oldest} or newer, "
+            f"but {version} is installed. Run "
+            f"pip install '{package}>={oldest}'."
         )
     tested = _numbers(newest)
     if _numbers(version)[: len(tested)] > tested:  # 2.13.1 is not newer than 2.13

@@ -161,6 +161,6 @@ class StandIn(Absent, nn.Parameter):
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"{name_of(function)} uses a parameter from before accel.setup, which has no values. "
-            "Take it from model.parameters()."
+            f"{name_of(function)} uses a parameter from before accel.setup, "
+            "which has no values. Take it from model.parameters()."
         )

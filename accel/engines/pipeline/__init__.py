@@ -101,8 +101,8 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
     # A subclass may have its own forward, for example to return features too.
     if getattr(type(module), "forward", None) is not nn.Sequential.forward:
         raise BackendError(
-            f"A pipeline needs an nn.Sequential, but {type(module).__name__} has its "
-            'own forward. Write the model as nn.Sequential, or use backend="fsdp".'
+            f"A pipeline needs an nn.Sequential, but {type(module).__name__} "
+            'has its own forward. Rewrite it, or use backend="fsdp".'
         )
     if world_size == 1:
         return
@@ -112,8 +112,8 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
         fits = len(balance) == world_size and sum(balance) == count
     if not fits:
         raise BackendError(
-            f"Pipeline(balance={balance!r}) doesn't fit {count} children and {world_size} ranks. "
-            "Give the number of children on each rank, or flatten nested Sequentials."
+            f"Pipeline(balance={balance!r}) doesn't fit {count} children and "
+            f"{world_size} ranks. Give the number of children on each rank."
         )
     # Language models tie the embedding and the head, which would be trained apart.
     first_names: dict[int, str] = {}
@@ -125,7 +125,7 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
         if owner(first, stage_of) != owner(name, stage_of):
             raise BackendError(
                 f"{first} and {name} are one tensor in two stages. "
-                "Put them into one stage by Pipeline(balance=[...]), or untie them."
+                "Put them into one stage by balance=[...], or untie them."
             )
 
 
@@ -150,8 +150,8 @@ class Elsewhere(Absent, nn.Parameter):
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"{name_of(function)} needs {self.place}. Read weights with "
-            "accel.full_state_dict(model), and write them with model.load_state_dict()."
+            f"{name_of(function)} needs {self.place}. Use "
+            "accel.full_state_dict(model) or model.load_state_dict()."
         )
 
 
