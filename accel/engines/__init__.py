@@ -129,7 +129,8 @@ def _parse(kind: type[Options], text: str) -> Options:
     items = re.findall(r"(?:\[[^]]*\]|\([^)]*\)|[^,])+", text.partition(":")[2])
     for item in map(str.strip, items):
         name, separator, value = item.partition("=")
-        if not separator:  # deepspeed:3
+        # ACCEL_BACKEND=deepspeed:3
+        if not separator:
             name, value = kind.leading, item
         if name not in types or name in values:
             raise BackendError(

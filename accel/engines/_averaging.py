@@ -58,7 +58,8 @@ class AveragedGradients(Gradients):
             return
         is_first = False
         if optimizer is not None:
-            if _current_graph_task_id() != -1:  # inline, because every step comes here
+            # `runs_backward` without its call, because every step comes here.
+            if _current_graph_task_id() != -1:
                 refuse_inside_backward()
             if id(optimizer) in self.stepped:
                 # The loop may have assigned gradients, because no backward ran since its last step.

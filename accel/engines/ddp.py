@@ -200,7 +200,8 @@ class DDPGradients(AveragedGradients):
                 self.armed = False
                 self.final = self.plain = True
                 self.stepped.clear()
-                self._look = _NOTHING  # It would keep gradients alive that the loop drops.
+                # It would keep gradients alive that the loop drops.
+                self._look = _NOTHING
                 if not self.engine.optimizers:
                     self._count_backward()
                 return
@@ -212,7 +213,8 @@ class DDPGradients(AveragedGradients):
         indices = set(written(self._look, look(engine.parameters)))
         self._look = _NOTHING
         if not indices and not waits:
-            return  # a backward of a different model
+            # A backward of a different model.
+            return
         self.plain = True
         self.final = False
         self.stepped.clear()
@@ -363,7 +365,8 @@ class DDPEngine(AveragingEngine):
         if function is not self.entry:
             return function(*args, **kwargs)
         ddp = gradients.ddp
-        if ddp is None or torch.compiler.is_exporting():  # DDP.forward can't be traced.
+        # torch.export can't trace DDP.forward.
+        if ddp is None or torch.compiler.is_exporting():
             return self._core(*args, **kwargs)
         out = ddp(*args, **kwargs)
         if trains and not gradients.accumulating:

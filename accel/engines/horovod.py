@@ -67,7 +67,8 @@ def _serve(process: Process, undo: contextlib.ExitStack) -> None:
     undo.callback(server.stop)
     server.init(slots)
     address = "127.0.0.1" if len(per_host) == 1 else process.place.master_addr or names[0]
-    variables = vars(slots[process.place.rank]) | {  # such as local_rank
+    # For example local_rank.
+    variables = vars(slots[process.place.rank]) | {
         "controller": "gloo",
         "cpu_operations": "gloo",
         "gloo_rendezvous_addr": address,

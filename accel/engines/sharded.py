@@ -174,7 +174,8 @@ class ShardedGradients(Gradients):
             parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
             what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
         if optimizer in self.optimizers:
-            self.give_owners(optimizer)  # A group may have been added after setup.
+            # A group may have been added after setup.
+            self.give_owners(optimizer)
             rank_of = self.rank_of
         self._reduce(what, parameters, rank_of)
 

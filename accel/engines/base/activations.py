@@ -72,7 +72,8 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
 
 
 def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():  # generate() fills a cache
+    # generate() fills a cache.
+    if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # transformers gives each layer an empty cache, which the second forward would fill again.
     for name, value in list(kwargs.items()):
@@ -83,7 +84,8 @@ def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) ->
 
 def run_again(function: Function, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
     """Call a function of these modules, again in backward."""
-    if not torch.compiler.is_compiling():  # a compiled graph writes buffers once
+    # A compiled graph writes buffers once.
+    if not torch.compiler.is_compiling():
         kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _BuffersKept(modules))
     return checkpoint(function, *args, use_reentrant=False, **kwargs)
 

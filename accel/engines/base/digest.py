@@ -52,7 +52,8 @@ def digest_values(value: Any) -> int:
 
 
 def _hash(data: Any) -> int:
-    import xxhash  # imported late, so that `import accel` imports nothing but torch
+    # Imported late, so that `import accel` imports nothing but torch.
+    import xxhash
 
     return xxhash.xxh3_64_intdigest(data)
 

@@ -80,7 +80,7 @@ class DriftGuard:
     def check(self) -> None:
         """Raise RankMismatchError if ranks differ. Collective."""
         engine = self._engine()
-        assert engine is not None  # it is stepping
+        assert engine is not None
         self.next = min([n for n in _EARLY if n > self.steps] + [self.steps + self._interval])
         facts = _facts(engine)
         hashes = {digest_values(name): digest_values(fact) for name, fact in facts.items()}

@@ -102,7 +102,8 @@ class Gradients:
         exists = bool(gradients)
         if not zeros:
             exists = any(bool(grad.any()) for grad in gradients)
-        if self.engine.placements.partial:  # maybe on other ranks only
+        # Only other ranks may have some.
+        if self.engine.placements.partial:
             exists = any(agree(f"the gradients ({self.engine.label})", exists))
         if exists:
             raise PrecisionError(

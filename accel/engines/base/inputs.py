@@ -34,7 +34,8 @@ class SameInputs:
         if self._calls[method] > _FIRST_CALLS:
             return run()
         tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
-        if not tensors:  # a method without inputs may be called on one rank
+        # A method without inputs may be called on one rank.
+        if not tensors:
             return run()
         # Prints are made first, because a forward may write to its inputs.
         prints, shapes = Prints(tensors), str([tuple(t.shape) for t in tensors])

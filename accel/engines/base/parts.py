@@ -85,7 +85,8 @@ class PartsInGroups:
 
     def put_in(self, optimizer: Optimizer) -> None:
         """Replace the parameters in the groups by this rank's parts."""
-        self.take_out()  # DeepSpeed's engine may have put them in before the step
+        # DeepSpeed's engine may have put them in before the step.
+        self.take_out()
         for group in optimizer.param_groups:
             self._groups.append((group, group["params"]))
             group["params"] = self._parts_of(group["params"])
@@ -97,7 +98,8 @@ class PartsInGroups:
         self._groups.clear()
 
     def _begin_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
-        if torch.compiler.is_compiling():  # a compiled step works on the parameters themselves
+        # A compiled step works on the parameters themselves.
+        if torch.compiler.is_compiling():
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):

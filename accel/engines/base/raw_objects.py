@@ -122,7 +122,8 @@ class Target(Absent, Tensor):
         if func is not Tensor.copy_ or not isinstance(args[0], Target):
             return super().__torch_function__(func, types, args, kwargs)
         target, value = args[:2]
-        if value is not target:  # a module may load its own tensors
+        # A module may load its own tensors.
+        if value is not target:
             if isinstance(value, Target):
                 value.fetch(func)
             target.given = value

@@ -110,7 +110,8 @@ class SequenceParallel:
     def shard(self, batch: Any, dim: int) -> Any:
         """Return this rank's shards along ``dim``. Collective."""
         self._same_inputs.call(lambda: None, (batch,), {})
-        assert self.group is not None  # it is created here, where all ranks are
+        # It is created here, because all ranks are here.
+        assert self.group is not None
         tokens = _tokens(batch) if dim == 1 else None
         tensors = all_tensors(batch if tokens is None else tokens)
         length = next((t.shape[dim] for _, t in tensors if t.dim() > dim), 0)

@@ -67,7 +67,8 @@ def prepare(
     except RuntimeError as error:
         raise_lost(f"the reduction of gradients before a step ({engine.label})", error)
         raise
-    if engine.process.ended:  # a device that waited for the other ranks has no sums
+    # A device that waited for the other ranks has no sums.
+    if engine.process.ended:
         current()
 
 
@@ -135,7 +136,8 @@ class Stepper:
     # -- hooks of the optimizer --------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
-        if torch.compiler.is_compiling():  # a graph can't contain messages between ranks
+        # A graph can't contain messages between ranks.
+        if torch.compiler.is_compiling():
             return _outside_graphs(self._before, optimizer, args, kwargs)
         engine = self._engine()
         if engine is None:
@@ -202,7 +204,8 @@ class Stepper:
             # GradScaler deletes them only after a step. The next step would take them for its own.
             del optimizer.grad_scale, optimizer.found_inf
             raise
-        if self._fused:  # the optimizer unscales and skips by itself, without a synchronization
+        # The optimizer unscales and skips by itself, without a synchronization.
+        if self._fused:
             self._count(found_inf > 0)
             return
         # Only now, because `before_step` of pipeline and DeepSpeed looks for them.

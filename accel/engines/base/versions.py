@@ -33,7 +33,8 @@ def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
             f"pip install '{package}>={oldest}'."
         )
     tested = _numbers(newest)
-    if _numbers(version)[: len(tested)] > tested:  # 2.13.1 is not newer than 2.13
+    # 2.13.1 is not newer than 2.13.
+    if _numbers(version)[: len(tested)] > tested:
         logger.warning(_TOO_NEW, backend, package, newest, version)
 
 

@@ -173,7 +173,8 @@ class Partitions(ABC):
     @plainly
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
-        if self.parameters[index].grad is None:  # frozen since the forward
+        # The loop froze it after the forward.
+        if self.parameters[index].grad is None:
             return
         self.arrivals.append(index)
         if self.eager:
@@ -287,7 +288,8 @@ class Partitions(ABC):
         for fragment in self.fragments.values():
             weights = fragment.weights
             home = fragment.home.to(weights.device)
-            unchanged = weights.to(home.dtype) == home  # the copy may have more digits
+            # The copy may have more digits.
+            unchanged = weights.to(home.dtype) == home
             weights.copy_(torch.where(unchanged, weights, home.to(weights.dtype)))
 
     @abstractmethod

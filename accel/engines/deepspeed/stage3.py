@@ -153,9 +153,11 @@ class Stage3(Partitions):
         for index, parameter in enumerate(self.parameters):
             shard, shape = parameter.ds_tensor, self.shapes[index]
             start = shard.ds_numel * parameter.ds_zero_partition_rank
-            parameter.ds_shape = shape  # a scalar was shown with one dimension
+            # A scalar was shown with a dimension.
+            parameter.ds_shape = shape
             numel = min(shard.ds_numel, shape.numel() - start)
-            if numel > 0:  # the last shards may be padding only
+            # The last shards may be padding only.
+            if numel > 0:
                 self.own(index, start, shard.data.narrow(0, 0, numel))
         self._take_over_gradients()
         self._watch_modules()
@@ -249,7 +251,8 @@ class Stage3(Partitions):
                 if name in vars(module):
                     setattr(module, name, 0)
         self._release_weights()
-        self._forget_trace()  # ranks may have come to different modules
+        # Ranks may have come to different modules.
+        self._forget_trace()
 
     @plainly
     def take_homes(self) -> None:
@@ -292,7 +295,8 @@ class Stage3(Partitions):
         self._wait_for_gathers()
         for weight in self.parameters:
             states = type(weight.available)
-            if weight.ds_status is states.INFLIGHT:  # a gather ended half-way
+            # A gather ended half-way.
+            if weight.ds_status is states.INFLIGHT:
                 weight.ds_status = states.NOT_AVAILABLE
             weight.ds_active_sub_modules.clear()
             if weight.ds_status is weight.available:

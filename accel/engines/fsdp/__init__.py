@@ -332,7 +332,8 @@ class FSDPEngine(Engine):
             self.holdings.rebind(optimizer)
 
     def _shard(self) -> None:
-        from .convert import Conversion  # slow to import, because torch's own code is
+        # Slow to import, because torch's own code is.
+        from .convert import Conversion
         from .shard import ShardedModule
 
         self.holdings.synchronize()

@@ -148,7 +148,8 @@ class StandIn(Absent, nn.Parameter):
     """A replaced parameter without values. It has its shard's ``grad``."""
 
     shard: nn.Parameter
-    plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `FSDPGradients.leaf`
+    # By `FSDPGradients.leaf`.
+    plain = frozenset([torch.autograd.grad, torch.autograd.backward])
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 

@@ -234,7 +234,7 @@ class Exchange(Function):
         return None, token.detach(), *(received or [None] * len(grads))
 
 
-_exchange: Any = Exchange.apply  # it has no types
+_exchange: Any = Exchange.apply
 
 
 def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input: Any) -> Any:
