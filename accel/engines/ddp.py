@@ -32,13 +32,11 @@ class DDP(SequenceOptions):
     """Options of ``ddp``. They are those of ``DistributedDataParallel`` if it has the name.
 
     Args:
-        find_unused_parameters: allow ranks to use different parameters in a
-            step.
+        find_unused_parameters: allow ranks to use different parameters.
         gradient_as_bucket_view: make gradients views of the reducer's
             buckets, which saves a copy of them. The next backward then
             overwrites a ``p.grad`` that you keep.
-        batched_grad_copy: copy gradients into a bucket together. Needs
-            torch 2.13.
+        batched_grad_copy: copy gradients together. Needs torch 2.13.
         bucket_cap_mb: size of a bucket in MiB. None: torch's default.
         broadcast_buffers: all ranks take rank 0's buffers once a step.
         sync_batchnorm: compute BatchNorm over the batches of all ranks.

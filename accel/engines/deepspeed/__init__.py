@@ -17,18 +17,13 @@ from ...process import Process
 from ...process.devices import available
 from ...shard import parameters_of
 from ..base.engine import Context, Engine, lost_weights
-from ..base.gradients import (
-    Gradients,
-    refuse_inside_backward,
-    refuse_overlaps,
-    refuse_quantized,
-    refuse_sparse,
-)
+from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.memory import MemoryUse, TensorSize
 from ..base.options import SequenceOptions
 from ..base.parts import PartsInGroups
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Args, Function, Kwargs, Override
+from ..base.refusals import refuse_overlaps, refuse_quantized, refuse_sparse
 from .config import Configuration, check_parameters
 from .flat import Flat
 from .library import probe
@@ -214,8 +209,7 @@ class DeepSpeedEngine(Engine):
         shards &= any(map(torch.is_floating_point, self.parameters))
         if shards and self.zero is None:
             self.zero = Stage3(self) if self.stage == 3 else Flat(self)
-            config = self.configuration.complete(self.parameters)
-            self.zero.start(config, self.process.device)
+            self.zero.start(self.configuration.complete(self.parameters))
         if self.zero is None:
             return
         for optimizer in optimizers:

@@ -69,8 +69,7 @@ class Configuration:
             advice = f"Or remove stage={options.stage}."
             _refuse("zero_optimization.stage", self.stage, advice)
         if self.stage not in (1, 2, 3):
-            advice = "Use 1, 2 or 3, or backend='ddp' instead of 0."
-            _refuse("stage", self.stage, advice)
+            _refuse("stage", self.stage, "Use 1, 2, 3 or backend='ddp'.")
         #: The weights that the optimizer updates are in CPU memory.
         self.offload_optimizer = self._offloads("offload_optimizer")
         self.offload_optimizer |= options.offload_optimizer
@@ -98,14 +97,13 @@ class Configuration:
             if key.startswith("zero_quantized") and value:
                 _refuse(key, value, "Remove it, because quantization changes the result.")
             if key not in known and not _is_off(value) and not is_one:
-                unknown = "Remove it, because accel doesn't use it."
-                _refuse(key, value, _REFUSED.get(key, unknown))
+                advice = _REFUSED.get(key, "Remove it, because accel doesn't use it.")
+                _refuse(key, value, advice)
         if self._offload_param and self.stage != 3:
             _refuse("zero_optimization.offload_param", "cpu", "Use stage=3 with it.")
         needs_ranks = self.offload_optimizer or self._offload_param or self.masters
         if world_size == 1 and needs_ranks:
-            advice = "Offload and fp32 master weights need at least 2 ranks."
-            _refuse("world size", 1, advice)
+            _refuse("world size", 1, "Offload and fp32 masters need at least 2 ranks.")
 
     def check_precision(self, name: str) -> None:
         """Raise PrecisionError for master weights without bf16-true."""
@@ -157,10 +155,10 @@ class Configuration:
         """Return the configuration for ``deepspeed.initialize``."""
         numel, dtype = 0, torch.float32
         # DeepSpeed shards weights of a single dtype. A frozen base may have another.
-        for parameter in sorted(parameters, key=lambda p: p.requires_grad):
-            numel += parameter.numel()
-            if parameter.is_floating_point():
-                dtype = parameter.dtype
+        for p in sorted(parameters, key=lambda p: p.requires_grad):
+            numel += p.numel()
+            if p.is_floating_point():
+                dtype = p.dtype
         size = min(_BUCKET, numel + numel % 2)
         sizes = {"reduce_bucket_size": size, "allgather_bucket_size": size}
         zero: dict[str, Any] = {**sizes, **self._zero, "stage": self.stage}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .library import accelerator, library
-from .partitions import Partitions
+from .partitions import BUCKET, Partitions
 
 
 @final
@@ -42,7 +42,7 @@ class Flat(Partitions):
             own_copy = zero.single_partition_of_fp32_groups[number]
             own_copy.data = torch.empty(0, device="cpu")
         zero.copy_grads_in_partition = self._collect
-        self.announce_buckets("reduce_ipg_grads")
+        zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, BUCKET)
         #: The stream on which DeepSpeed reduces, or None.
         self._stream = zero.reduction_stream if zero.overlap_comm else None
 
@@ -58,12 +58,12 @@ class Flat(Partitions):
         group = self._groups[index]
         zero.reduce_independent_p_g_buckets_and_remove_grads(p, group)
 
-    def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
+    def _collect(self, p: nn.Parameter, _: int | None = None) -> None:
         """Take this rank's range of a reduced gradient."""
-        fragment = self.fragment_of(parameter)
-        if fragment is not None and parameter.grad is not None:
-            fragment.accumulate(fragment.range_of(parameter.grad))
-        parameter.grad = None
+        fragment = self.fragment_of(p)
+        if fragment is not None and p.grad is not None:
+            fragment.accumulate(fragment.range_of(p.grad))
+        p.grad = None
 
     def finish(self) -> None:
         zero = self.zero

@@ -26,6 +26,8 @@ from ..base.versions import check_version
 #: Python's prefixes of the attributes that these two classes name with two underscores.
 OF_STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
 OF_COORDINATOR: Final = "_PartitionedParameterCoordinator__"
+#: Modules with objects that hold process groups.
+_HOMES: Final = ("deepspeed.", "accel.engines.deepspeed.")
 
 
 def library(name: str = "deepspeed") -> Any:
@@ -36,9 +38,6 @@ def library(name: str = "deepspeed") -> Any:
 def accelerator() -> Any:
     """Return DeepSpeed's interface to the device: streams and waiting."""
     return library("deepspeed.accelerator").get_accelerator()
-
-
-# -- importing ------------------------------------------------------------------------------------
 
 
 def probe(device: torch.device) -> None:
@@ -71,15 +70,7 @@ def _quietly(device: torch.device) -> Iterator[None]:
         yield
 
 
-# -- building -------------------------------------------------------------------------------------
-
-
-def initialize(
-    module: nn.Module,
-    groups: list[list[nn.Parameter]],
-    config: dict[str, Any],
-    device: torch.device,
-) -> Any:
+def initialize(module: nn.Module, groups: Any, config: dict[str, Any], device: torch.device) -> Any:
     """Let DeepSpeed shard ``groups``. Collective."""
     zero = config["zero_optimization"]
     # It would replace torch.nn.functional.linear for all models, and for good.
@@ -139,9 +130,6 @@ def _linear(plain: Function, input: Any, weight: Any, bias: Any = None) -> Any:
 _efficient_linear: Final = around(vars(nn.functional), "linear", _linear)
 
 
-# -- process groups -------------------------------------------------------------------------------
-
-
 def _set_groups(group: Any) -> None:
     """Let DeepSpeed use this group, instead of a copy with threads."""
     groups = library("deepspeed.utils.groups")
@@ -157,9 +145,8 @@ def forget_groups() -> None:
     library("deepspeed.comm.comm").cdb = None
     for owner in gc.get_objects():
         kind = type(owner)
-        home = str(kind.__module__)
-        is_own = home.startswith(("deepspeed.", "accel.engines.deepspeed."))
-        if not is_own and not issubclass(kind, torch.nn.Parameter):
+        is_own = str(kind.__module__).startswith(_HOMES)
+        if not is_own and not issubclass(kind, nn.Parameter):
             continue
         facts = getattr(owner, "__dict__", {})
         for name, value in list(facts.items()):

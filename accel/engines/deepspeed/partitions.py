@@ -1,8 +1,7 @@
 """A model sharded by DeepSpeed: a fragment of each parameter.
 
-DeepSpeed keeps the memory and the buckets, and gathers. This file keeps by
-parameter which gradients exist and what an optimizer updates. So a frozen or
-unused parameter is left alone exactly as in one process.
+DeepSpeed keeps memory and buckets, and gathers. This file keeps by parameter
+which gradients exist, so a frozen or unused parameter is left alone.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from ...gradients.hooks import at_end_of_backward, remove_hooks, runs_backward
 from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce, require_equal
 from ...process.packing import row_of
-from ..base.absent import plainly
+from ..base.absent import as_plain, plainly
 from ..base.interruption import Interruption
 from ..base.raw_objects import Function, Snapshot
 from .library import accelerator, end, initialize
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from . import DeepSpeedEngine
 
 logger = logging.getLogger("accel")
+
+BUCKET: Final = "the reduction of a bucket"
 
 
 @final
@@ -62,6 +63,10 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors. Copies from CPU memory may run longer."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def _other_order(_: object) -> str:
+    return "different parameters, or in a different order"
 
 
 def _arrived(partitions: weakref.ref[Partitions], index: int, _: Tensor) -> None:
@@ -101,38 +106,36 @@ class Partitions(ABC):
         self.interruption = Interruption()
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
-    def start(self, config: dict[str, Any], device: torch.device) -> None:
+    def start(self, config: dict[str, Any]) -> None:
         """Let DeepSpeed shard the model. Collective."""
         # A frozen base may have another dtype than the adapters of LoRA.
         groups: dict[bool, list[Any]] = {True: [], False: []}
-        for parameter in self.floating.values():
-            groups[parameter.requires_grad].append(parameter)
+        for p in self.floating.values():
+            groups[p.requires_grad].append(p)
         trainable = [p.requires_grad for p in self.parameters]
         try:
-            for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            for p, shape in zip(self.parameters, self.shapes, strict=True):
                 # DeepSpeed can't send weights in other orders, such as channels_last,
                 # and no tensor without dimensions, such as CLIP's logit_scale.
-                in_order = parameter.is_contiguous() and shape
-                if not in_order or parameter.stride(-1) != 1:
-                    row = row_of(parameter.data.contiguous())
-                    parameter.data = row.view(shape or (1,))
-                parameter.requires_grad_(parameter.is_floating_point())
+                in_order = p.is_contiguous() and shape
+                if not in_order or p.stride(-1) != 1:
+                    row = row_of(p.data.contiguous())
+                    p.data = row.view(shape or (1,))
+                p.requires_grad_(p.is_floating_point())
+            device = self.process.device
             self.library = initialize(self.module, list(groups.values()), config, device)
             self.zero = self.library.optimizer
             self.arrange()
-            for index, parameter in self.floating.items():
+            for index, p in self.floating.items():
                 # Weakly, because the garbage collector doesn't see autograd's hooks.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
         finally:
-            self._show(trainable)
-
-    @plainly
-    def _show(self, trainable: Sequence[bool]) -> None:
-        for index, p in enumerate(self.parameters):
-            p.requires_grad_(trainable[index])
-            if not self.shapes[index] and p.numel():
-                p.data = p.data.view(())
+            with as_plain():
+                for index, p in enumerate(self.parameters):
+                    p.requires_grad_(trainable[index])
+                    if not self.shapes[index] and p.numel():
+                        p.data = p.data.view(())
 
     @abstractmethod
     def arrange(self) -> None:
@@ -165,11 +168,6 @@ class Partitions(ABC):
 
         return call
 
-    def announce_buckets(self, name: str) -> None:
-        """Announce a method of DeepSpeed's optimizer for buckets."""
-        act = getattr(self.zero, name)
-        setattr(self.zero, name, self.announced(act, "the reduction of a bucket"))
-
     @plainly
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
@@ -188,11 +186,12 @@ class Partitions(ABC):
         if task not in self.running:
             self.interruption.refuse()
             self.running.add(task)
-            at_end_of_backward(lambda: self._end_backward(task))
 
-    def _end_backward(self, task: int) -> None:
-        self.finish()
-        self.running.discard(task)
+            def end_backward() -> None:
+                self.finish()
+                self.running.discard(task)
+
+            at_end_of_backward(end_backward)
 
     @abstractmethod
     def take(self, index: int) -> None:
@@ -214,13 +213,10 @@ class Partitions(ABC):
         what = f"the gradients of a step ({self.label})"
         assigned = self.assigned()
         arrivals = self.arrivals if self.eager else []
-        masks = require_equal(
-            what,
-            # Numbers only: hash(None) is an address, which differs between processes.
-            hash((*arrivals, -1, *assigned)),
-            lambda _: "different parameters, or in a different order",
-            plainly(held_here)(self.floating.values()),
-        )
+        held = plainly(held_here)(self.floating.values())
+        # Numbers only: hash(None) is an address, which differs between processes.
+        order = hash((*arrivals, -1, *assigned))
+        masks = require_equal(what, order, _other_order, held)
         for index in assigned:
             if index in self.fragments:
                 self.fragments[index].weights.grad = None

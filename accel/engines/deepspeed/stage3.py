@@ -20,9 +20,7 @@ from ...trees import map_tensors
 from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
 from ..base.raw_objects import Function
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
-from .partitions import Partitions, copy_all
-
-# -- hooks and functions of DeepSpeed --------------------------------------------------------------
+from .partitions import BUCKET, Partitions, copy_all
 
 
 def among_tensors(hook: Function) -> Function:
@@ -64,9 +62,6 @@ def by_library(function: Function) -> Function:
             return function(*args, **kwargs)
 
     return _disable_dynamo(plainly(call))
-
-
-# -- weights ---------------------------------------------------------------------------------------
 
 
 @final
@@ -150,11 +145,11 @@ class Stage3(Partitions):
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
         #: Weights that are being gathered, with what to wait for.
         self._inflight: Any = self.module.ds_inflight_param_registry
-        for index, parameter in enumerate(self.parameters):
-            shard, shape = parameter.ds_tensor, self.shapes[index]
-            start = shard.ds_numel * parameter.ds_zero_partition_rank
+        for index, p in enumerate(self.parameters):
+            shard, shape = p.ds_tensor, self.shapes[index]
+            start = shard.ds_numel * p.ds_zero_partition_rank
             # A scalar was shown with a dimension.
-            parameter.ds_shape = shape
+            p.ds_shape = shape
             numel = min(shard.ds_numel, shape.numel() - start)
             # The last shards may be padding only.
             if numel > 0:
@@ -184,7 +179,7 @@ class Stage3(Partitions):
         for flat in zero.fp32_partitioned_groups_flat:
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
-        self.announce_buckets(_REDUCE)
+        setattr(zero, _REDUCE, self.announced(getattr(zero, _REDUCE), BUCKET))
 
     def _watch_modules(self) -> None:
         """Announce gathers for modules, and notice backward passes."""

@@ -157,10 +157,7 @@ class Elsewhere(Absent, nn.Parameter):
 
 @final
 class PipelineHoldings(Holdings):
-    """The weights and optimizer state of this rank's stage.
-
-    A rank keeps names and shapes of other stages, for loops over all parameters.
-    """
+    """This rank's stage, and names and shapes of the other stages."""
 
     engine: PipelineEngine
     #: The stage of each child. Empty while every rank holds all children.
