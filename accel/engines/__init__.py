@@ -1,4 +1,4 @@
-"""The backends by name: the files and folders of this package, except ``base``."""
+"""The backends by name: files and folders, except ``base``."""
 
 from __future__ import annotations
 

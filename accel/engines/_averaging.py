@@ -53,7 +53,7 @@ class AveragedGradients(Gradients):
         return waiting and any(p.grad is not None for p in self.engine.parameters)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Average all gradients, if not ``final``. Collective."""
+        """Average all gradients, unless they are ``final``. Collective."""
         if not self.engine.distributed:
             return
         is_first = False

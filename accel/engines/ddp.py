@@ -1,4 +1,4 @@
-"""``ddp``: ``DistributedDataParallel``, and averages of the gradients its reducer misses."""
+"""``ddp``: torch's ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ DDP.approximate = (DDP(comm_hook="powersgd"),)
 
 
 def _build_ddp(core: nn.Module, options: DDP, process: Process) -> DistributedDataParallel:
-    """Return a DistributedDataParallel of the trainable parameters. Collective."""
+    """Return a reducer of the trainable parameters. Collective."""
     known = inspect.signature(DistributedDataParallel).parameters
     given: dict[str, Any] = {"process_group": process.group, "init_sync": False}
     for name in ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"):
@@ -136,7 +136,7 @@ class DDPGradients(AveragedGradients):
         self._look = _NOTHING
 
     def build(self, core: nn.Module) -> None:
-        """Build a reducer of the trainable parameters, around ``core``. Collective."""
+        """Build a reducer of trainable parameters. Collective."""
         self.let_go()
         self._trained, self._others = [], []
         for index, p in enumerate(self.engine.parameters):
@@ -172,13 +172,13 @@ class DDPGradients(AveragedGradients):
         self._look = Look(gradients, versions)
 
     def _separate_versions(self) -> None:
-        """Replace gradients by aliases. Views of a bucket share a version. Aliases don't."""
+        """Replace gradients by aliases, because views share a version."""
         for p in self.engine.parameters:
             if p.grad is not None:
                 p.grad = p.grad.data
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        """Average gradients the reducer missed. Collective if the backward has completed."""
+        """Average gradients the reducer missed. Collective if ``completed``."""
         if not outermost or self._look is _NOTHING:
             return
         waits = False
@@ -206,7 +206,7 @@ class DDPGradients(AveragedGradients):
         self._judge(completed, waits)
 
     def _judge(self, completed: bool, waits: bool) -> None:
-        """Average the new gradients, unless the reducer has averaged them. Collective."""
+        """Average new gradients, unless the reducer did. Collective."""
         engine = self.engine
         indices = set(written(self._look, look(engine.parameters)))
         self._look = _NOTHING
@@ -232,7 +232,7 @@ class DDPGradients(AveragedGradients):
                 self._count_backward()
 
     def _count_backward(self) -> None:
-        """Count a step and synchronize buffers, for a model without optimizers. Collective."""
+        """Count a step of a model without optimizers. Collective."""
         self.engine.drift.count()
         self.buffers.synchronize()
 
@@ -272,7 +272,7 @@ class DDPGradients(AveragedGradients):
             p.grad = None
 
     def recover(self) -> None:
-        """Build a new reducer after an interruption, if gradients were dropped. Collective."""
+        """Build a new reducer after dropped gradients. Collective."""
         for p in self.engine.parameters:
             if p.grad is not None and p.grad.any():
                 self._refuse_incomplete()
@@ -303,7 +303,7 @@ class DDPGradients(AveragedGradients):
 
 
 class DDPEngine(AveragingEngine):
-    """Runs forwards through a DistributedDataParallel, rebuilt if parameters are frozen."""
+    """Runs forwards through a reducer, rebuilt if parameters are frozen."""
 
     name = "ddp"
     options_type = DDP
@@ -326,7 +326,7 @@ class DDPEngine(AveragingEngine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
-        """Count the gradients twice, unless they are views of the reducer's buckets."""
+        """Count gradients twice, unless they are views of buckets."""
         use = add_uses(map(TensorSize.use, tensors))
         copied = world_size > 1 and not options.gradient_as_bucket_view
         return replace(use, buckets=use.gradients) if copied else use
@@ -348,7 +348,7 @@ class DDPEngine(AveragingEngine):
         self.gradients.let_go()
 
     def abandon(self, reason: str) -> None:
-        """Free the reducer too. Peers in it wake only if nothing holds the group."""
+        """Free the reducer, so ranks which wait in it wake up."""
         super().abandon(reason)
         self.gradients.let_go()
 
@@ -373,7 +373,7 @@ class DDPEngine(AveragingEngine):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """``DistributedDataParallel.join``: ranks without inputs mirror the others' reductions."""
+        """Let ranks without inputs mirror the others' reductions."""
         gradients = self.gradients
         if gradients.ddp is None:
             yield

@@ -1,4 +1,4 @@
-"""``dp``: ``torch.nn.DataParallel`` over the devices of a notebook."""
+"""``dp``: ``torch.nn.DataParallel`` over devices, for notebooks."""
 
 from __future__ import annotations
 

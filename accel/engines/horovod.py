@@ -26,8 +26,7 @@ class Horovod(AveragingOptions):
     """Options of ``horovod``.
 
     Args:
-        compression: "fp16" sends gradients in half precision, so their mean
-            is not exact.
+        compression: "fp16" sends gradients in half precision, which rounds.
         broadcast_buffers: all ranks take rank 0's buffers once a step.
         auto_refresh: look for a change of ``requires_grad`` before each
             forward.

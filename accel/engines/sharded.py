@@ -160,7 +160,7 @@ class ShardedGradients(Gradients):
         self._final.clear()
 
     def pending(self) -> bool:
-        """True, as only all ranks together know of any gradient."""
+        """True, because only all ranks together know."""
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
@@ -185,7 +185,7 @@ class ShardedGradients(Gradients):
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
     ) -> None:
-        """Replace shares by final gradients, of owners if any. Collective."""
+        """Replace shares by final gradients, on owners if any. Collective."""
         if not rank_of:
             self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
@@ -288,7 +288,7 @@ class ShardedEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
-        """Follow OSS: the smallest rank gets the next parameter."""
+        """Follow OSS: the rank with the least gets the next parameter."""
         sizes, owned = [0] * world_size, [MemoryUse()] * world_size
         uses: list[MemoryUse] = []
         for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):

@@ -68,7 +68,7 @@ class DriftGuard:
         self.next = 1 if self._interval else _NEVER
 
     def pause(self) -> None:
-        """Skip checks until ``restart``, while ranks make different steps."""
+        """Skip checks until ``restart``, as numbers of steps may differ."""
         self.next = _NEVER
 
     def count(self) -> None:
@@ -90,9 +90,12 @@ class DriftGuard:
         by_rank, inputs_by_rank = zip(*agree(title, (hashes, inputs)), strict=True)
         # Names are exchanged only if a digest differs.
         if first_difference(by_rank, ignore_absent=True):
-            difference = first_difference(agree(f"{title}: names", facts), ignore_absent=True)
-            place = f"{engine.label} differs between ranks at step {self.steps}"
-            raise RankMismatchError(f"{place}: {difference}. {_ADVICE}")
+            by_rank = agree(f"{title}: names", facts)
+            difference = first_difference(by_rank, ignore_absent=True)
+            raise RankMismatchError(
+                f"{engine.label} differs between ranks at step {self.steps}: "
+                f"{difference}. {_ADVICE}"
+            )
         if self.watches_inputs:
             self._judge(engine, inputs_by_rank)
 
@@ -139,7 +142,10 @@ def compare_load(engine: Engine, what: str) -> None:
 # -- facts, equal on all ranks ---------------------------------------------------------------------
 
 #: Other values of groups, such as functions, may have different texts on equal ranks.
-_PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None), tuple, list, dict)
+_PLAIN: Final = (
+    *(bool, int, float, complex, str, bytes, tuple, list, dict),
+    *(torch.dtype, type(None)),
+)
 
 
 def _facts(engine: Engine) -> dict[str, str]:

@@ -53,7 +53,7 @@ class Context:
 
 
 class Engine(ABC):
-    """Runs one model on one backend, with its ``gradients`` and its ``holdings``.
+    """Runs a model on a backend, with its ``gradients`` and ``holdings``.
 
     A *local* method communicates with no other rank. A *collective* method
     is called on every rank. docs/internals.md shows the order of the calls.
@@ -128,7 +128,7 @@ class Engine(ABC):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Raise BackendError for a module it can't run. Local."""
+        """Raise BackendError for an unsupported module. Local."""
         return
 
     @classmethod
@@ -216,7 +216,9 @@ class Engine(ABC):
 
     def _give_state_back(self) -> None:
         """Gather the state of optimizers, or let their steps raise."""
-        sharded = [o for o in self.optimizers if self.started and self.holdings.partial(o)]
+        sharded: list[Optimizer] = []
+        if self.started:
+            sharded += filter(self.holdings.partial, self.optimizers)
         try:
             for optimizer in [] if self.ended else sharded:
                 title = "the state of an optimizer at the end of its model"

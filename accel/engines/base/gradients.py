@@ -1,4 +1,4 @@
-"""The gradients of one model, and the steps that use them."""
+"""The gradients of a model, and the steps with them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Gradients:
         return parameter
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return its item in ``engine.parameters``. Local."""
+        """Return the item in ``engine.parameters``. Local."""
         return parameter
 
     # -- final gradients ---------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Gradients:
 
     @final
     def clip_parts(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clip sharded gradients that are final. Collective."""
+        """Clip final sharded gradients. Collective."""
         owner: Any = (self, self.engine.parameters)
         return clip_sharded_([owner], (), max_norm, norm_type, False)
 
@@ -207,7 +207,9 @@ class Gradients:
     def announce_step(self, optimizer: Optimizer) -> None:
         """Announce a step, before which all ranks ran equally many backwards."""
         steppers = list(self.engine.steppers)
-        number = steppers.index(id(optimizer)) if id(optimizer) in steppers else None
+        number = None
+        if id(optimizer) in steppers:
+            number = steppers.index(id(optimizer))
         self.announce("optimizer.step()", number)
         self.process.order.restart()
 
@@ -216,11 +218,12 @@ def other_parameters(given: Sequence[Sequence[str]]) -> str:
     """Return an error text with the parameters which not all ranks clip."""
     common = set(given[0]).intersection(*given)
     missing = sorted(set().union(*given) - common)
-    return f"some were not given {', '.join(missing[:5])}. Clip all of model.parameters()"
+    names = ", ".join(missing[:5])
+    return f"some were not given {names}. Clip all of model.parameters()"
 
 
 def refuse_inside_backward() -> None:
-    """Raise BackendError in a backward, as gradients aren't reduced."""
+    """Raise BackendError inside a backward."""
     if runs_backward():
         raise BackendError(
             "Gradients are not final, because an optimizer steps inside "

@@ -129,10 +129,10 @@ class Holdings(Raw):
                 return {}
             with self.guard.opened(), in_place_of(self.module, full):
                 state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+            prefix = kwargs.get("prefix", "")
             for name, value in extra.items():
-                key = kwargs.get("prefix", "") + name
-                if key in state:
-                    state[key] = value
+                if prefix + name in state:
+                    state[prefix + name] = value
             return state
 
     def _full_tensors(
@@ -144,7 +144,8 @@ class Holdings(Raw):
         held: list[Item] = [(name, "", tensor) for name, tensor in tensors.items()]
         # A pipeline has the extra state of a module on the module's stage.
         if type(self).has is not Holdings.has:
-            held += [(name, "extra", value) for name, value in self.values(None).items()]
+            for name, value in self.values(None).items():
+                held.append((name, "extra", value))
         full: dict[int, Tensor] = {}
         extra: dict[str, Any] = {}
         gathered = self.gather(title, held, device=_CPU, keep=keep)

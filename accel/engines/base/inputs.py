@@ -40,7 +40,8 @@ class SameInputs:
         # Prints are made first, because a forward may write to its inputs.
         prints, shapes = Prints(tensors), str([tuple(t.shape) for t in tensors])
         out = run()
-        title = f"{f'the method {method}' if method else 'a forward'} of {self._label}"
+        what = f"the method {method}" if method else "a forward"
+        title = f"{what} of {self._label}"
         firsts: dict[Hashable, tuple[int, str]] = {}
         values: defaultdict[Hashable, dict[int, Any]] = defaultdict(dict)
         by_rank = agree(title, (self._place, shapes, prints.read()))

@@ -45,7 +45,8 @@ class Options:
             value = getattr(self, option.name)
             if "or_classes" in option.metadata:
                 valid = type(value) in (bool, tuple)
-                self.expect(option.name, valid, "True, False or a tuple of module classes")
+                expected = "True, False or a tuple of module classes"
+                self.expect(option.name, valid, expected)
             elif type(option.default) is bool:
                 self.expect(option.name, type(value) is bool, "True or False")
             elif type(option.default) is int:
@@ -66,8 +67,8 @@ class Options:
     def expect(self, name: str, valid: bool, expected: str) -> None:
         """Raise BackendError for an option, unless it is valid."""
         if not valid:
-            text = f"{name}={getattr(self, name)!r}"
-            raise BackendError(f"{type(self).__name__}({text}): expected {expected}")
+            kind, value = type(self).__name__, getattr(self, name)
+            raise BackendError(f"{kind}({name}={value!r}): expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class LayerOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOptions(LayerOptions):
-    """Options of backends with averaged gradients and with whole layers on each rank.
+    """Options of backends with averaged gradients and whole layers.
 
     Args:
         sequence_parallel: the number of neighboring ranks that share each

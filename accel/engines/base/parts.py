@@ -40,8 +40,9 @@ def elementwise(optimizer: Optimizer) -> bool:
     for kind in type(optimizer).__mro__:
         if kind in _ELEMENTWISE:
             # schedulefree's AdamW has a step of its own.
+            own = vars(kind).keys() | vars(Optimizer).keys()
             is_same = inspect.unwrap(step) is inspect.unwrap(kind.step)
-            return is_same and overridden.isdisjoint(vars(kind).keys() | vars(Optimizer).keys())
+            return is_same and overridden.isdisjoint(own)
         overridden.update(name for name in vars(kind) if not name.startswith("__"))
         overridden -= _OUTSIDE
     return False

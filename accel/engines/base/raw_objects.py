@@ -69,19 +69,19 @@ def in_place_of(
     try:
         for child in module.modules():
             places[id(child)] = _replace_tensors(child, stand_ins)
-            facts = vars(child)
-            own_hooks = facts[_POST_HOOKS]
+            names = vars(child)
+            own_hooks = names[_POST_HOOKS]
             if before_hooks is not None and own_hooks:
-                hooks.append((facts, own_hooks))
+                hooks.append((names, own_hooks))
                 # Hooks of FSDP2 raise for replaced tensors.
                 users = [h for h in own_hooks.values() if not _is_from(h, "torch.distributed.")]
                 chain = [loaded, *users] if users else []
-                facts[_POST_HOOKS] = OrderedDict(enumerate(chain))
+                names[_POST_HOOKS] = OrderedDict(enumerate(chain))
         yield
     finally:
         put_back(module)
-        for facts, own_hooks in hooks:
-            facts[_POST_HOOKS] = own_hooks
+        for names, own_hooks in hooks:
+            names[_POST_HOOKS] = own_hooks
 
 
 def _replace_tensors(module: nn.Module, stand_ins: StandIns) -> list[_Place]:
@@ -107,7 +107,8 @@ class Target(Absent, Tensor):
     def of(tensor: Tensor, shape: torch.Size | None) -> Target:
         """Return a stand-in of full shape in an element's memory."""
         blank = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-        target = blank.expand(tensor.shape if shape is None else shape).as_subclass(Target)
+        full = blank.expand(tensor.shape if shape is None else shape)
+        target = full.as_subclass(Target)
         target.given = None
         return target
 
@@ -332,10 +333,12 @@ def as_author_made(
     module: nn.Module, snapshot: Snapshot | None, replaced: Replaced
 ) -> Iterator[None]:
     """Temporarily undo changes of accel and a library, except to tensors."""
-    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    before = [(part, type(part), dict(vars(part))) for part in parts]
+    before: list[tuple[Any, type[Any], dict[str, Any]]] = []
+    for part in module.modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            before.append((part, type(part), dict(vars(part))))
     try:
-        for part in parts:
+        for part, *_ in before:
             marks = _marks_of_accel(part)
             if snapshot is not None:
                 marks |= snapshot.added(part)
@@ -357,7 +360,10 @@ def as_author_made(
 
 def _marks_of_accel(module: nn.Module) -> set[_Mark]:
     names = vars(module)
-    marks: set[_Mark] = {name for name in _REPLACED if _is_from(names.get(name), "accel.")}
+    marks: set[_Mark] = set()
+    for name in _REPLACED:
+        if _is_from(names.get(name), "accel."):
+            marks.add(name)
     for table in _HOOKS:
         for key, hook in names[table].items():
             if _is_from(hook, "accel."):

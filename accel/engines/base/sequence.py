@@ -190,7 +190,7 @@ class SequenceParallel:
             return mean_over(total, count.sum(), self.group, self.size)
 
     def swap(self, inward: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange all heads of a shard for some heads of all tokens."""
+        """Exchange shards of all heads for some heads, or back."""
         before, after = (1, 2) if inward else (2, 1)
         shape = (self.size, -1)
         pieces = [t.unflatten(before, shape).movedim(before, 0) for t in tensors]

@@ -177,9 +177,9 @@ class Stepper:
 
     def _count(self, skipped: bool | Tensor) -> None:
         """Count a skipped step, and hide its gradients."""
-        facts = vars(self.optimizer)
-        facts["step_was_skipped"] = skipped
-        facts["skipped_steps"] += skipped
+        counts = vars(self.optimizer)
+        counts["step_was_skipped"] = skipped
+        counts["skipped_steps"] += skipped
         if skipped is not True:
             return
         for p in parameters_of(self.optimizer):

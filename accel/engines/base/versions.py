@@ -24,7 +24,7 @@ def check_torch(backend: str) -> None:
 
 @functools.cache
 def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
-    """Raise BackendError for an older package than the tested ones. Warn for a newer one."""
+    """Raise BackendError for an older package. Warn for a newer package."""
     version = importlib.metadata.version(package)
     if _numbers(version) < _numbers(oldest):
         raise BackendError(

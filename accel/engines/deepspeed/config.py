@@ -90,7 +90,7 @@ class Configuration:
         return bool(device == "cpu")
 
     def check(self, world_size: int) -> None:
-        """Raise BackendError for keys that contradict the loop."""
+        """Raise BackendError for keys which contradict the loop."""
         known = _PASSED | _READ | self._zero.keys() - _REFUSED.keys()
         for key, value in {**self._config, **self._zero}.items():
             is_one = key == "gradient_accumulation_steps" and value == 1

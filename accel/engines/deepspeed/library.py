@@ -70,7 +70,7 @@ def _quietly(device: torch.device) -> Iterator[None]:
         yield
 
 
-def initialize(module: nn.Module, groups: Any, config: dict[str, Any], device: torch.device) -> Any:
+def initialize(module: nn.Module, groups: list[Any], config: Any, device: torch.device) -> Any:
     """Let DeepSpeed shard ``groups``. Collective."""
     zero = config["zero_optimization"]
     # It would replace torch.nn.functional.linear for all models, and for good.
@@ -148,8 +148,8 @@ def forget_groups() -> None:
         is_own = str(kind.__module__).startswith(_HOMES)
         if not is_own and not issubclass(kind, nn.Parameter):
             continue
-        facts = getattr(owner, "__dict__", {})
-        for name, value in list(facts.items()):
+        names = getattr(owner, "__dict__", {})
+        for name, value in list(names.items()):
             values = value if isinstance(value, list) else [value]
             if any(isinstance(v, dist.ProcessGroup) for v in values):
-                facts[name] = None
+                names[name] = None

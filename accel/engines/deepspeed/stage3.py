@@ -225,7 +225,7 @@ class Stage3(Partitions):
 
     @plainly
     def finish(self) -> None:
-        """Reduce the buckets, and release modules without a hook call."""
+        """Reduce the buckets, and release modules which no hook released."""
         zero = self.zero
         for dtype in list(zero.ipg_buckets):
             getattr(zero, _REDUCE)(dtype)
@@ -286,7 +286,7 @@ class Stage3(Partitions):
                 self._inflight.popitem()[1].wait()
 
     def _release_weights(self) -> None:
-        """Release all but small weights, also during a gather."""
+        """Release all but the small weights, also during a gather."""
         self._wait_for_gathers()
         for weight in self.parameters:
             states = type(weight.available)

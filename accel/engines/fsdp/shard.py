@@ -108,11 +108,11 @@ class ShardedModule:
         for name, group in self.groups.items():
             _announce(group, name, self.process, label)
         for param in self.params:
-            facts = vars(param.sharded_param)
+            names = vars(param.sharded_param)
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            facts["register_hook"] = param.unsharded_param.register_hook
+            names["register_hook"] = param.unsharded_param.register_hook
             # A weak reference, so that an optimizer that outlives its model doesn't keep it.
-            facts["set_data"] = functools.partial(_set_data, weakref.ref(param))
+            names["set_data"] = functools.partial(_set_data, weakref.ref(param))
 
     # -- training ----------------------------------------------------------------------------------
 

@@ -222,7 +222,7 @@ class PipelineHoldings(Holdings):
 
 @final
 class PipelineEngine(Engine):
-    """Runs one stage on each rank."""
+    """Runs a stage on each rank."""
 
     name = "pipeline"
     options_type = Pipeline
@@ -259,7 +259,7 @@ class PipelineEngine(Engine):
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """All ranks hold one model together."""
+        """All ranks hold a model together."""
         return 0, 1
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
