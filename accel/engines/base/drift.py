@@ -90,8 +90,8 @@ class DriftGuard:
         by_rank, inputs_by_rank = zip(*agree(title, (hashes, inputs)), strict=True)
         # Names are exchanged only if a digest differs.
         if first_difference(by_rank, ignore_absent=True):
-            by_rank = agree(f"{title}: names", facts)
-            difference = first_difference(by_rank, ignore_absent=True)
+            all_facts = agree(f"{title}: names", facts)
+            difference = first_difference(all_facts, ignore_absent=True)
             raise RankMismatchError(
                 f"{engine.label} differs between ranks at step {self.steps}: "
                 f"{difference}. {_ADVICE}"
