@@ -69,7 +69,7 @@ class Configuration:
             advice = f"Or remove stage={options.stage}."
             _refuse("zero_optimization.stage", self.stage, advice)
         if self.stage not in (1, 2, 3):
-            _refuse("stage", self.stage, "Use 1, 2, 3 or backend='ddp'.")
+            _refuse("stage", self.stage, "Use 1, 2 or 3, or backend='ddp'.")
         #: The weights that the optimizer updates are in CPU memory.
         self.offload_optimizer = self._offloads("offload_optimizer")
         self.offload_optimizer |= options.offload_optimizer
