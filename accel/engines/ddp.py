@@ -286,7 +286,7 @@ class DDPGradients(AveragedGradients):
     def _refuse_incomplete(self) -> None:
         raise BackendError(
             f"An exception ended a backward of {self.engine.label}, so gradients "
-            "are incomplete. Call optimizer.zero_grad(), and repeat both passes."
+            "are incomplete. Call optimizer.zero_grad(), then run forward and backward again."
         )
 
     def average(self) -> bool:

@@ -142,10 +142,7 @@ def compare_load(engine: Engine, what: str) -> None:
 # -- facts, equal on all ranks ---------------------------------------------------------------------
 
 #: Other values of groups, such as functions, may have different texts on equal ranks.
-_PLAIN: Final = (
-    *(bool, int, float, complex, str, bytes, tuple, list, dict),
-    *(torch.dtype, type(None)),
-)
+_PLAIN: Final = (bool, int, float, complex, str, bytes, torch.dtype, type(None), tuple, list, dict)
 
 
 def _facts(engine: Engine) -> dict[str, str]:

@@ -329,8 +329,7 @@ class Engine(ABC):
     ) -> list[Any]:
         """Return ``beside`` of all ranks. Collective.
 
-        If ``value`` differs, raise RankMismatchError with
-        ``explain(values)``.
+        If ``value`` differs, raise an error with ``explain(values)``.
         """
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 

@@ -77,8 +77,7 @@ class Gradients:
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         """Reduce gradients if no optimizer will do it. Collective then.
 
-        A backward is not ``completed`` if it raised, nor ``outermost``
-        inside another.
+        It is ``completed`` if it did not raise, ``outermost`` if not nested.
         """
         if not outermost or self._before is None:
             return
@@ -107,7 +106,7 @@ class Gradients:
             exists = any(agree(f"the gradients ({self.engine.label})", exists))
         if exists:
             raise PrecisionError(
-                f"A plain loss.backward() made gradients of this '16-mixed' "
+                "A plain loss.backward() made gradients of this '16-mixed' "
                 f"{self.engine.kind} without scaling the loss. "
                 "Call accel.backward(loss), or use torch.amp.GradScaler."
             )
@@ -135,8 +134,7 @@ class Gradients:
     def settle(self, optimizer: Optimizer | None = None) -> None:
         """Make gradients final. Collective if ``pending``.
 
-        Before a step of ``optimizer``, each rank needs only those for its
-        part.
+        Before a step of ``optimizer``, a rank needs only its part of them.
         """
 
     def accumulate(self, accumulating: bool) -> None:

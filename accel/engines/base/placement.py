@@ -34,7 +34,7 @@ class Placements:
 
     @property
     def partial(self) -> bool:
-        """True if a rank may lack some of them."""
+        """True if a rank may lack some of these tensors."""
         return self != REPLICATED
 
 

@@ -50,8 +50,7 @@ def prepare(
 ) -> None:
     """Make gradients final before a step, or in a closure. Collective.
 
-    A plain backward is right if ``by_grad_scaler``, the user's GradScaler,
-    steps.
+    A plain backward is right if a GradScaler steps (``by_grad_scaler``).
     """
     if engine.restructured:
         refuse_changes(engine)
