@@ -84,7 +84,9 @@ class DriftGuard:
         self.next = min([n for n in _EARLY if n > self.steps] + [self.steps + self._interval])
         facts = _facts(engine)
         hashes = {digest_values(name): digest_values(fact) for name, fact in facts.items()}
-        inputs = digest_values(list(map(int, self._inputs))) if self._inputs else 0
+        inputs = 0
+        if self._inputs:
+            inputs = digest_values(list(map(int, self._inputs)))
         self._inputs.clear()
         title = f"the drift check of {engine.label} at step {self.steps}"
         by_rank, inputs_by_rank = zip(*agree(title, (hashes, inputs)), strict=True)

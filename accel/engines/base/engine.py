@@ -254,7 +254,8 @@ class Engine(ABC):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model in place, until ``teardown``."""
         before = vars(self.module).get("_compiled_call_impl")
-        self.undo.callback(vars(self.module).__setitem__, "_compiled_call_impl", before)
+        restore = vars(self.module).__setitem__
+        self.undo.callback(restore, "_compiled_call_impl", before)
         self.module.compile(*args, **kwargs)
 
     @final

@@ -162,12 +162,13 @@ def _send(fulls: Iterable[_FullTensor], shards: Mapping[Any, Shard], process: Pr
     for full in fulls:
         for held, box in full.pieces():
             target, source = full.view(box), full.boxes[held]
-            nbytes = math.prod(shape_of(box)) * full.dtype.itemsize
+            shape = shape_of(box)
+            nbytes = math.prod(shape) * full.dtype.itemsize
             if nbytes > room:
                 flush()
                 room = _BATCH_BYTES
             room -= nbytes
-            values = torch.empty(shape_of(box), dtype=full.dtype, device=process.carrier)
+            values = torch.empty(shape, dtype=full.dtype, device=process.carrier)
             received.append((target, values))
             by_rank.setdefault(source, []).append(values)
             if source == process.place.rank:

@@ -37,6 +37,7 @@ Kwargs = dict[str, Any]
 
 #: The table of hooks after ``load_state_dict``.
 _POST_HOOKS: Final = "_load_state_dict_post_hooks"
+_FSDP: Final = "torch.distributed."
 #: A table of a module, a name in it, and the tensor.
 _Place = tuple[Any, str, Any]
 #: By ``id(tensor)``.
@@ -74,7 +75,7 @@ def in_place_of(
             if before_hooks is not None and own_hooks:
                 hooks.append((names, own_hooks))
                 # Hooks of FSDP2 raise for replaced tensors.
-                users = [h for h in own_hooks.values() if not _is_from(h, "torch.distributed.")]
+                users = [h for h in own_hooks.values() if not _is_from(h, _FSDP)]
                 chain = [loaded, *users] if users else []
                 names[_POST_HOOKS] = OrderedDict(enumerate(chain))
         yield

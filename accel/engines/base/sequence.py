@@ -148,7 +148,8 @@ class SequenceParallel:
             self.running, _now.sequence = False, outer
             mha.set_fastpath_enabled(fast)
         # For example attn_implementation="eager" of transformers, or softmax(q @ k.mT) @ v.
-        if function is self._engine.entry and not self.whole and not self._exchanges:
+        is_forward = function is self._engine.entry
+        if is_forward and not self.whole and not self._exchanges:
             raise BackendError(
                 f"{self.label} called no scaled_dot_product_attention, so shards "
                 "of a sequence saw only themselves. Use "
