@@ -2,9 +2,9 @@
 
 OSS chooses the owner of each parameter, keeps weights in flat buffers, and
 broadcasts them after a step. Before it, accel reduces each gradient to its
-owner, and the user's optimizer steps the parameters with a gradient. OSS's
-own ``step`` and ``clip_grad_norm`` are wrong if a loop freezes parameters
-or accumulates gradients.
+owner, and the user's optimizer steps. OSS's own ``step`` and
+``clip_grad_norm`` are wrong if a loop freezes parameters or accumulates
+gradients.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from ..process.packing import average_, broadcast_, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry, parameters_of
 from .base.engine import Engine
-from .base.gradients import Gradients, refuse_overlaps
+from .base.gradients import Gradients
 from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
 from .base.placement import Placement, Placements
 from .base.raw_objects import Args, Function, Kwargs
+from .base.refusals import refuse_overlaps
 from .base.versions import check_version
 
 logger = logging.getLogger("accel")

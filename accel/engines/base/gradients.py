@@ -18,9 +18,6 @@ from ...process.control import agree, announce
 from .buffers import Buffers
 from .placement import Placement
 from .refusals import check_parameters
-from .refusals import refuse_overlaps as refuse_overlaps
-from .refusals import refuse_quantized as refuse_quantized
-from .refusals import refuse_sparse as refuse_sparse
 
 if TYPE_CHECKING:
     from .engine import Engine

@@ -20,12 +20,12 @@ from ...shard import Shard, StateEntry
 from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, take_away
 from ..base.engine import Engine, lost_weights
 from ..base.gather import Item
-from ..base.gradients import refuse_overlaps
 from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options
 from ..base.placement import Placement, Placements
 from ..base.raw_objects import Args, Function, Kwargs
+from ..base.refusals import refuse_overlaps
 from .passes import PipelineGradients, forward
 
 
