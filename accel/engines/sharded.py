@@ -3,8 +3,7 @@
 OSS chooses the owner of each parameter, keeps weights in flat buffers, and
 broadcasts them after a step. Before it, accel reduces each gradient to its
 owner, and the user's optimizer steps. OSS's own ``step`` and
-``clip_grad_norm`` are wrong if a loop freezes parameters or accumulates
-gradients.
+``clip_grad_norm`` are wrong after freezing or gradient accumulation.
 """
 
 from __future__ import annotations
