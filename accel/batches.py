@@ -1,4 +1,4 @@
-"""``split`` gives each rank its items, and ``largest_batch`` finds the batch size that fits."""
+"""Divide items over the ranks, and find the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def split(items: range, pad: Literal[True]) -> list[int]: ...
 def split(items: T, pad: bool = False) -> T: ...
 @locked
 def split(items: T, pad: bool = False) -> T:
-    """Return this rank's consecutive share of the items of every rank. Collective.
+    """Return this rank's consecutive share of the items. Collective.
 
     ``gather_for_metrics(rows, items)`` brings results for the shares back into the order of
     ``items``. Ranks that read the same batch, as in ``data_parallel_place``, get the same share.
@@ -102,7 +102,7 @@ _MEMORY_TEXTS: Final = (
 
 
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
-    """Call ``fn(batch_size)`` with half the size until no rank runs out of memory. Collective.
+    """Call ``fn(batch_size)`` with half the size until it fits. Collective.
 
     Build the model, optimizers and loaders inside ``fn``. Before each further call accel tears
     everything down on all ranks, starts the process groups again and restores the random
@@ -144,7 +144,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
 
 
 def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
-    """Return the ranks' errors of memory, or an empty text and the result. Collective."""
+    """Return the ranks' memory errors and the result. Collective."""
     call = f"accel.largest_batch({size})"
     before = process.current()
     try:

@@ -1,4 +1,4 @@
-"""Deferred initialization: modules are built without memory, and get their values in ``setup``."""
+"""Deferred initialization: modules get memory and values in ``setup``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The creator of a deferred parameter, the source of its values, and its writes."""
+    """The creator, the source of values and the writes of a deferred parameter."""
 
     module: Callable[[], nn.Module | None]
     source: Source | None
@@ -57,7 +57,7 @@ def deferred_init(
     recorder = _Recorder()
 
     def defer(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        """Return a parameter on the meta device in place of a module's new parameter."""
+        """Return a parameter on meta in place of a new parameter."""
         if parameter is None or parameter.is_meta:
             return None
         deferred = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -84,7 +84,7 @@ class _Recorder(TorchDispatchMode):
         self._writes: dict[int, set[str]] = {}
 
     def record(self, parameter: torch.Tensor) -> set[str]:
-        """Begin to record for a parameter. Aliases such as ``p.data`` share its storage."""
+        """Begin to record for a parameter and its aliases, such as ``p.data``."""
         writes = self._writes[parameter.untyped_storage()._cdata] = set()
         return writes
 
@@ -113,7 +113,7 @@ def weights_of(module: nn.Module) -> Source | None:
 
 
 def check_deferred(module: nn.Module) -> None:
-    """Raise BackendError if parameters or buffers would never get values, or lose them."""
+    """Raise BackendError if a tensor would get no values, or lose them."""
     recorder = _Recorder()
     origins: dict[str, Origin] = {}
     writes_by_name: dict[str, set[str]] = {}
@@ -148,7 +148,7 @@ def check_deferred(module: nn.Module) -> None:
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
-    """Give memory and values to deferred parameters. Values from a directory are read later."""
+    """Give memory to deferred parameters, and values if no directory has them."""
     deferred = [p for p in module.parameters() if p.is_meta]
     ids = set(map(id, deferred))
     source, resets = weights_of(module), list(resetting(module))
@@ -164,7 +164,7 @@ def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitSt
 
 
 def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
-    """Give submodules with a call to reset each, children first as in a constructor."""
+    """Give submodules with a call to reset each, children first."""
     modules: list[nn.Module] = []
     module.apply(modules.append)
     for child in dict.fromkeys(modules):
@@ -195,7 +195,7 @@ def without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Exchange the contents of two parameters. Optimizers know their identities."""
+    """Exchange the contents of two parameters, but not their identities."""
     other.__class__ = type(parameter)
     attributes = dict(vars(parameter))
     attributes.pop(_ORIGIN, None)

@@ -16,7 +16,7 @@ class AccelError(Exception):
 
 
 class AlreadySetUpError(AccelError):
-    """The model already has an engine with a different backend, precision or options."""
+    """The model is already set up with a different backend or precision."""
 
 
 class SharedParametersError(AccelError):
@@ -24,7 +24,7 @@ class SharedParametersError(AccelError):
 
 
 class RankMismatchError(AccelError):
-    """The ranks have different models, arguments or trainable parameters, or different calls."""
+    """The ranks have different models or arguments, or make different calls."""
 
 
 class OptimizerError(AccelError):
@@ -36,7 +36,7 @@ class BackendError(AccelError):
 
 
 class DeviceError(AccelError):
-    """A device doesn't exist or is taken, or ``devices`` has an unknown form."""
+    """A device is absent or taken, or ``devices`` has an unknown form."""
 
 
 class PrecisionError(AccelError):
@@ -63,7 +63,7 @@ class TimeoutError(AccelError, builtins.TimeoutError):
 
 
 def described(value: object) -> str:
-    """Return a value's class for a message: "a torch.nn.Linear", or "the class torch.nn.Linear"."""
+    """Return a value's class for a message, such as "a torch.nn.Linear"."""
     if value is None:
         return "None"
     kind = value if isinstance(value, type) else type(value)
@@ -74,7 +74,7 @@ def described(value: object) -> str:
 
 
 def whole_number(value: Any) -> int:
-    """Return an int, or the int of a NumPy integer, or -1 for everything else."""
+    """Return the int of a Python or NumPy integer, and -1 otherwise."""
     try:
         return -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -82,7 +82,7 @@ def whole_number(value: Any) -> int:
 
 
 def text_of_error(error: BaseException | None) -> str:
-    """Return an error as the other ranks show it, or an empty text if there is none."""
+    """Return an error as the other ranks show it. None has an empty text."""
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
@@ -90,12 +90,12 @@ def text_of_error(error: BaseException | None) -> str:
 
 
 def is_url(path: str) -> bool:
-    """True if a path is the URL of a store, and has not lost a slash in a Path."""
+    """True if a path is the URL of a store, with both slashes."""
     return bool(re.match("[A-Za-z][A-Za-z0-9+._-]+://", path))
 
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
-    """Return a path. Raise ``error`` if it is a URL, which would create a directory ``s3:``."""
+    """Return a path. Raise ``error`` if it is a URL."""
     # Path("s3://bucket") loses a slash, and fsspec has chains such as "simplecache::s3://bucket".
     if re.match("[A-Za-z][A-Za-z0-9+._-]+:[/:]", path):
         raise error(

@@ -1,4 +1,4 @@
-"""Comparison of the ranks' facts: a text for each value, and the first difference."""
+"""Comparison of the ranks' facts as texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def comparable_text(value: Any) -> str:
 def first_difference(
     facts_by_rank: Sequence[Mapping[Any, Any]], *, ignore_absent: bool = False
 ) -> str:
-    """Return the first name with different values and those values, or an empty text.
+    """Return the first name with different values, or an empty text.
 
     An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2". With ``ignore_absent`` only
     the ranks that have a fact are compared.

@@ -34,7 +34,7 @@ Dataloaders = TypeVar(
 
 
 class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
-    """The result of ``setup``. Each part has the form of its argument, and its static type.
+    """The result of ``setup``, with the forms and static types of its arguments.
 
     Optimizers come back as they are. The model and the dataloaders are handles.
     """
@@ -148,7 +148,7 @@ _TORCH_NAMES: Final = frozenset(vars(nn.Module))
 
 
 def _through_engine(bound: MethodType) -> Callable[..., Any]:
-    """Return a method of the raw module as a function of the handle, which runs in the engine.
+    """Return a method of the raw module to run in the engine.
 
     Torch's own methods and the user's overrides of them, such as ``train``, run directly.
     """
@@ -190,7 +190,7 @@ def loader_state(handle: LoaderHandle) -> LoaderState:
 
 
 class HiddenAttribute:
-    """A value on a user's object. Copies and pickles of the object don't have it.
+    """A value on a user's object, but not on its copies and pickles.
 
     The value lives as long as its owner and may refer to it. The garbage collector sees the cycle,
     but would not if a table held both.
@@ -208,7 +208,7 @@ class HiddenAttribute:
 
     @staticmethod
     def get(owner: object) -> Any:
-        """Return the value on ``owner``, or None. A shallow copy of the owner doesn't own it."""
+        """Return the value on ``owner``, or None."""
         attribute = owner.__dict__.get(HiddenAttribute.KEY)
         if attribute is None or attribute.owner_id != id(owner):
             return None

@@ -1,4 +1,4 @@
-"""Estimate the memory that each backend needs on a rank, and summarize a model's engine."""
+"""Estimate the memory of each backend, and summarize a model's engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def human(nbytes: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """The result of ``accel.memory_report``. ``print(report)`` shows it as a table.
+    """The result of ``accel.memory_report``. Print it for a table.
 
     Attributes:
         title: the model and its optimizers.
@@ -60,7 +60,7 @@ class MemoryReport:
         return "\n".join(lines)
 
     def save_plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the table as a bar chart. The suffix of ``path`` selects the format."""
+        """Draw a bar chart. The suffix of ``path`` selects the format."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
@@ -84,7 +84,7 @@ class MemoryReport:
 def memory_report(
     model_or_handle: nn.Module, optimizer: Any = None, *, ranks: Sequence[int] = (1, 2, 4, 8, 64)
 ) -> MemoryReport:
-    """Predict the bytes that each backend needs on a rank to train this model. Local.
+    """Predict the bytes on a rank to train a model with each backend. Local.
 
     Parameters, gradients, optimizer state, buffers and kept communication buffers are counted.
     Activations are not. Nothing is allocated, so the model may be on the meta device.
@@ -123,7 +123,7 @@ def _names(optimizers: Iterable[Optimizer]) -> str:
 
 
 def _label(options: Options) -> str:
-    """Return a backend's name, with the options that differ from the defaults."""
+    """Return a backend's name and its options without defaults."""
     usual, changed = type(options)(), []
     for field in fields(options):
         value = getattr(options, field.name)
@@ -134,7 +134,7 @@ def _label(options: Options) -> str:
 
 
 def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[TensorSize]:
-    """Return the sizes of all parameters and buffers. Nothing is allocated or changed."""
+    """Return the sizes of all parameters and buffers, without allocating."""
     states: dict[int, tuple[int, int]] = {}
     for number, optimizer in enumerate(optimizers):
         for key, nbytes in _state_bytes(optimizer).items():
@@ -156,7 +156,7 @@ def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Ten
 
 
 def _state_bytes(optimizer: Optimizer) -> dict[int, int]:
-    """Return the bytes of state by parameter id, found by a step with parameters on meta."""
+    """Return the bytes of state by parameter id, after a step on meta."""
     parameters = parameters_of(optimizer)
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups = list(map(_on_meta, groups))
@@ -176,7 +176,7 @@ def _state_bytes(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group with parameters and gradients on meta. Its own may be sharded."""
+    """Return a group with full parameters and gradients on meta."""
     stand_ins = []
     for p in group["params"]:
         data = torch.empty(tuple(p.shape), dtype=p.dtype, device="meta")
@@ -188,7 +188,7 @@ def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(model: nn.Module) -> str:
-    """Return a text with the backend, precision, parameters and bytes on this rank. Local.
+    """Describe a model's backend, parameters and bytes on this rank. Local.
 
     Print it on rank 0 by ``accel.print(accel.summary(model))``.
     """
@@ -211,7 +211,7 @@ def summary(model: nn.Module) -> str:
 
 
 def _shard_bytes(engine: Engine, optimizers: Iterable[Optimizer | None]) -> str:
-    """Return the size of this rank's shards of the optimizers, or of the module (None)."""
+    """Return the size of this rank's shards. None means the module."""
     nbytes = {}
     for optimizer in optimizers:
         for shard in engine.holdings.shards(optimizer):

@@ -1,4 +1,4 @@
-"""The numeric precision of a model, the loss scale of fp16, and conversion in place."""
+"""Precision of a model, the loss scale of fp16, and conversion in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
 
 
 def dtype_of(value: object) -> torch.dtype | None:
-    """Return the dtype of a name such as "torch.bfloat16", or a dtype itself, or None."""
+    """Return a dtype, also by a name such as "torch.bfloat16", or None."""
     if isinstance(value, str):
         value = getattr(torch, value.removeprefix("torch."), None)
     return value if isinstance(value, torch.dtype) else None
@@ -36,7 +36,7 @@ def dtype_of(value: object) -> torch.dtype | None:
 
 @final
 class Precision:
-    """The dtypes of parameters, inputs and the forward pass. Outputs are fp32."""
+    """The dtypes of parameters and of the forward pass. Outputs are fp32."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in _DTYPES:
@@ -47,7 +47,7 @@ class Precision:
         self.storage, self.compute = _DTYPES[name]
 
     def check(self, module: nn.Module) -> None:
-        """Raise PrecisionError if mixed precision would train half-precision parameters."""
+        """Raise PrecisionError if mixed precision would train half weights."""
         for name, parameter in module.named_parameters():
             half = parameter.is_floating_point() and parameter.dtype.itemsize < 4
             if self.compute and half and parameter.requires_grad:
@@ -83,7 +83,7 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 @final
 class LossScale:
-    """The dynamic loss scale of this process, with the rule of ``torch.amp.GradScaler``.
+    """The dynamic loss scale of this process, as in ``torch.amp.GradScaler``.
 
     The scale exists only during ``backward``. Afterwards gradients are divided by it, because
     clipping, logging and models of a different precision need true gradients. It is a power of
@@ -107,7 +107,7 @@ class LossScale:
         self.value, self._good_steps = value, good_steps
 
     def backward(self, loss: torch.Tensor, holders: Iterable[Any], **options: Any) -> None:
-        """Call ``backward`` of a scaled loss. ``holders`` and leaves get true gradients."""
+        """Scale the loss, and unscale the gradients of holders and leaves."""
         # A parameter may be a holder and a leaf. Equal tensors are different keys.
         unique = dict.fromkeys(chain(holders, _leaves(loss)))
         _multiply(unique, self.value)
@@ -118,7 +118,7 @@ class LossScale:
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
-        """Update the scale once for each scaled backward. Return True if an optimizer may step."""
+        """Update the scale once per backward. True if an optimizer may step."""
         if self._counted != self.serial:
             self._counted = self.serial
             self._good_steps += 1
@@ -132,7 +132,7 @@ class LossScale:
 
 @torch.no_grad()
 def _multiply(holders: Iterable[Any], factor: float) -> None:
-    """Multiply gradients. Inf becomes NaN, because clipping by value would hide an overflow."""
+    """Multiply gradients."""
     grads = [here(holder.grad) for holder in holders if holder.grad is not None]
     dense = [grad for grad in grads if grad.layout == torch.strided]
     if grads:
@@ -167,7 +167,7 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def all_finite(optimizer: Optimizer) -> bool:
-    """True if an optimizer's gradients on this rank contain neither inf nor NaN."""
+    """True if an optimizer's gradients on this rank are finite."""
     local = map(here, gradients_of(optimizer))
     dense = [g.coalesce().values() if g.is_sparse else g for g in local]
     nonempty = list(filter(torch.Tensor.numel, dense))
@@ -187,7 +187,7 @@ def all_finite(optimizer: Optimizer) -> bool:
 def convert_module(
     module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
 ) -> None:
-    """Move parameters, gradients and buffers to a device, and floating ones to ``dtype``."""
+    """Move a module to a device, and its floating tensors to ``dtype``."""
     for tensor in chain(module.parameters(), module.buffers()):
         before, grad = tensor.data, tensor.grad
         # The engine moves meta tensors.
@@ -207,7 +207,7 @@ def _moved(
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Give a tensor a new value, dtype and device without changing its identity."""
+    """Give a tensor a new value, dtype and device in place."""
     # A tensor can't have a gradient of a different dtype, not even for a moment.
     tensor.grad = None
     if torch._has_compatible_shallow_copy_type(tensor, value):
@@ -220,7 +220,7 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None
 
 
 def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
-    """Move optimizer state to its parameters' devices and dtypes, as ``load_state_dict`` does."""
+    """Move optimizer state to its parameters, as ``load_state_dict`` does."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
@@ -237,7 +237,7 @@ Replaced = list[tuple[nn.Module, str, nn.Module]]
 
 
 def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Replaced:
-    """Replace each BatchNorm by a ``SyncBatchNorm`` with the same parameters and buffers."""
+    """Replace each BatchNorm by a ``SyncBatchNorm`` with the same tensors."""
     children: Replaced = []
     for parent in module.modules():
         children += [(parent, name, child) for name, child in parent.named_children()]
@@ -246,7 +246,7 @@ def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Re
 
 
 def restore_batchnorms(replaced: Replaced) -> None:
-    """Put the replaced BatchNorms back, with the buffers and mode of the SyncBatchNorms."""
+    """Put BatchNorms back, with the buffers and mode of the SyncBatchNorms."""
     for parent, name, child in replaced:
         stand_in = parent.get_submodule(name)
         child.train(stand_in.training)

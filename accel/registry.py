@@ -1,4 +1,4 @@
-"""The registry of live engines: from a model, an optimizer or parameters to the engine."""
+"""The registry of live engines by model, optimizer and parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("accel")
 
 @final
 class Registry:
-    """The live engines. The raw module keeps an engine alive, and the registry doesn't."""
+    """The live engines. Raw modules keep them alive, and the registry doesn't."""
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -98,7 +98,7 @@ class Registry:
         return patches if engine.sequence is None else patches + engine.sequence.patches
 
     def _install_hooks(self) -> None:
-        """Install the hooks of live engines, and remove those of engines that have ended."""
+        """Install the hooks of live engines, and remove all others."""
         with changing:
             # Replaced at once, because a garbage collection may call this in between.
             gradients = [engine.gradients for engine in self.in_order()]
@@ -125,12 +125,12 @@ class Registry:
         return sorted(self.engines, key=lambda engine: engine.serial)
 
     def sweep(self) -> None:
-        """Collect garbage, because unreachable engines are in reference cycles."""
+        """Collect unreachable engines, which are in reference cycles."""
         if self.engines:
             gc.collect()
 
     def find_engine(self, model: object) -> Engine:
-        """Return the engine of a handle, a raw module, or a ``torch.compile`` wrapper."""
+        """Return the engine of a handle, raw module or compile wrapper."""
         module, _ = resolve_module(model)
         engine = self.engine(module)
         if engine is not None:
@@ -152,13 +152,13 @@ class Registry:
         return None if reference is None else reference()
 
     def owners_of(self, params: Sequence[torch.Tensor]) -> Iterator[Engine]:
-        """Give the engines with some of these parameters, in the order of all ranks."""
+        """Give the engines with some of these parameters, in order."""
         for engine in self.in_order():
             if any(id(p) in engine.known for p in params):
                 yield engine
 
     def check_new(self, module: nn.Module) -> None:
-        """Raise if a different engine or library distributes a module or some of its parameters."""
+        """Raise if a different engine or library distributes parameters."""
         kind = type(module).__name__
         for engine in self.engines:
             shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
@@ -185,7 +185,7 @@ class Registry:
             engine.restructured = True
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Make gradients final for an optimizer unknown to ``setup``, or raise."""
+        """Make gradients final for an optimizer unknown to ``setup``."""
         # Without a call of HiddenAttribute, because every step comes here.
         slot = optimizer.__dict__.get(HiddenAttribute.KEY)
         if slot is not None and slot.owner_id == id(optimizer):
@@ -208,7 +208,7 @@ class Registry:
                 prepare(engine, optimizer)
 
     def _warn_of_stranger(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-        """Warn once of parameters outside of every model, as of ArcFace. Local."""
+        """Warn once of parameters outside of every model. Local."""
         trains = any(engine.distributed and engine.optimizers for engine in self.engines)
         if not trains or set(map(type, params)) != {nn.Parameter}:
             return
@@ -224,7 +224,7 @@ class Registry:
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
-    """Return a raw module, and the module to call, such as a compile wrapper."""
+    """Return a raw module, and the module to call (a compile wrapper)."""
     if type(model) is ModelHandle:
         if engine_behind(model) is None:
             raise AccelError("This model was torn down. Pass the raw module, accel.unwrap(model).")

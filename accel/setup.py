@@ -1,4 +1,4 @@
-"""``accel.setup``: plan a call on each rank, agree on the plan, then build the engine."""
+"""``accel.setup``: plan on each rank, agree on the plan, build the engine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def setup(
     devices: Any = "auto",
     loader_options: LoaderOptions | None = None,
 ) -> Handles[Model, Optimizers, Dataloaders]:
-    """Distribute a model, its optimizers and dataloaders, and return them for the same loop.
+    """Distribute a model, its optimizers and dataloaders for the same loop.
 
     Call it with the same arguments on every rank. All ranks start from rank 0's weights and
     buffers. A second call returns the same handles, and may add optimizers and dataloaders.
@@ -110,7 +110,7 @@ def setup(
 
 @dataclass(slots=True)
 class Plan:
-    """The objects of one call of ``setup`` on this rank, and what the call does with them."""
+    """The objects of a call of ``setup`` on this rank, and their treatment."""
 
     process: Process
     optimizers: Any
@@ -251,7 +251,7 @@ def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: s
 
 
 def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
-    """Compare the ranks' plans, and return rank 0's seeds of the new loaders. Collective."""
+    """Compare the plans, and return rank 0's seeds of new loaders. Collective."""
     options = plan.loader_options
     compared = options.shard and plan.process.place.world_size > 1
     facts = describe(plan) if error is None else {}
@@ -330,7 +330,7 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
 
 
 def build_engine(plan: Plan) -> None:
-    """Build the engine or add the optimizers to it, on all ranks or on none. Collective."""
+    """Build the engine or add optimizers, on all ranks or on none. Collective."""
     # In torch.inference_mode an engine would create tensors without a backward.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
         error: Exception | None = None
@@ -381,7 +381,7 @@ def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
 
 
 def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Give memory to deferred parameters, unless the backend does that block by block."""
+    """Give memory to deferred parameters, unless the backend does it."""
     alone, holdings_type = plan.process.place.world_size == 1, plan.engine_type.holdings_type
     if alone or not holdings_type.materializes:
         reads = plan.fill is not None and not alone
@@ -393,7 +393,7 @@ def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> N
 
 
 def find_handle(loader: DataLoader[Any], place: LoaderPlace) -> LoaderHandle | None:
-    """Return the last handle of a loader, or None if there is none for this place."""
+    """Return the last handle of a loader for this place, or None."""
     handle: LoaderHandle | None = HiddenAttribute.get(loader)
     if handle is None:
         return None
@@ -429,7 +429,7 @@ def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
 
 
 def log_setup(plan: Plan) -> None:
-    """Log the engine and batch sizes, and warn of a scheduler built before a loader. Local."""
+    """Log the engine and batch sizes, and warn of an early scheduler. Local."""
     engine, places = plan.engine, plan.place.world
     if plan.builds and engine is not None:
         ranks = f"{plan.process.place.world_size} x {plan.process.device.type}"

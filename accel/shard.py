@@ -1,4 +1,4 @@
-"""Shards of tensors, and the state of modules and optimizers that checkpoints write and fill."""
+"""Shards of tensors, and the state of modules and optimizers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the common elements of two boxes with as many sides, or None if they have none."""
+    """Return the common elements of two boxes, or None."""
     sides = []
     for (a, b), (c, d) in zip(one, other, strict=True):
         begin, end = max(a, c), min(b, d)
@@ -51,7 +51,7 @@ def relative(box: Box, outer: Box) -> Box:
 
 
 def flattened(box: Box, shape: tuple[int, ...]) -> Box | None:
-    """Return a box as a range in row-major order, or None if its elements are not one range."""
+    """Return a box as a range in row-major order, or None if it isn't a range."""
     if len(box) == 1 and len(shape) != 1:
         return box
     start, is_cut, row = 0, False, math.prod(shape)
@@ -65,7 +65,7 @@ def flattened(box: Box, shape: tuple[int, ...]) -> Box | None:
 
 
 def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Give elements ``start`` to ``stop`` of a box in row-major order, as few boxes, in order."""
+    """Give elements ``start`` to ``stop`` of a box as few boxes, in order."""
     if not box and start < stop:
         yield box
         return
@@ -85,7 +85,7 @@ def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def expanded(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Give the elements of ``box`` in order, in boxes with a side for each dimension."""
+    """Give the elements of a box in boxes with a side for each dimension."""
     if len(box) == len(shape):
         yield box
     else:
@@ -117,7 +117,7 @@ class Shard:
 
 
 def flat_shard(name: str, shape: tuple[int, ...], start: int, tensor: torch.Tensor) -> Shard:
-    """Return the shard with the elements from ``start`` on, in row-major order."""
+    """Return the shard with the elements from ``start`` on."""
     return Shard(name, shape, ((start, start + tensor.numel()),), tensor)
 
 
@@ -133,7 +133,7 @@ Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give parameters and persistent buffers as in ``state_dict``, tied ones under all names."""
+    """Give parameters and persistent buffers, tied ones under all names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, tensor in chain(child._parameters.items(), child._buffers.items()):
             if tensor is not None and name not in child._non_persistent_buffers_set:
@@ -151,7 +151,7 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
 def module_shards(
     module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]
 ) -> list[Shard]:
-    """Return the shards of parameters and persistent buffers. Tied ones have their first name."""
+    """Return the shards of parameters and persistent buffers, tied ones once."""
     own = set(map(id, chain(module.parameters(), module.buffers())))
     seen: set[int] = set()
     shards: list[Shard | None] = []
@@ -171,7 +171,7 @@ def module_shards(
 
 
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules with a ``get_extra_state``, by name in ``state_dict``."""
+    """Return the submodules with extra state, by name in ``state_dict``."""
     modules = {}
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
@@ -180,7 +180,7 @@ def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Set the extra state of submodules from ``values``, by name in ``state_dict``."""
+    """Set the extra state of submodules, by name in ``state_dict``."""
     for name, child in extra_modules(module).items():
         if name in values:
             child.set_extra_state(values[name])
@@ -192,7 +192,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
-    """True if an entry of a parameter's state is stored as shards, and not as a value.
+    """True if a checkpoint stores an entry of a parameter's state as shards.
 
     The state of a 0-dim parameter is 0-dim too, except for its counter.
     """
@@ -204,7 +204,7 @@ def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
 def state_device(
     key: object, device: torch.device, group: Mapping[str, Any]
 ) -> torch.device | None:
-    """Return the device of state of a parameter, by the rule of ``Optimizer.load_state_dict``.
+    """Return the device of a parameter's state, as ``load_state_dict`` does.
 
     None means any device: a step counter may be anywhere, unless its group is fused or capturable.
     """
@@ -228,7 +228,7 @@ class StateEntry:
 
 
 class Raw:
-    """This rank's state of a module and its optimizers. ``optimizer=None`` means the module."""
+    """This rank's state of a module and optimizers. None means the module."""
 
     def __init__(self, module: nn.Module | None, parameter_names: Mapping[int, str]) -> None:
         #: An empty module for optimizers alone.
@@ -237,7 +237,7 @@ class Raw:
         self.parameter_names = parameter_names
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """Return this rank's shard of a tensor, without a copy, or None if it has none. Local.
+        """Return this rank's shard of a tensor, not copied, or None. Local.
 
         ``tensor`` is a parameter or buffer, or its optimizer state under ``key``, or its gradient
         ("grad").
@@ -255,11 +255,11 @@ class Raw:
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Allocate this rank's shard of optimizer state with this full shape. Local."""
+        """Allocate this rank's shard of state with a full shape. Local."""
         return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
 
     def has(self, name: str) -> bool:
-        """True if this rank keeps the module's extra state of this name. Local."""
+        """True if this rank keeps the extra state of this name. Local."""
         return True
 
     def groups(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
@@ -273,7 +273,7 @@ class Raw:
         return [self.parameter_names[id(p)] for p in group["params"]]
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """Return this rank's tensors (master copies if there are some), without a copy. Local."""
+        """Return this rank's tensors or master copies, not copied. Local."""
         if optimizer is None:
             return module_shards(self.module, self.part)
         shards: list[Shard | None] = []
@@ -348,7 +348,7 @@ class Raw:
         return slots
 
     def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
-        """Set all ranks' ``values`` together. Other state of a parameter is dropped. Local."""
+        """Set all ranks' ``values``, and drop other parameters' state. Local."""
         if optimizer is None:
             fill_module_values(self.module, values)
             return
@@ -369,7 +369,7 @@ class Raw:
 
 
 def _copied(value: Any, old: Any, device: torch.device | None) -> Any:
-    """Return a saved value with its tensors copied to ``device``, or to the old value's device."""
+    """Return a copy of a value on ``device``, or on the old value's device."""
     if device is None and isinstance(old, torch.Tensor):
         device = old.device
     return map_tensors(lambda tensor: tensor.to(device, copy=True), value)

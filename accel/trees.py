@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
-    """Apply ``fn`` to every tensor in nested dicts, lists, tuples, namedtuples and dataclasses.
+    """Apply ``fn`` to every tensor in nested containers and dataclasses.
 
     Other leaves are kept. Containers without changes are returned themselves.
     """
@@ -48,7 +48,7 @@ def all_tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
 
 
 def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Replace quantized tensors by their plain tensors, such as torchao's codes and scales."""
+    """Replace quantized tensors by their plain tensors, such as torchao's."""
     plain: list[Tensor] = []
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -93,7 +93,7 @@ def walk(
     path: str,
     is_leaf: Callable[[Any], bool] = lambda tree: False,
 ) -> T:
-    """Replace each leaf by ``visit(path, leaf)``. The root has the path ``path``.
+    """Replace each leaf by ``visit(path, leaf)``. ``path`` is the root's.
 
     A container is a leaf too if ``is_leaf`` says so.
     """
@@ -109,7 +109,7 @@ def walk(
 
 
 def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
-    """Return the keys, the ends of paths and the values of a container, or None for a leaf."""
+    """Return keys, ends of paths and values of a container, or None."""
     if isinstance(tree, Mapping):
         quoted = {key: f'"{key}"' if isinstance(key, str) else repr(key) for key in tree}
         return [(key, f"[{quoted[key]}]", value) for key, value in tree.items()]

@@ -1,4 +1,4 @@
-"""The functions that a training loop calls on handles, and the end of engines."""
+"""Functions of a training loop on handles, and the end of engines."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def backward(
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients without synchronization in the forwards inside. Can be nested.
+    """Accumulate gradients without synchronization. Can be nested.
 
     The last backward pass may be inside too, because ``optimizer.step()`` synchronizes.
     """
@@ -90,7 +90,7 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
-    """Group a loader's batches for gradient accumulation, ``n`` batches for each optimizer step.
+    """Group a loader's batches for gradient accumulation, ``n`` for each step.
 
     ::
 
@@ -130,7 +130,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip the model's gradients by their global norm, on every backend. Collective.
+    """Clip the model's gradients by their global norm. Collective.
 
     Args:
         model: a handle or its raw module.
@@ -151,7 +151,7 @@ def clip_grad_norm_(
 
 
 def refresh_trainable(model: nn.Module) -> None:
-    """Apply a change of ``requires_grad`` now. Needed only with ``auto_refresh=False``. Collective.
+    """Apply a change of ``requires_grad`` if ``auto_refresh=False``. Collective.
 
     Raises:
         RankMismatchError: the ranks changed different parameters.
@@ -161,7 +161,7 @@ def refresh_trainable(model: nn.Module) -> None:
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Allow ranks to have different numbers of batches (``torch.distributed.algorithms.Join``)."""
+    """Allow different numbers of batches, as torch's ``Join`` does."""
     engine = registry.find_engine(model)
     if engine.sequence is not None:
         raise BackendError(
@@ -174,7 +174,7 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def unwrap(model: Model) -> Model:
-    """Return the raw module of a handle or of a ``torch.compile`` wrapper, or the module itself."""
+    """Return the raw module of a handle, compile wrapper or raw module."""
     handle: Any = model  # to a type checker a handle is its module
     module: Any = raw(handle) if type(handle) is ModelHandle else resolve_module(handle)[0]
     return module  # type: ignore[no-any-return]
@@ -182,7 +182,7 @@ def unwrap(model: Model) -> Model:
 
 @locked
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
-    """Return the ``state_dict()`` of the raw object, as in a single process. Collective.
+    """Return the ``state_dict()`` of the raw object. Collective.
 
     Sharded tensors come to the CPU, because a device may be too small for all of them.
 
@@ -205,20 +205,20 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
 
 
 class DataParallelPlace(NamedTuple):
-    """The index of a process among the processes with different batches, and their number."""
+    """The index and number of processes with different batches."""
 
     rank: int
     world_size: int
 
 
 def data_parallel_place(model: nn.Module) -> DataParallelPlace:
-    """Return this process's data-parallel place. Processes that share a batch have the same."""
+    """Return this process's place. Processes that share a batch have the same."""
     engine = registry.find_engine(model)
     return DataParallelPlace(*engine.replica(engine.options, engine.process))
 
 
 def mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the device mesh of a model, or None. Its axes are "replicate", "shard" and "tensor".
+    """Return the device mesh with axes "replicate", "shard", "tensor", or None.
 
     After ``accel.teardown()`` and a new start, the names end in the number of the start.
     """
@@ -226,7 +226,7 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
-    """Return this rank's shard of a batch for a model with ``sequence_parallel``. Collective.
+    """Return this rank's shard of a batch with ``sequence_parallel``. Collective.
 
     Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first tensor are
     cut. For models of transformers, ``position_ids`` and ``shift_labels`` of the full sequence are
@@ -249,7 +249,7 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Give a model with ``sequence_parallel`` whole sequences, as in ``generate``, on each rank."""
+    """Give each rank of ``sequence_parallel`` full sequences, for ``generate``."""
     sequence = registry.find_engine(model).sequence
     if sequence is None:
         yield
@@ -270,7 +270,7 @@ def teardown(model: Model) -> Model: ...
 def teardown() -> None: ...
 @locked
 def teardown(model: Any = None) -> Any:
-    """Undo ``setup`` and return the raw module with its full trained weights. Collective.
+    """Undo ``setup`` and return the raw module with full weights. Collective.
 
     The optimizers work again as before ``setup``. Without a model, tear down every engine and
     accel's own process group, and return None.
@@ -295,7 +295,7 @@ def teardown(model: Any = None) -> Any:
 
 @locked
 def shut_down(how: str = process.TORN_DOWN) -> None:
-    """End every engine and accel's process group. Ranks that wait for this one hear ``how``."""
+    """End every engine and accel's process group. Waiting ranks hear ``how``."""
     save = sys.modules.get("accel.checkpoint.background")
     if save is not None:
         # A background save uses the groups.
@@ -308,7 +308,7 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
 
 
 def end_all() -> None:
-    """End every engine, together with the other ranks. Collective if an engine is sharded.
+    """End every engine. Collective if an engine is sharded.
 
     An error is raised after all engines have ended.
     """
@@ -343,7 +343,7 @@ def end_all() -> None:
 
 
 def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
-    """Return the reasons to end engines without the other ranks, by serial. Collective."""
+    """Return reasons to end engines without other ranks, by serial. Collective."""
     # A rank that tears down after an error must not wait long for ranks that wait elsewhere.
     after_error = sys.exc_info()[0] is not None
     limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
