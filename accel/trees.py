@@ -26,7 +26,11 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
 
 def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
     """Replace each leaf by ``fn(leaf, path)``. None stays None."""
-    return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
+
+    def visit(path: str, leaf: Any) -> Any:
+        return None if leaf is None else fn(leaf, path)
+
+    return walk(visit, tree, path)
 
 
 def to_device(tree: T, device: Any) -> T:
@@ -110,35 +114,45 @@ def walk(
 
 def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
     """Return keys, ends of paths and values of a container, or None."""
+    items: list[tuple[Any, str, Any]] = []
     if isinstance(tree, Mapping):
-        quoted = {key: f'"{key}"' if isinstance(key, str) else repr(key) for key in tree}
-        return [(key, f"[{quoted[key]}]", value) for key, value in tree.items()]
-    if isinstance(tree, list | tuple):
-        names = getattr(tree, "_fields", None)  # of a namedtuple
-        places = [f"[{i}]" if names is None else f".{names[i]}" for i in range(len(tree))]
-        return list(zip(range(len(tree)), places, tree, strict=True))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
-        names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-        return [(name, f".{name}", getattr(tree, name)) for name in names]
-    return None
+        for key, value in tree.items():
+            quoted = f'"{key}"' if isinstance(key, str) else repr(key)
+            items.append((key, f"[{quoted}]", value))
+    elif isinstance(tree, list | tuple):
+        # A namedtuple has names.
+        names = getattr(tree, "_fields", ())
+        for index, value in enumerate(tree):
+            place = f".{names[index]}" if names else f"[{index}]"
+            items.append((index, place, value))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                items.append((field.name, f".{field.name}", getattr(tree, field.name)))
+    else:
+        return None
+    return items
 
 
 def _changed(tree: Any, changes: Mapping[Any, Any]) -> Any:
     """Return a container of the same class with new values of some keys."""
     if isinstance(tree, tuple):
         values = [changes.get(index, value) for index, value in enumerate(tree)]
-        if type(tree) in (tuple, Size):  # a Size can hold numbers only
+        # A Size can hold numbers only.
+        if type(tree) in (tuple, Size):
             return tuple(values)
-        if hasattr(tree, "n_fields"):  # what torch.max returns
+        # torch.max returns a structseq.
+        if hasattr(tree, "n_fields"):
             return type(tree)(values)
         # A constructor of a namedtuple's subclass may have different arguments.
         return tuple.__new__(type(tree), values)
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return type(tree)({**tree, **changes})  # type: ignore[call-arg]
-    new_container = copy.copy(tree)
+    result = copy.copy(tree)
     for key, value in changes.items():
         if isinstance(tree, list | MutableMapping):
-            new_container[key] = value
+            result[key] = value
         else:
-            object.__setattr__(new_container, key, value)  # the dataclass may be frozen
-    return new_container
+            # A dataclass may be frozen.
+            object.__setattr__(result, key, value)
+    return result

@@ -26,6 +26,7 @@ from .errors import (
     text_of_error,
     whole_number,
 )
+from .facts import first_difference
 from .handles import Model, ModelHandle, loader_state, raw
 from .process import current, ended, running
 from .process.control import agree, locked, raise_together
@@ -56,15 +57,15 @@ def backward(
     Under "16-mixed" the loss is scaled first, and gradients are unscaled before this returns.
 
     Raises:
-        PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or
-            ``create_graph`` would put the scale into the graph.
+        PrecisionError: a "16-mixed" model has gradients of ``loss.backward()``,
+            or ``create_graph`` would put the scale into the graph.
     """
     if not registry.scaled:
         loss.backward(gradient, retain_graph, create_graph, inputs)
         return
     if create_graph:
         raise PrecisionError(
-            "accel.backward(create_graph=True) would put the loss scale of '16-mixed' into the "
+            "create_graph=True would put the loss scale of '16-mixed' into the "
             "graph. Use torch.autograd.grad(loss, inputs, create_graph=True)."
         )
     scaled: list[Engine] = []
@@ -75,8 +76,13 @@ def backward(
             engine.gradients.refuse_plain(zeros=False)
             scaled.append(engine)
     holders += dict(all_tensors([inputs])).values()
-    options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
-    registry.loss_scale.backward(loss, holders, **options)
+    registry.loss_scale.backward(
+        loss,
+        holders,
+        gradient=gradient,
+        retain_graph=retain_graph,
+        inputs=inputs,
+    )
     for engine in scaled:
         engine.gradients.plain = False
 
@@ -84,7 +90,7 @@ def backward(
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate gradients without synchronization. Can be nested.
 
-    The last backward pass may be inside too, because ``optimizer.step()`` synchronizes.
+    The last backward pass may be inside too: ``optimizer.step()`` synchronizes.
     """
     return registry.find_engine(model).no_sync()
 
@@ -100,18 +106,19 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.step()
             optimizer.zero_grad()
 
-    The last group of an epoch may be smaller. If it saves communication, gradients are only reduced
-    in the last backward of a group. A ``break`` drops the rest of a group.
+    The last group of an epoch may be smaller. If the backend can wait, gradients
+    are only reduced in the last backward of a group. A ``break`` drops the rest.
 
     Args:
-        loader: a loader's handle. The batches of an iterable dataset are read one group ahead.
-        n: batches of each rank for one step.
+        loader: a loader's handle. An iterable dataset is read a group ahead.
+        n: batches of each rank for a step.
 
     Raises:
         LoaderError: ``loader`` isn't a handle, or ``n`` isn't a positive number.
-        RankMismatchError: the ranks have different numbers of batches, or a different ``n``.
+        RankMismatchError: the ranks have different ``n`` or numbers of batches.
     """
-    handle: Any = loader  # to a type checker a handle is its loader
+    # To a type checker a handle is its loader.
+    handle: Any = loader
     if type(handle) is not LoaderHandle or whole_number(n) < 1:
         raise LoaderError(
             "accel.accumulate() takes the loader that accel.setup returned and a number of "
@@ -121,33 +128,37 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 
     def set_accumulating(accumulating: bool) -> None:
         for engine in registry.in_order():
-            if engine.serial in serials and engine.gradients.spares:
-                engine.gradients.accumulate(accumulating)
+            gradients = engine.gradients
+            if engine.serial in serials and gradients.spares:
+                gradients.accumulate(accumulating)
 
     return data.Accumulation(handle, whole_number(n), set_accumulating)
 
 
 def clip_grad_norm_(
-    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    model: nn.Module,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Clip the model's gradients by their global norm. Collective.
 
     Args:
         model: a handle or its raw module.
-        max_norm: the largest norm that the gradients may have afterwards.
-        norm_type: the order of the norm. ``float("inf")`` is the largest absolute value.
-        error_if_nonfinite: raise instead of clipping if the norm is inf or nan.
+        max_norm: the largest norm of the gradients afterwards.
+        norm_type: the order of the norm, also ``float("inf")``.
+        error_if_nonfinite: raise RuntimeError if the norm is inf or nan.
 
     Returns:
-        The norm before clipping, a 0-dim tensor that is the same on every rank.
+        The norm before clipping, a 0-dim tensor, the same on every rank.
 
     Raises:
-        RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
         BackendError: gradients are sharded, and ``norm_type`` is not above 0.
     """
     parameters = registry.find_engine(model).parameters
     # Torch's function leads to `gradients/clip.py` while an engine on several ranks lives.
-    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    clip = nn.utils.clip_grad_norm_
+    return clip(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 def refresh_trainable(model: nn.Module) -> None:
@@ -175,20 +186,22 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def unwrap(model: Model) -> Model:
     """Return the raw module of a handle, compile wrapper or raw module."""
-    handle: Any = model  # to a type checker a handle is its module
-    module: Any = raw(handle) if type(handle) is ModelHandle else resolve_module(handle)[0]
-    return module  # type: ignore[no-any-return]
+    # To a type checker a handle is its module.
+    handle: Any = model
+    if type(handle) is ModelHandle:
+        return raw(handle)  # type: ignore[no-any-return]
+    return resolve_module(handle)[0]  # type: ignore[return-value]
 
 
 @locked
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
     """Return the ``state_dict()`` of the raw object. Collective.
 
-    Sharded tensors come to the CPU, because a device may be too small for all of them.
+    Sharded tensors come to the CPU, because a device may be too small.
 
     Args:
-        model_or_optimizer: a model or optimizer that is set up.
-        rank0_only: return ``{}`` on the other ranks, which then need no memory for the state.
+        model_or_optimizer: a model or optimizer after ``setup``.
+        rank0_only: return ``{}`` on the other ranks, which saves memory.
     """
     keep = not rank0_only or process.is_main()
     optimizer: Optimizer | None = None
@@ -196,8 +209,10 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
         optimizer = model_or_optimizer
         engine = registry.find_engine_of(optimizer)
         if engine is None:
-            kind = type(optimizer).__name__
-            raise AccelError(f"This {kind} isn't set up. Call accel.setup(model, optimizer) first.")
+            raise AccelError(
+                f"This {type(optimizer).__name__} isn't set up. "
+                "Call accel.setup(model, optimizer) first."
+            )
     else:
         engine = registry.find_engine(model_or_optimizer)
     state: dict[str, Any] = engine.holdings.full_state_dict(optimizer, keep=keep)
@@ -218,28 +233,26 @@ def data_parallel_place(model: nn.Module) -> DataParallelPlace:
 
 
 def mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the device mesh with axes "replicate", "shard", "tensor", or None.
-
-    After ``accel.teardown()`` and a new start, the names end in the number of the start.
-    """
+    """Return the mesh with axes "replicate", "shard", "tensor", or None."""
     return registry.find_engine(model).mesh
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """Return this rank's shard of a batch with ``sequence_parallel``. Collective.
 
-    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first tensor are
-    cut. For models of transformers, ``position_ids`` and ``shift_labels`` of the full sequence are
-    added, and an ``attention_mask`` without padding is removed. Other models get the batch itself.
+    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the
+    first tensor are cut. For models of transformers, ``position_ids`` and
+    ``shift_labels`` of the full sequence are added, and an ``attention_mask``
+    without padding is removed. Other models get the batch itself.
 
     Args:
         model: a handle or its raw module.
-        batch: tensors in nested dicts, lists and tuples, the same on all ranks of a sequence.
+        batch: nested tensors, the same on all ranks of a sequence.
         dim: the dimension of the sequence.
 
     Raises:
-        BackendError: the sequence can't be divided, or ``attention_mask`` has padding.
-        RankMismatchError: ranks of one sequence have different batches.
+        BackendError: the sequence can't be cut, or its mask has padding.
+        RankMismatchError: ranks of a sequence have different batches.
     """
     engine = registry.find_engine(model)
     if engine.sequence is None:
@@ -272,14 +285,14 @@ def teardown() -> None: ...
 def teardown(model: Any = None) -> Any:
     """Undo ``setup`` and return the raw module with full weights. Collective.
 
-    The optimizers work again as before ``setup``. Without a model, tear down every engine and
-    accel's own process group, and return None.
+    The optimizers work again as before ``setup``. Without a model, tear down
+    every engine and accel's own process group, and return None.
 
     Raises:
-        RankMismatchError: the ranks tear down different models, or a sharded one after different
-            numbers of steps. Nothing has changed.
-        AccelError: sharded weights could not be gathered, for example because a rank has dropped
-            the model. They are NaN, and the engines have ended.
+        RankMismatchError: the ranks tear down different models, or a sharded
+            model after different numbers of steps. Nothing has changed.
+        AccelError: sharded weights could not be gathered, for example because
+            a rank has dropped the model. They are NaN.
     """
     process.refuse_fork()
     if model is None:
@@ -296,10 +309,10 @@ def teardown(model: Any = None) -> Any:
 @locked
 def shut_down(how: str = process.TORN_DOWN) -> None:
     """End every engine and accel's process group. Waiting ranks hear ``how``."""
-    save = sys.modules.get("accel.checkpoint.background")
-    if save is not None:
+    saving = sys.modules.get("accel.checkpoint.background")
+    if saving is not None:
         # A background save uses the groups.
-        save.background.wait()
+        saving.background.wait()
     try:
         end_all()
     finally:
@@ -308,13 +321,10 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
 
 
 def end_all() -> None:
-    """End every engine. Collective if an engine is sharded.
-
-    An error is raised after all engines have ended.
-    """
+    """End every engine, then raise. Collective if an engine is sharded."""
     registry.sweep()
     engines = registry.in_order()
-    together = bool(registry.divided) and running() is not None
+    together = registry.divided and running() is not None
     reasons: dict[int, str] = {}
     problem: Exception | None = None
     if together:
@@ -328,8 +338,8 @@ def end_all() -> None:
         try:
             engine.teardown(reasons.get(engine.serial, ""))
         except Exception as error:
+            # An earlier error has ended the groups.
             if ended() and isinstance(error, AccelError):
-                # An earlier error has ended the groups.
                 logger.error("%s", error)
             else:
                 problem = problem or error
@@ -344,17 +354,20 @@ def end_all() -> None:
 
 def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
     """Return reasons to end engines without other ranks, by serial. Collective."""
-    # A rank that tears down after an error must not wait long for ranks that wait elsewhere.
-    after_error = sys.exc_info()[0] is not None
-    limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
-    progress: dict[int, str] = {}
+    limit = None
+    if sys.exc_info()[0] is not None:
+        # After an error this rank must not wait long for ranks that wait elsewhere.
+        limit = min(current().timeout, timedelta(seconds=60))
+    progress = {}
     for engine in engines:
-        progress[engine.serial] = engine.drift.progress if engine.placements.partial else ""
-    progress_by_rank = agree("accel.teardown", progress, timeout=limit)
+        partial = engine.placements.partial
+        progress[engine.serial] = engine.drift.progress if partial else ""
+    answers = agree("accel.teardown", progress, timeout=limit)
     reasons = {}
     for engine in engines:
-        texts = [others.get(engine.serial, "dropped") for others in progress_by_rank]
-        if len(set(texts)) > 1:
-            states = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
-            reasons[engine.serial] = f"the model is not the same on all ranks: {states}"
+        serial = engine.serial
+        texts = [{"the model": answer.get(serial, "dropped")} for answer in answers]
+        difference = first_difference(texts)
+        if difference:
+            reasons[serial] = difference
     return reasons
