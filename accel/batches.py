@@ -138,9 +138,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         label = registry.in_order()[0].label
         problem = f"{label} is already set up. Build the model inside the function."
     elif running.control is not None and not running.owns_group:
-        problem = (
-            "accel can't restart your process group. Leave out init_process_group."
-        )
+        problem = "accel can't restart your process group. Leave out init_process_group."
     error = AccelError(f"largest_batch: {problem}") if problem else None
     problems = agree(f"accel.largest_batch(start={size})", text_of_error(error))
     raise_together("largest_batch", error, problems, AccelError)

@@ -68,9 +68,8 @@ def described(value: object) -> str:
         return "None"
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    if isinstance(value, type):
-        return f"the class {name}"
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"{'the class' if kind is value else article} {name}"
 
 
 def whole_number(value: Any) -> int:
@@ -99,7 +98,7 @@ def refuse_url(path: str, error: type[AccelError]) -> str:
     # Path("s3://bucket") loses a slash, and fsspec has chains such as "simplecache::s3://bucket".
     if re.match("[A-Za-z][A-Za-z0-9+._-]+:[/:]", path):
         raise error(
-            f"{path} can't be used as a local path. Pass a URL as a string such as "
-            "'s3://bucket/run', or a path on this machine."
+            f"{path} can't be used as a local path. Pass a URL as a string "
+            "such as 's3://bucket/run', or a path on this machine."
         )
     return path

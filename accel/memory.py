@@ -40,7 +40,7 @@ class MemoryReport:
 
     Attributes:
         title: the model and its optimizers.
-        uses: by number of ranks and backend, the bytes of the rank that needs the most.
+        uses: the most bytes of a rank, by number of ranks and backend.
     """
 
     title: str
@@ -64,15 +64,17 @@ class MemoryReport:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise AccelError("save_plot() needs matplotlib. Run pip install matplotlib.") from error
-        figure = Figure(figsize=(7.5, 1.5 + 0.22 * len(self.uses)), layout="constrained")
+            text = "save_plot() needs matplotlib. Run pip install matplotlib."
+            raise AccelError(text) from error
+        height = 1.5 + 0.22 * len(self.uses)
+        figure = Figure(figsize=(7.5, height), layout="constrained")
         axes = figure.subplots()
         labels = [f"{backend} on {ranks}" for ranks, backend in self.uses]
-        nbytes = torch.tensor(list(map(astuple, self.uses.values())), dtype=torch.float64)
-        gib = nbytes.T / 2**30
+        rows = list(map(astuple, self.uses.values()))
+        gib = torch.tensor(rows, dtype=torch.float64).T / 2**30
         begins = gib.cumsum(0) - gib
-        for title, sizes, begin in zip(TITLES, gib.tolist(), begins.tolist(), strict=False):
-            axes.barh(labels, sizes, left=begin, label=title)
+        for title, sizes, begin in zip(TITLES[:-1], gib, begins, strict=True):
+            axes.barh(labels, sizes.tolist(), left=begin.tolist(), label=title)
         axes.invert_yaxis()
         axes.set_xlabel("GiB per rank")
         figure.suptitle(self.title, fontsize=10)
@@ -86,20 +88,22 @@ def memory_report(
 ) -> MemoryReport:
     """Predict the bytes on a rank to train a model with each backend. Local.
 
-    Parameters, gradients, optimizer state, buffers and kept communication buffers are counted.
-    Activations are not. Nothing is allocated, so the model may be on the meta device.
+    Parameters, gradients, optimizer state, buffers and communication buffers
+    are counted. Activations are not. Nothing is allocated, so the model may be
+    on the meta device.
 
     Args:
-        model_or_handle: a module on any device, or a model that is set up.
-        optimizer: an optimizer of its parameters, or a list or tuple of them. By default those of
-            a model that is set up, and none otherwise.
+        model_or_handle: a module on any device, or a handle.
+        optimizer: an optimizer of the parameters, or a list or tuple of them.
+            The default is the handle's.
         ranks: numbers of ranks.
     """
     module, _ = resolve_module(model_or_handle)
     engine = registry.engine(module)
     if optimizer is None and engine is not None:
         optimizer = engine.optimizers
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    single = isinstance(optimizer, Optimizer)
+    optimizers = [optimizer] if single else list(optimizer or ())
     tensors = tensor_sizes(module, optimizers)
     uses = {}
     for world_size in dict.fromkeys(ranks):
@@ -114,8 +118,8 @@ def memory_report(
                 if use is not None:
                     uses[world_size, _label(options)] = use
     numel = sum(tensor.numel for tensor in tensors if not tensor.is_buffer)
-    title = f"{type(module).__name__}, {numel:,} parameters, {_names(optimizers)}: bytes per rank"
-    return MemoryReport(title, uses)
+    title = f"{type(module).__name__}, {numel:,} parameters, {_names(optimizers)}"
+    return MemoryReport(f"{title}: bytes per rank", uses)
 
 
 def _names(optimizers: Iterable[Optimizer]) -> str:
@@ -195,13 +199,16 @@ def summary(model: nn.Module) -> str:
     engine = registry.find_engine(model)
     place, device = engine.process.place, engine.process.device.type
     total = trainable = 0
-    for shape, parameter in zip(engine.holdings.shapes.values(), engine.parameters, strict=True):
+    shapes = engine.holdings.shapes.values()
+    for shape, parameter in zip(shapes, engine.parameters, strict=True):
         total += shape.numel()
         trainable += shape.numel() if parameter.requires_grad else 0
-    weights, state = _shard_bytes(engine, [None]), _shard_bytes(engine, engine.optimizers)
+    weights = _shard_bytes(engine, [None])
+    state = _shard_bytes(engine, engine.optimizers)
+    backend = f"{engine.name}, world size {place.world_size} ({device})"
     lines = [
         engine.kind,
-        f"backend: {engine.name}, world size {place.world_size} ({device}), {engine.precision.name}",
+        f"backend: {backend}, {engine.precision.name}",
         f"options: {engine.options}",
         f"parameters: {total:,} ({trainable:,} trainable)",
         f"optimizers: {_names(engine.optimizers)}",

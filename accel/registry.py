@@ -55,8 +55,7 @@ class Registry:
         self._strangers: set[tuple[object, ...]] = set()
         #: Listeners of backward passes, in the order of the engines.
         self._listeners: Listeners = []
-        self._module_hooks: list[RemovableHandle] = []
-        self._step_hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         self._clipping = clip_patches(self)
         self._backwards = backward_patches(self._listeners, self._leaf)
         self._compiling = compile_patch(ModelHandle)
@@ -70,7 +69,8 @@ class Registry:
             self.divided.add(engine.serial)
         if engine.precision.scaled:
             self.scaled.add(engine.serial)
-            self.loss_scale.restore()  # an earlier model may have diverged
+            # An earlier model may have diverged.
+            self.loss_scale.restore()
         reference = weakref.ref(engine)
         for module in engine.module.modules():
             self._owners[module] = reference
@@ -104,24 +104,18 @@ class Registry:
             gradients = [engine.gradients for engine in self.in_order()]
             self._listeners[:] = [weakref.ref(g) for g in gradients if g.watched]
             if not self.engines:
-                remove_hooks(self._module_hooks)
-            elif not self._module_hooks:
-                self._module_hooks += [
+                remove_hooks(self._hooks)
+            elif not self._hooks:
+                self._hooks += [
                     register_module_parameter_registration_hook(self._registered),
                     register_module_module_registration_hook(self._registered),
+                    register_optimizer_step_pre_hook(self._before_any_step),
                 ]
-            if not self._listeners:
-                remove_hooks(self._step_hooks)
-            elif not self._step_hooks:
-                self._step_hooks.append(register_optimizer_step_pre_hook(self._before_any_step))
 
     # -- look-up -----------------------------------------------------------------------------------
 
     def in_order(self) -> list[Engine]:
-        """Return the live engines, in the same order on all ranks.
-
-        They include engines that nobody references any more, until a garbage collection.
-        """
+        """Return the live engines and unreachable ones, in the order of all ranks."""
         return sorted(self.engines, key=lambda engine: engine.serial)
 
     def sweep(self) -> None:
@@ -135,10 +129,10 @@ class Registry:
         engine = self.engine(module)
         if engine is not None:
             return engine
-        kind = type(module).__name__
+        this = f"This {type(module).__name__}"
         for outer in self.owners_of(list(module.parameters())):
-            raise AccelError(f"This {kind} is a part of a {outer.kind}. Pass the {outer.kind}.")
-        raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, ...) first.")
+            raise AccelError(f"{this} is a part of a {outer.kind}. Pass the {outer.kind}.")
+        raise AccelError(f"{this} has no live engine. Call accel.setup(model, ...) first.")
 
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
@@ -159,16 +153,15 @@ class Registry:
 
     def check_new(self, module: nn.Module) -> None:
         """Raise if a different engine or library distributes parameters."""
-        kind = type(module).__name__
-        for engine in self.engines:
-            shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
-            if shared:
+        for name, p in module.named_parameters():
+            for engine in self.owners_of([p]):
                 raise SharedParametersError(
-                    f"{kind} shares {len(shared)} parameters with a {engine.kind} that is already "
-                    f"set up ({', '.join(shared[:5])}). Set up one module that contains both, or "
-                    "call accel.teardown() on the other."
+                    f"{type(module).__name__} shares {name} with a {engine.kind} that is "
+                    "already set up. Set up one module that contains both, or call "
+                    "accel.teardown() on the other."
                 )
-        refuse_foreign(module)  # after the engines, because a backend may change classes
+        # After the engines, because a backend may change classes.
+        refuse_foreign(module)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -200,27 +193,28 @@ class Registry:
                 continue
             if engine.precision.scaled or gradients.hidden():
                 raise OptimizerError(
-                    f"This {type(optimizer).__name__} was not given to accel.setup, but steps a "
-                    f"{engine.kind} with precision {engine.precision.name!r} and backend "
-                    f"{engine.name!r}. Call accel.setup(model, optimizer)."
+                    f"This {type(optimizer).__name__} was not given to accel.setup, but "
+                    f"steps a {engine.kind} with precision {engine.precision.name!r} and "
+                    f"backend {engine.name!r}. Call accel.setup(model, optimizer)."
                 )
             if gradients.before_any_step or gradients.pending():
                 prepare(engine, optimizer)
 
     def _warn_of_stranger(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
         """Warn once of parameters outside of every model. Local."""
-        trains = any(engine.distributed and engine.optimizers for engine in self.engines)
+        # The centers of ArcFace, for example, may have an optimizer of their own.
+        trains = any(e.distributed and e.optimizers for e in self.engines)
         if not trains or set(map(type, params)) != {nn.Parameter}:
             return
         facts = (type(optimizer).__name__, len(params), tuple(params[0].shape))
-        if facts in self._strangers:
-            return
-        self._strangers.add(facts)
-        logger.warning(
-            "%s steps %d parameters without accel.setup, the first of shape %s, so each rank trains "
-            "its own. Pass their module and this optimizer to accel.setup().",
-            *facts,
-        )
+        if facts not in self._strangers:
+            self._strangers.add(facts)
+            logger.warning(
+                "%s steps %d parameters without accel.setup, the first of shape %s, so "
+                "each rank trains its own. Pass their module and this optimizer to "
+                "accel.setup().",
+                *facts,
+            )
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:

@@ -76,7 +76,8 @@ def setup(
         loader_options: options of new dataloaders.
 
     Returns:
-        ``Handles(model, optimizers, dataloaders)``, in the form of the arguments.
+        ``Handles(model, optimizers, dataloaders)``, in the form of the
+        arguments.
 
     Raises:
         AlreadySetUpError: the model has a different backend or precision.

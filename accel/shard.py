@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, starmap
 from typing import Any, Final
@@ -46,8 +46,10 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 def relative(box: Box, outer: Box) -> Box:
     """Return a box as seen from the corner of a box around it."""
-    sides = zip(box, outer, strict=True)
-    return tuple((begin - first, end - first) for (begin, end), (first, _) in sides)
+    sides = []
+    for (begin, end), (first, _) in zip(box, outer, strict=True):
+        sides.append((begin - first, end - first))
+    return tuple(sides)
 
 
 def flattened(box: Box, shape: tuple[int, ...]) -> Box | None:
@@ -89,8 +91,7 @@ def expanded(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
     if len(box) == len(shape):
         yield box
     else:
-        full = tuple((0, size) for size in shape)
-        yield from divided(full, *box[0])
+        yield from divided(tuple((0, size) for size in shape), *box[0])
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -111,9 +112,10 @@ class Shard:
 
     def fill(self, whole: torch.Tensor) -> None:
         """Copy the shard's elements from the full tensor."""
-        flat = len(self.region) == 1 and len(self.shape) != 1
-        source = whole.detach().reshape(-1) if flat else whole.detach()
-        self.tensor.copy_(source[slices(self.region)].reshape(self.tensor.shape))
+        source, region = whole.detach(), self.region
+        if len(region) == 1 and len(self.shape) != 1:
+            source = source.reshape(-1)
+        self.tensor.copy_(source[slices(region)].reshape(self.tensor.shape))
 
 
 def flat_shard(name: str, shape: tuple[int, ...], start: int, tensor: torch.Tensor) -> Shard:
@@ -135,9 +137,10 @@ Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Give parameters and persistent buffers, tied ones under all names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
+        skipped = child._non_persistent_buffers_set
         for name, tensor in chain(child._parameters.items(), child._buffers.items()):
-            if tensor is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, tensor
+            if tensor is not None and name not in skipped:
+                yield f"{prefix}.{name}".lstrip("."), tensor
 
 
 def tensor_names(module: nn.Module) -> dict[int, list[str]]:
@@ -148,34 +151,12 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def module_shards(
-    module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]
-) -> list[Shard]:
-    """Return the shards of parameters and persistent buffers, tied ones once."""
-    own = set(map(id, chain(module.parameters(), module.buffers())))
-    seen: set[int] = set()
-    shards: list[Shard | None] = []
-    for name, value in module.state_dict(keep_vars=True).items():
-        if name.rpartition(".")[2] == _EXTRA or id(value) in seen:
-            continue
-        # bitsandbytes adds the scales of quantized weights, which can't be filled in place.
-        if id(value) not in own:
-            raise CheckpointError(
-                f"the state_dict() of this {type(module).__name__} has {name!r} "
-                f"({type(value).__name__}), which is not one of its parameters or buffers. "
-                "Save model.state_dict() as a value instead."
-            )
-        seen.add(id(value))
-        shards.append(make(name, value))
-    return list(filter(None, shards))
-
-
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the submodules with extra state, by name in ``state_dict``."""
     modules = {}
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            modules[f"{name}.{_EXTRA}" if name else _EXTRA] = child
+            modules[f"{name}.{_EXTRA}".lstrip(".")] = child
     return modules
 
 
@@ -192,23 +173,20 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
-    """True if a checkpoint stores an entry of a parameter's state as shards.
-
-    The state of a 0-dim parameter is 0-dim too, except for its counter.
-    """
+    """True if a checkpoint stores an entry of a parameter's state as shards."""
     if not isinstance(value, torch.Tensor):
         return False
+    # The state of a 0-dim parameter is 0-dim too, except for its counter.
     return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
 
 
 def state_device(
     key: object, device: torch.device, group: Mapping[str, Any]
 ) -> torch.device | None:
-    """Return the device of a parameter's state, as ``load_state_dict`` does.
-
-    None means any device: a step counter may be anywhere, unless its group is fused or capturable.
-    """
-    return device if key != "step" or group.get("fused") or group.get("capturable") else None
+    """Return the device of state, or None for any, as ``load_state_dict`` does."""
+    # A step counter may be anywhere, unless its group is fused or capturable.
+    fixed = key != "step" or group.get("fused") or group.get("capturable")
+    return device if fixed else None
 
 
 # -- the state on this rank ------------------------------------------------------------------------
@@ -239,18 +217,18 @@ class Raw:
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """Return this rank's shard of a tensor, not copied, or None. Local.
 
-        ``tensor`` is a parameter or buffer, or its optimizer state under ``key``, or its gradient
-        ("grad").
+        ``tensor`` is a parameter or buffer, or its optimizer state or gradient
+        ("grad") under ``key``.
         """
         return whole(f"{name}/{key}" if key else name, tensor)
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """Return the optimizer state of this rank. Local."""
-        names, state = self.parameter_names, optimizer.state
-        return [
-            StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {}))
-            for p in parameters_of(optimizer)
-        ]
+        entries = []
+        for p in parameters_of(optimizer):
+            name, state = self.parameter_names[id(p)], optimizer.state.get(p, {})
+            entries.append(StateEntry(name, tuple(p.shape), p, state))
+        return entries
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -275,7 +253,7 @@ class Raw:
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
         """Return this rank's tensors or master copies, not copied. Local."""
         if optimizer is None:
-            return module_shards(self.module, self.part)
+            return self._module_shards()
         shards: list[Shard | None] = []
         for entry in self.entries(optimizer):
             for key, value in entry.state.items():
@@ -289,30 +267,55 @@ class Raw:
                 shards.append(self.part(entry.name, value, key))
         return list(filter(None, shards))
 
+    def _module_shards(self) -> list[Shard]:
+        """Return the shards of parameters and persistent buffers, tied ones once."""
+        module = self.module
+        own = set(map(id, chain(module.parameters(), module.buffers())))
+        shards: dict[int, Shard | None] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if name.rpartition(".")[2] == _EXTRA or id(value) in shards:
+                continue
+            # bitsandbytes adds scales of quantized weights, which can't be filled.
+            if id(value) not in own:
+                raise CheckpointError(
+                    f"the state_dict() of this {type(module).__name__} has {name!r} "
+                    f"({type(value).__name__}), which is not one of its parameters. "
+                    "Save model.state_dict() as a value instead."
+                )
+            shards[id(value)] = self.part(name, value)
+        return list(filter(None, shards.values()))
+
     def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """Return everything except shards. Local.
 
-        For an optimizer these are its groups, with the names of their parameters, and the values of
-        its state, by parameter and key. All ranks' values together are the optimizer's. For the
-        module it is the extra state, by name.
+        For an optimizer these are its groups with the names of parameters, and
+        the values of its state. For the module it is the extra state by name.
         """
+        values: dict[str, Any] = {}
         if optimizer is None:
-            modules = extra_modules(self.module)
-            return {n: child.get_extra_state() for n, child in modules.items() if self.has(n)}
-        groups = [{**group, "params": self._names_in(group)} for group in optimizer.param_groups]
-        state = {}
+            for name, child in extra_modules(self.module).items():
+                if self.has(name):
+                    values[name] = child.get_extra_state()
+            return values
+        groups = []
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": self._names_in(group)})
         for entry in self.entries(optimizer):
+            own = {}
+            for key, value in entry.state.items():
+                if not is_shard(key, value, entry.parameter):
+                    own[key] = value
             if entry.state:
-                items = entry.state.items()
-                state[entry.name] = {k: v for k, v in items if not is_shard(k, v, entry.parameter)}
-        return {"groups": groups, "state": state}
+                values[entry.name] = own
+        return {"groups": groups, "state": values}
 
     def slots(
         self, optimizer: Optimizer | None, manifest: Manifest, *, create: bool = True
     ) -> list[Shard]:
         """Return the shards for a checkpoint to fill. Local.
 
-        Optimizer state that doesn't exist is created, or if not ``create``, on the meta device.
+        Optimizer state that doesn't exist is created, or if not ``create``, on
+        the meta device.
         """
         if optimizer is None:
             return self.shards(None)
@@ -327,24 +330,25 @@ class Raw:
             entry = entries.get(name)
             if entry is None:
                 continue
+            p = entry.parameter
             full_shape = entry.shape if elementwise else shape
-            is_new = not is_shard(key, entry.state.get(key), entry.parameter)
+            is_new = not is_shard(key, entry.state.get(key), p)
             if is_new and elementwise and dtype.is_floating_point:
-                own = entry.parameter.dtype
-                dtype = own if own.is_floating_point else dtype
+                dtype = p.dtype if p.is_floating_point() else dtype
             # The caller refuses a different shape, so nothing is allocated for it.
             if shape != full_shape or (is_new and not create):
                 nothing = torch.empty(full_shape, dtype=dtype, device="meta")
                 slots.append(whole(full_name, nothing))
                 continue
-            state = optimizer.state[entry.parameter]
+            state = optimizer.state[p]
             if is_new:
                 state[key] = self.new_state(entry, key, shape, dtype)
             slot = self.part(name, state[key], key)
-            if slot is not None and elementwise and slot.shape == tuple(slot.tensor.shape):
+            if slot is None:
+                continue
+            if elementwise and slot.shape == tuple(slot.tensor.shape):
                 slot = replace(slot, shape=entry.shape)
-            if slot is not None:
-                slots.append(slot)
+            slots.append(slot)
         return slots
 
     def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
@@ -358,13 +362,13 @@ class Raw:
                     group[key] = _copied(value, group.get(key), None)
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
-            saved = values["state"].get(entry.name)
+            p, saved = entry.parameter, values["state"].get(entry.name)
             if saved is None:
-                optimizer.state.pop(entry.parameter, None)
+                optimizer.state.pop(p, None)
                 continue
-            state = optimizer.state[entry.parameter]
+            state = optimizer.state[p]
             for key, value in saved.items():
-                device = state_device(key, entry.parameter.device, groups[entry.name])
+                device = state_device(key, p.device, groups[entry.name])
                 state[key] = _copied(value, state.get(key), device)
 
 

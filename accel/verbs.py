@@ -54,7 +54,8 @@ def backward(
 ) -> None:
     """Call ``loss.backward()`` with the same arguments.
 
-    Under "16-mixed" the loss is scaled first, and gradients are unscaled before this returns.
+    Under "16-mixed" the loss is scaled first, and gradients are unscaled before
+    this returns.
 
     Raises:
         PrecisionError: a "16-mixed" model has gradients of ``loss.backward()``,
@@ -106,15 +107,17 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.step()
             optimizer.zero_grad()
 
-    The last group of an epoch may be smaller. If the backend can wait, gradients
-    are only reduced in the last backward of a group. A ``break`` drops the rest.
+    The last group of an epoch may be smaller. If the backend can wait,
+    gradients are only reduced in the last backward of a group. A ``break``
+    drops the rest.
 
     Args:
         loader: a loader's handle. An iterable dataset is read a group ahead.
         n: batches of each rank for a step.
 
     Raises:
-        LoaderError: ``loader`` isn't a handle, or ``n`` isn't a positive number.
+        LoaderError: ``loader`` isn't a handle, or ``n`` isn't a positive
+            number.
         RankMismatchError: the ranks have different ``n`` or numbers of batches.
     """
     # To a type checker a handle is its loader.
@@ -166,7 +169,8 @@ def refresh_trainable(model: nn.Module) -> None:
 
     Raises:
         RankMismatchError: the ranks changed different parameters.
-        BackendError: inside of ``no_sync``, while gradients are not synchronized.
+        BackendError: inside of ``no_sync``, while gradients are not
+            synchronized.
     """
     registry.find_engine(model).refresh()
 
@@ -240,8 +244,8 @@ def mesh(model: nn.Module) -> DeviceMesh | None:
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
     """Return this rank's shard of a batch with ``sequence_parallel``. Collective.
 
-    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the
-    first tensor are cut. For models of transformers, ``position_ids`` and
+    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else
+    the first tensor are cut. For models of transformers, ``position_ids`` and
     ``shift_labels`` of the full sequence are added, and an ``attention_mask``
     without padding is removed. Other models get the batch itself.
 

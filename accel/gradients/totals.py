@@ -31,8 +31,8 @@ def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
 def held_by_any(what: str, held_by_rank: Iterable[bytes], names: Sequence[str]) -> list[int]:
     """Return the indices of the parameters with a gradient on any rank.
 
-    Every rank raises if a rank has a sparse gradient. ``what`` is the operation with the gradients.
-    ``held_by_rank`` has ``held_here`` of each rank.
+    Every rank raises if a rank has a sparse gradient. ``what`` is the operation
+    with the gradients. ``held_by_rank`` has ``held_here`` of each rank.
     """
     kinds = list(map(max, zip(*held_by_rank, strict=True)))
     if _SPARSE in kinds:
@@ -52,8 +52,9 @@ def average_gradients_(
 ) -> bool:
     """Average gradients, if any rank has them. Collective.
 
-    A rank without a gradient counts as zero. ``add`` sums a flat tensor over the ranks in place,
-    None is ``dist.all_reduce``. Return True if there was a gradient. Raises as ``held_by_any``.
+    A rank without a gradient counts as zero. ``add`` sums a flat tensor over
+    the ranks in place, None is ``dist.all_reduce``. Return True if there was a
+    gradient. Raises as ``held_by_any``.
     """
     if not parameters:
         return False
@@ -73,12 +74,14 @@ def average_gradients_(
 def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
     """Mean loss per token over all ranks. Collective.
 
-    Use it instead of ``loss_sum / tokens``. The value is the same on every rank, and the averaged
-    gradients are those of the global mean. To accumulate gradients, give each micro-batch the
-    number of tokens of all micro-batches of the step. Their losses add up to the mean.
+    Use it instead of ``loss_sum / tokens``. The value is the same on every
+    rank, and the averaged gradients are those of the global mean. To accumulate
+    gradients, give each micro-batch the number of tokens of all micro-batches
+    of the step. Their losses add up to the mean.
 
     Args:
-        loss_sum: the sum of this rank's losses, as of ``F.cross_entropy(..., reduction="sum")``.
+        loss_sum: the sum of this rank's losses, as of ``F.cross_entropy(...,
+            reduction="sum")``.
         tokens: the number of tokens of this rank.
     """
     process, count = current(), torch.as_tensor(tokens)
