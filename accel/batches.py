@@ -23,8 +23,6 @@ from .verbs import shut_down
 logger = logging.getLogger("accel")
 T = TypeVar("T")
 
-# -- split -----------------------------------------------------------------------------------------
-
 
 @overload
 def split(items: range, pad: Literal[True]) -> list[int]: ...
@@ -63,9 +61,7 @@ def split(items: T, pad: bool = False) -> T:
     if not problem and len(set(lengths.values())) > 1:
         problem = f"items have different lengths: {lengths}."
     registry.sweep()
-    places = set()
-    for engine in registry.in_order():
-        places.add(engine.replica(engine.options, engine.process))
+    places = {engine.replica(engine.options, engine.process) for engine in registry.in_order()}
     if len(places) > 1:
         problem = f"the models have different data-parallel places: {sorted(places)}."
     error = AccelError(f"accel.split: {problem}") if problem else None
@@ -84,19 +80,20 @@ def split(items: T, pad: bool = False) -> T:
     # Rows that are gathered without a loader may be of these items now.
     latest.rows, latest.replica = None, (rank, world)
 
-    def cut(path: str, leaf: Any) -> Any:
-        return _rows(leaf, first, first + size, pad)
+    rows = range(first, first + size)
+    cut = _padded if pad else _cut
+    return walk(lambda path, leaf: cut(leaf, rows), items, "items", has_parts)
 
-    return walk(cut, items, "items", has_parts)
+
+def _cut(items: Any, rows: range) -> Any:
+    return items[rows.start : rows.stop]
 
 
-def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
-    if not pad:
-        return items[first:end]
-    rows = [min(row, len(items) - 1) for row in range(first, end)]
+def _padded(items: Any, rows: range) -> Any:
+    numbers = [min(row, len(items) - 1) for row in rows]
     if not isinstance(items, list | tuple | range):
-        return items[rows]
-    padded = [items[row] for row in rows]
+        return items[numbers]
+    padded = [items[number] for number in numbers]
     return tuple(padded) if isinstance(items, tuple) else padded
 
 
@@ -171,11 +168,7 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     # Nobody needs the shards of the other ranks, which are lost.
     with contextlib.suppress(AccelError):
         shut_down()
-    process.init(
-        process_group=before.requested,
-        timeout=before.timeout,
-        devices=before.request,
-    )
+    process.init(process_group=before.requested, timeout=before.timeout, devices=before.request)
     # A rank with a lost connection only names the rank that failed.
     if not is_memory and (isinstance(error, AccelError) or is_lost(error)):
         text = ""

@@ -118,9 +118,7 @@ def weights_of(module: nn.Module) -> Source | None:
 
 def check_deferred(module: nn.Module) -> None:
     """Raise BackendError if a tensor would get no values, or lose them."""
-    recorder = _Recorder()
-    origins: dict[str, Origin] = {}
-    writes_by_name: dict[str, set[str]] = {}
+    recorder, deferred = _Recorder(), []
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if not tensor.is_meta:
             continue
@@ -129,21 +127,20 @@ def check_deferred(module: nn.Module) -> None:
                 f"{name} on the meta device would get no values. "
                 "Build the model inside accel.deferred_init()."
             )
-        origins[name] = getattr(tensor, _ORIGIN)
-        writes_by_name[name] = recorder.record(tensor)
-    if not origins or weights_of(module) is not None:
+        deferred.append((name, getattr(tensor, _ORIGIN), recorder.record(tensor)))
+    if not deferred or weights_of(module) is not None:
         return
     with torch.no_grad(), recorder:
         for _, reset in resetting(module):
             reset()
-    for name, writes in writes_by_name.items():
+    for name, origin, writes in deferred:
         if not writes:
             raise BackendError(
                 f"No reset_parameters() gives values to {name}. Write one, or "
                 "build the model outside of accel.deferred_init()."
             )
         # nanoGPT calls self.apply(init_weights) in its constructor.
-        if not origins[name].writes <= writes:
+        if not origin.writes <= writes:
             raise BackendError(
                 f"Values of {name} set in accel.deferred_init() would be lost. Set them "
                 "in reset_parameters(), or use accel.deferred_init(weights=directory)."

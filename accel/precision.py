@@ -157,8 +157,7 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         seen.add(node)
         if hasattr(node, "variable"):
             yield node.variable
-        for following, _ in node.next_functions:
-            nodes.append(following)
+        nodes.extend(following for following, _ in node.next_functions)
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,10 +191,7 @@ def all_finite(optimizer: Optimizer) -> bool:
 
 
 def convert_module(
-    module: nn.Module,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    undo: contextlib.ExitStack,
+    module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
 ) -> None:
     """Move a module to a device, and its floating tensors to ``dtype``."""
     for tensor in chain(module.parameters(), module.buffers()):

@@ -137,12 +137,7 @@ class Plan:
 
 
 def make_plan(
-    plan: Plan,
-    model: Any,
-    backend: Any,
-    precision: Any,
-    devices: Any,
-    options: Any,
+    plan: Plan, model: Any, backend: Any, precision: Any, devices: Any, options: Any
 ) -> None:
     """Find and check the objects for ``setup`` to distribute."""
     if isinstance(options, LoaderOptions):
@@ -449,10 +444,8 @@ def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
 def log_setup(plan: Plan) -> None:
     """Log the engine and batch sizes, and warn of an early scheduler. Local."""
     engine, places = plan.engine, plan.place.world
-    is_scheduled = False
-    if engine is not None:
-        for optimizer in engine.optimizers:
-            is_scheduled = is_scheduled or "initial_lr" in optimizer.param_groups[0]
+    optimizers = () if engine is None else engine.optimizers
+    is_scheduled = any("initial_lr" in o.param_groups[0] for o in optimizers)
     if engine is not None and plan.builds:
         ranks = f"{plan.process.place.world_size} x {plan.process.device.type}"
         facts = engine.kind, engine.name, engine.precision.name

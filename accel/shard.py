@@ -46,10 +46,8 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 def relative(box: Box, outer: Box) -> Box:
     """Return a box as seen from the corner of a box around it."""
-    sides = []
-    for (begin, end), (first, _) in zip(box, outer, strict=True):
-        sides.append((begin - first, end - first))
-    return tuple(sides)
+    sides = zip(box, outer, strict=True)
+    return tuple((begin - first, end - first) for (begin, end), (first, _) in sides)
 
 
 def flattened(box: Box, shape: tuple[int, ...]) -> Box | None:
@@ -224,11 +222,11 @@ class Raw:
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         """Return the optimizer state of this rank. Local."""
-        entries = []
-        for p in parameters_of(optimizer):
-            name, state = self.parameter_names[id(p)], optimizer.state.get(p, {})
-            entries.append(StateEntry(name, tuple(p.shape), p, state))
-        return entries
+        names, state = self.parameter_names, optimizer.state
+        return [
+            StateEntry(names[id(p)], tuple(p.shape), p, state.get(p, {}))
+            for p in parameters_of(optimizer)
+        ]
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -291,23 +289,16 @@ class Raw:
         For an optimizer these are its groups with the names of parameters, and
         the values of its state. For the module it is the extra state by name.
         """
-        values: dict[str, Any] = {}
         if optimizer is None:
-            for name, child in extra_modules(self.module).items():
-                if self.has(name):
-                    values[name] = child.get_extra_state()
-            return values
-        groups = []
-        for group in optimizer.param_groups:
-            groups.append({**group, "params": self._names_in(group)})
+            items = extra_modules(self.module).items()
+            return {name: child.get_extra_state() for name, child in items if self.has(name)}
+        groups = [{**g, "params": self._names_in(g)} for g in optimizer.param_groups]
+        state = {}
         for entry in self.entries(optimizer):
-            own = {}
-            for key, value in entry.state.items():
-                if not is_shard(key, value, entry.parameter):
-                    own[key] = value
-            if entry.state:
-                values[entry.name] = own
-        return {"groups": groups, "state": values}
+            p, values = entry.parameter, entry.state.items()
+            if values:
+                state[entry.name] = {k: v for k, v in values if not is_shard(k, v, p)}
+        return {"groups": groups, "state": state}
 
     def slots(
         self, optimizer: Optimizer | None, manifest: Manifest, *, create: bool = True

@@ -77,13 +77,8 @@ def backward(
             engine.gradients.refuse_plain(zeros=False)
             scaled.append(engine)
     holders += dict(all_tensors([inputs])).values()
-    registry.loss_scale.backward(
-        loss,
-        holders,
-        gradient=gradient,
-        retain_graph=retain_graph,
-        inputs=inputs,
-    )
+    options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
+    registry.loss_scale.backward(loss, holders, **options)
     for engine in scaled:
         engine.gradients.plain = False
 
@@ -139,10 +134,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 
 
 def clip_grad_norm_(
-    model: nn.Module,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
     """Clip the model's gradients by their global norm. Collective.
 
@@ -160,8 +152,7 @@ def clip_grad_norm_(
     """
     parameters = registry.find_engine(model).parameters
     # Torch's function leads to `gradients/clip.py` while an engine on several ranks lives.
-    clip = nn.utils.clip_grad_norm_
-    return clip(parameters, max_norm, norm_type, error_if_nonfinite)
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
 
 def refresh_trainable(model: nn.Module) -> None:
