@@ -43,8 +43,7 @@ def split(items: T, pad: bool = False) -> T:
 
     Raises:
         RankMismatchError: the ranks have different items.
-        AccelError: ``items`` can't be cut, or the models' data-parallel places
-            differ.
+        AccelError: ``items`` can't be cut, or the models' places differ.
     """
     problem, lengths, first_items = "", {}, []
 
@@ -80,24 +79,19 @@ def split(items: T, pad: bool = False) -> T:
     # Rows that are gathered without a loader may be of these items now.
     latest.rows, latest.replica = None, (rank, world)
 
-    rows = range(first, first + size)
-    cut = _padded if pad else _cut
-    return walk(lambda path, leaf: cut(leaf, rows), items, "items", has_parts)
+    end = first + size
+    return walk(lambda path, leaf: _rows(leaf, first, end, pad), items, "items", has_parts)
 
 
-def _cut(items: Any, rows: range) -> Any:
-    return items[rows.start : rows.stop]
-
-
-def _padded(items: Any, rows: range) -> Any:
-    numbers = [min(row, len(items) - 1) for row in rows]
+def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
+    if not pad:
+        return items[first:end]
+    rows = [min(row, len(items) - 1) for row in range(first, end)]
     if not isinstance(items, list | tuple | range):
-        return items[numbers]
-    padded = [items[number] for number in numbers]
+        return items[rows]
+    padded = [items[row] for row in rows]
     return tuple(padded) if isinstance(items, tuple) else padded
 
-
-# -- largest_batch ---------------------------------------------------------------------------------
 
 #: In the texts of RuntimeErrors of torch, cuBLAS and cuDNN.
 _MEMORY_TEXTS: Final = (
@@ -123,8 +117,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
         The size that fits, and the result of ``fn``.
 
     Raises:
-        AccelError: not even 1 fits, a model is already set up, or the process
-            group isn't accel's.
+        AccelError: 1 doesn't fit, or accel can't tear everything down.
     """
     size, running = whole_number(start), process.current()
     registry.sweep()
@@ -194,6 +187,4 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, AccelError):
         # An error of memory may have caused it, for example inside of setup.
         return _is_out_of_memory(error.__cause__ or error.__context__)
-    if not isinstance(error, RuntimeError):
-        return False
-    return any(text in str(error) for text in _MEMORY_TEXTS)
+    return isinstance(error, RuntimeError) and any(t in str(error) for t in _MEMORY_TEXTS)

@@ -67,6 +67,7 @@ def deferred_init(
         origin = Origin(weakref.ref(module), source, recorder.record(deferred))
         if getattr(module, name, None) is not None:
             origin.writes.add("It replaced a parameter.")
+        # Programs mark parameters by attributes, for example to skip weight decay.
         vars(deferred).update(vars(p), **{_ORIGIN: origin})
         return deferred
 
@@ -87,7 +88,7 @@ class _Recorder(TorchDispatchMode):
 
     def record(self, parameter: torch.Tensor) -> set[str]:
         """Begin to record for a parameter and its aliases, such as ``p.data``."""
-        writes = self._writes[_storage(parameter)] = set()
+        writes = self._writes[parameter.untyped_storage()._cdata] = set()
         return writes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,16 +96,12 @@ class _Recorder(TorchDispatchMode):
         target = args[0] if args and func._schema.is_mutable else None
         writes = None
         if isinstance(target, torch.Tensor) and target.is_meta:
-            writes = self._writes.get(_storage(target))
+            writes = self._writes.get(target.untyped_storage()._cdata)
         if writes is not None:
             # reset_parameters may copy a tensor of random values.
             shown = map_tensors(operator.attrgetter("shape"), args[1:])
             writes.add(f"{func} {shown} {kwargs}")
         return func(*args, **kwargs)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def weights_of(module: nn.Module) -> Source | None:
@@ -142,8 +139,8 @@ def check_deferred(module: nn.Module) -> None:
         # nanoGPT calls self.apply(init_weights) in its constructor.
         if not origin.writes <= writes:
             raise BackendError(
-                f"Values of {name} set in accel.deferred_init() would be lost. Set them "
-                "in reset_parameters(), or use accel.deferred_init(weights=directory)."
+                f"Values of {name} that were set inside accel.deferred_init() would be lost. "
+                "Set them in reset_parameters(), or use deferred_init(weights=directory)."
             )
 
 

@@ -75,6 +75,7 @@ def described(value: object) -> str:
 def whole_number(value: Any) -> int:
     """Return the int of a Python or NumPy integer, and -1 otherwise."""
     try:
+        # True is an int too, and no number.
         return -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return -1

@@ -26,6 +26,7 @@ def comparable_text(value: Any) -> str:
         return f"{{{', '.join(sorted(map(comparable_text, value)))}}}"
     if isinstance(value, Mapping):
         return f"{{{comparable_text(list(value.items()))}}}"
+    # The text of a function has its address, which differs between processes.
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 

@@ -52,17 +52,14 @@ def _engine(handle: object) -> Any:
     engine: Any | None = _get(handle, "_accel_engine")
     if engine is None:
         kind = type(raw(handle)).__name__
-        raise AccelError(
-            f"This {kind} was torn down. Use the raw module, or call accel.setup() again."
-        )
+        raise AccelError(f"This {kind} was torn down. Use the raw module, or call setup again.")
     return engine
 
 
 class ModelHandle(nn.Module):
     """The user's module, driven by its engine.
 
-    All attributes are those of the raw module. Calls and user-defined methods
-    run in the engine.
+    Attributes are the raw module's. Calls and user-defined methods run in the engine.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -153,8 +150,7 @@ _TORCH_NAMES: Final = frozenset(vars(nn.Module))
 def _through_engine(bound: MethodType) -> Callable[..., Any]:
     """Return a method of the raw module to run in the engine.
 
-    Torch's own methods and the user's overrides of them, such as ``train``, run
-    directly.
+    Torch's own methods and overrides of them, such as ``train``, run directly.
     """
     name = getattr(bound, "__name__", "")
     is_torchs = name in _TORCH_NAMES

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .engines import ENGINES, Engine, Options, engine_of
+from .engines import ENGINES, Engine, Options
 from .engines.base.memory import MemoryUse, TensorSize
 from .errors import AccelError
 from .registry import registry, resolve_module
@@ -88,14 +88,12 @@ def memory_report(
 ) -> MemoryReport:
     """Predict the bytes on a rank to train a model with each backend. Local.
 
-    Parameters, gradients, optimizer state, buffers and communication buffers
-    are counted. Activations are not. Nothing is allocated, so the model may be
-    on the meta device.
+    Everything except activations is counted. Nothing is allocated, so the model
+    may be on the meta device.
 
     Args:
         model_or_handle: a module on any device, or a handle.
-        optimizer: an optimizer of the parameters, or a list or tuple of them.
-            The default is the handle's.
+        optimizer: an optimizer, a list or tuple. The default is the handle's.
         ranks: numbers of ranks.
     """
     module, _ = resolve_module(model_or_handle)
@@ -116,7 +114,7 @@ def memory_report(
             for options in (kind(), *kind.variants, *shown):
                 use = backend.predict(module, tensors, options, world_size)
                 if use is not None:
-                    uses[world_size, _label(options)] = use
+                    uses[world_size, _label(backend.name, options)] = use
     numel = sum(tensor.numel for tensor in tensors if not tensor.is_buffer)
     title = f"{type(module).__name__}, {numel:,} parameters, {_names(optimizers)}"
     return MemoryReport(f"{title}: bytes per rank", uses)
@@ -126,14 +124,13 @@ def _names(optimizers: Iterable[Optimizer]) -> str:
     return ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
 
 
-def _label(options: Options) -> str:
+def _label(name: str, options: Options) -> str:
     """Return a backend's name and its options without defaults."""
     usual, changed = type(options)(), []
     for field in fields(options):
         value = getattr(options, field.name)
         if value != getattr(usual, field.name):
             changed.append(f"{field.name}={value!r}")
-    name = engine_of(options).name
     return f"{name}({', '.join(changed)})" if changed else name
 
 

@@ -88,9 +88,8 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
 class LossScale:
     """The dynamic loss scale of this process, as in ``torch.amp.GradScaler``.
 
-    The scale exists only during ``backward``. Afterwards gradients are divided
-    by it, because clipping and logging need true gradients. It is a power of
-    two, so both are exact.
+    The scale exists only during ``backward``, because clipping and logging need
+    true gradients. It is a power of two, so gradients stay exact.
     """
 
     GROWTH_INTERVAL: Final = 2000

@@ -174,6 +174,7 @@ class Registry:
     def _registered(self, module: nn.Module, name: str, value: object) -> None:
         reference = self._owners.get(module)
         engine = None if reference is None else reference()
+        # A program may add LoRA layers after setup.
         if engine is not None:
             engine.restructured = True
 

@@ -76,18 +76,17 @@ def setup(
         loader_options: options of new dataloaders.
 
     Returns:
-        ``Handles(model, optimizers, dataloaders)``, in the form of the
-        arguments.
+        ``Handles(model, optimizers, dataloaders)``, in the arguments' form.
 
     Raises:
         AlreadySetUpError: the model has a different backend or precision.
         SharedParametersError: a model that is set up has the same parameters.
         RankMismatchError: the ranks have different models or arguments.
         CheckpointError: the weights of a deferred model don't fit it.
-        OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError:
-            wrong arguments.
+        OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError.
     """
     process.refuse_fork()
+    # A later call checks its devices in make_plan, so that all ranks raise.
     if running() is None:
         use_devices(devices)
     plan = Plan(current(), optimizers, dataloaders)
@@ -140,13 +139,9 @@ def make_plan(
     plan: Plan, model: Any, backend: Any, precision: Any, devices: Any, options: Any
 ) -> None:
     """Find and check the objects for ``setup`` to distribute."""
-    if isinstance(options, LoaderOptions):
+    if options is not None:
         plan.loader_options = options
-    elif options is not None:
-        given = described(options)
-        raise LoaderError(f"loader_options is {given}. Pass accel.LoaderOptions(...).")
-    if devices != "auto":
-        use_devices(devices)
+    use_devices(devices)
     if model is not None:
         plan.module, plan.entry = resolve_module(model)
         plan.engine = registry.engine(plan.module)
@@ -213,8 +208,7 @@ def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) 
 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if not isinstance(optimizer, Optimizer):
-        given = described(optimizer)
-        raise OptimizerError(f"{path} is {given}. Pass a torch.optim.Optimizer.")
+        raise OptimizerError(f"{path} is {described(optimizer)}. Pass a torch.optim.Optimizer.")
     engine, module = plan.engine, plan.module
     assert module is not None
     is_known = engine is not None and engine is registry.find_engine_of(optimizer)
@@ -240,8 +234,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
 
 def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: str) -> None:
     if not isinstance(loader, LoaderHandle | DataLoader):
-        given = described(loader)
-        raise LoaderError(f"{path} is {given}. Pass a torch.utils.data.DataLoader.")
+        raise LoaderError(f"{path} is {described(loader)}. Pass a torch.utils.data.DataLoader.")
     loader = raw_loader(loader)
     handle = find_handle(loader, plan.place)
     if handle is not None:
@@ -302,7 +295,6 @@ def describe(plan: Plan) -> dict[str, str]:
         "values from a directory": str(plan.fill is not None),
         "set up before": str(plan.engine is not None),
         "number of new optimizers": str(len(plan.new_optimizers)),
-        "number of new dataloaders": str(len(plan.new_loaders)),
     }
     if plan.module is not None:
         kind = type(plan.options).__name__

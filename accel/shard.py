@@ -215,8 +215,7 @@ class Raw:
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """Return this rank's shard of a tensor, not copied, or None. Local.
 
-        ``tensor`` is a parameter or buffer, or its optimizer state or gradient
-        ("grad") under ``key``.
+        ``key`` is empty for a parameter or buffer, and "grad" for a gradient.
         """
         return whole(f"{name}/{key}" if key else name, tensor)
 
@@ -305,8 +304,7 @@ class Raw:
     ) -> list[Shard]:
         """Return the shards for a checkpoint to fill. Local.
 
-        Optimizer state that doesn't exist is created, or if not ``create``, on
-        the meta device.
+        Missing optimizer state is created, on meta if ``create`` is False.
         """
         if optimizer is None:
             return self.shards(None)

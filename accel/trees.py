@@ -26,11 +26,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
 
 def map_leaves(fn: Callable[[Any, str], Any], tree: Any, path: str) -> Any:
     """Replace each leaf by ``fn(leaf, path)``. None stays None."""
-
-    def visit(path: str, leaf: Any) -> Any:
-        return None if leaf is None else fn(leaf, path)
-
-    return walk(visit, tree, path)
+    return walk(lambda path, leaf: None if leaf is None else fn(leaf, path), tree, path)
 
 
 def to_device(tree: T, device: Any) -> T:

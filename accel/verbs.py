@@ -54,8 +54,7 @@ def backward(
 ) -> None:
     """Call ``loss.backward()`` with the same arguments.
 
-    Under "16-mixed" the loss is scaled first, and gradients are unscaled before
-    this returns.
+    Under "16-mixed" the loss is scaled first, and gradients are unscaled after.
 
     Raises:
         PrecisionError: a "16-mixed" model has gradients of ``loss.backward()``,
@@ -69,18 +68,17 @@ def backward(
             "create_graph=True would put the loss scale of '16-mixed' into the "
             "graph. Use torch.autograd.grad(loss, inputs, create_graph=True)."
         )
-    scaled: list[Engine] = []
-    holders: list[Any] = []
+    scaled = []
+    holders: list[Any] = [tensor for _, tensor in all_tensors([inputs])]
     for engine in registry.in_order():
         holders += engine.gradients.holders()
         if engine.precision.scaled:
             engine.gradients.refuse_plain(zeros=False)
-            scaled.append(engine)
-    holders += dict(all_tensors([inputs])).values()
+            scaled.append(engine.gradients)
     options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
     registry.loss_scale.backward(loss, holders, **options)
-    for engine in scaled:
-        engine.gradients.plain = False
+    for gradients in scaled:
+        gradients.plain = False
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -102,17 +100,15 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.step()
             optimizer.zero_grad()
 
-    The last group of an epoch may be smaller. If the backend can wait,
-    gradients are only reduced in the last backward of a group. A ``break``
-    drops the rest.
+    The last group of an epoch may be smaller. If the backend can wait, gradients
+    are reduced in the last backward of a group. A ``break`` drops the rest.
 
     Args:
         loader: a loader's handle. An iterable dataset is read a group ahead.
         n: batches of each rank for a step.
 
     Raises:
-        LoaderError: ``loader`` isn't a handle, or ``n`` isn't a positive
-            number.
+        LoaderError: ``loader`` isn't a handle, or ``n`` isn't positive.
         RankMismatchError: the ranks have different ``n`` or numbers of batches.
     """
     # To a type checker a handle is its loader.
@@ -160,8 +156,7 @@ def refresh_trainable(model: nn.Module) -> None:
 
     Raises:
         RankMismatchError: the ranks changed different parameters.
-        BackendError: inside of ``no_sync``, while gradients are not
-            synchronized.
+        BackendError: inside of ``no_sync``.
     """
     registry.find_engine(model).refresh()
 
@@ -170,9 +165,7 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Allow different numbers of batches, as torch's ``Join`` does."""
     engine = registry.find_engine(model)
     if engine.sequence is not None:
-        raise BackendError(
-            "accel.join() doesn't work with sequence_parallel, because attention needs all ranks."
-        )
+        raise BackendError("accel.join() needs a model without sequence_parallel.")
     return engine.join()
 
 
@@ -204,10 +197,8 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
         optimizer = model_or_optimizer
         engine = registry.find_engine_of(optimizer)
         if engine is None:
-            raise AccelError(
-                f"This {type(optimizer).__name__} isn't set up. "
-                "Call accel.setup(model, optimizer) first."
-            )
+            kind = type(optimizer).__name__
+            raise AccelError(f"{kind} isn't set up. Call accel.setup(model, optimizer).")
     else:
         engine = registry.find_engine(model_or_optimizer)
     state: dict[str, Any] = engine.holdings.full_state_dict(optimizer, keep=keep)
@@ -362,7 +353,5 @@ def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
     for engine in engines:
         serial = engine.serial
         texts = [{"the model": answer.get(serial, "dropped")} for answer in answers]
-        difference = first_difference(texts)
-        if difference:
-            reasons[serial] = difference
+        reasons[serial] = first_difference(texts)
     return reasons

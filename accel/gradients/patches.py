@@ -1,7 +1,6 @@
 """Temporary patches of torch and other libraries.
 
-A patch exists while an engine needs it. Other libraries may patch the same
-function.
+A patch exists while an engine needs it. Other libraries may patch the same name.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ class Patch:
 def around(table: Table, name: Any, act: Callable[..., Any]) -> Patch:
     """Return a patch to call ``act(original, ...)`` instead of a function.
 
-    A library that wraps it may keep it, so ``act`` must do no harm when nobody
-    needs it.
+    A library that wraps it may keep it, so ``act`` must do no harm afterwards.
     """
     return Patch(table, name, lambda original: functools.wraps(original)(partial(act, original)))
 
@@ -120,8 +118,7 @@ def backward_patches(
 ) -> tuple[Patch, ...]:
     """Return patches of the function behind ``backward()`` and ``grad()``.
 
-    ``leaf`` returns autograd's leaf in the place of a parameter among
-    ``inputs``.
+    ``leaf`` returns autograd's leaf in the place of a parameter in ``inputs``.
     """
     # Counted per process: a re-entrant checkpoint runs its backward in a thread of autograd's.
     depth = 0
@@ -194,8 +191,7 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
 def shard_patches() -> tuple[Patch, ...]:
     """Return patches to raise for ``item()`` and writable cuts of a shard.
 
-    Torch gets them silently wrong: the number is this rank's, and the cut is a
-    copy.
+    Torch gets them silently wrong: a rank's number, and a copy.
     """
     from torch.distributed.tensor import DTensor  # heavy
 

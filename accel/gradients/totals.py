@@ -80,8 +80,7 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
     of the step. Their losses add up to the mean.
 
     Args:
-        loss_sum: the sum of this rank's losses, as of ``F.cross_entropy(...,
-            reduction="sum")``.
+        loss_sum: this rank's sum, as of ``cross_entropy(..., reduction="sum")``.
         tokens: the number of tokens of this rank.
     """
     process, count = current(), torch.as_tensor(tokens)
