@@ -45,18 +45,16 @@ def split(items: T, pad: bool = False) -> T:
         RankMismatchError: the ranks have different items.
         AccelError: ``items`` can't be cut, or the models' places differ.
     """
-    problem, lengths, first_items = "", {}, []
-
-    def add(path: str, leaf: Any) -> None:
-        nonlocal problem
+    leaves: dict[str, Any] = {}
+    walk(lambda path, leaf: leaves.setdefault(path, leaf), items, "items", has_parts)
+    problem, lengths = "", {}
+    for path, leaf in leaves.items():
         if has_parts(leaf):
             lengths[path] = len(leaf)
         else:
             problem = f"{path} is {described(leaf)}. Pass a list, tuple, or tensor."
-        # A list made of a set of texts has a different order in each process.
-        first_items.append(first_sample(leaf))
-
-    walk(add, items, "items", has_parts)
+    # A list made of a set of texts has a different order in each process.
+    first_items = list(map(first_sample, leaves.values()))
     if not problem and len(set(lengths.values())) > 1:
         problem = f"items have different lengths: {lengths}."
     registry.sweep()
@@ -78,7 +76,6 @@ def split(items: T, pad: bool = False) -> T:
     latest.divisions[length, pad] = division
     # Rows that are gathered without a loader may be of these items now.
     latest.rows, latest.replica = None, (rank, world)
-
     end = first + size
     return walk(lambda path, leaf: _rows(leaf, first, end, pad), items, "items", has_parts)
 

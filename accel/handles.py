@@ -59,7 +59,7 @@ def _engine(handle: object) -> Any:
 class ModelHandle(nn.Module):
     """The user's module, driven by its engine.
 
-    Attributes are the raw module's. Calls and user-defined methods run in the engine.
+    Attributes are the raw module's. Calls and the user's methods use the engine.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -100,8 +100,8 @@ def memory_report(
     engine = registry.engine(module)
     if optimizer is None and engine is not None:
         optimizer = engine.optimizers
-    single = isinstance(optimizer, Optimizer)
-    optimizers = [optimizer] if single else list(optimizer or ())
+    is_single = isinstance(optimizer, Optimizer)
+    optimizers = [optimizer] if is_single else list(optimizer or ())
     tensors = tensor_sizes(module, optimizers)
     uses = {}
     for world_size in dict.fromkeys(ranks):

@@ -211,9 +211,8 @@ class Registry:
         if facts not in self._strangers:
             self._strangers.add(facts)
             logger.warning(
-                "%s steps %d parameters without accel.setup, the first of shape %s, so "
-                "each rank trains its own. Pass their module and this optimizer to "
-                "accel.setup().",
+                "%s steps %d parameters without accel.setup, the first of shape %s, so each "
+                "rank trains its own. Pass their module and this optimizer to accel.setup().",
                 *facts,
             )
 

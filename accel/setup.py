@@ -139,8 +139,10 @@ def make_plan(
     plan: Plan, model: Any, backend: Any, precision: Any, devices: Any, options: Any
 ) -> None:
     """Find and check the objects for ``setup`` to distribute."""
-    if options is not None:
+    if isinstance(options, LoaderOptions):
         plan.loader_options = options
+    elif options is not None:
+        raise LoaderError(f"loader_options is {described(options)}. Pass accel.LoaderOptions().")
     use_devices(devices)
     if model is not None:
         plan.module, plan.entry = resolve_module(model)
@@ -322,8 +324,7 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
             # A checkpoint may have been loaded into the optimizer on one rank.
             state = optimizer.state.get(p, {})
             for key in sorted(state, key=str):
-                text = comparable_text(state[key])
-                facts[f"{key} of the state of {name} in {label}"] = text
+                facts[f"{key} of the state of {name} in {label}"] = comparable_text(state[key])
     return facts
 
 

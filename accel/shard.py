@@ -215,7 +215,7 @@ class Raw:
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
         """Return this rank's shard of a tensor, not copied, or None. Local.
 
-        ``key`` is empty for a parameter or buffer, and "grad" for a gradient.
+        ``key`` is the key of optimizer state, "grad" for a gradient, or empty.
         """
         return whole(f"{name}/{key}" if key else name, tensor)
 

@@ -84,6 +84,7 @@ def _norm_over_ranks(
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return lists of the nonempty tensors on each device."""
+    # Torch has no largest value of an empty tensor.
     nonempty = list(filter(torch.Tensor.numel, tensors))
     devices = dict.fromkeys(map(_DEVICE, nonempty))
     # Nearly always, and a model may have very many tensors.
@@ -139,7 +140,7 @@ def _clip_by_value(
 
 
 def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[torch.Tensor]]:
-    """Make gradients final. Return owners of sharded ones, and full ones."""
+    """Make gradients final. Return owners of shards, and full parameters."""
     owners, full, rest = Owners(), list[torch.Tensor](), given
     for engine in registry.in_order():
         gradients = engine.gradients

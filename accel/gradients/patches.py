@@ -191,7 +191,7 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
 def shard_patches() -> tuple[Patch, ...]:
     """Return patches to raise for ``item()`` and writable cuts of a shard.
 
-    Torch gets them silently wrong: a rank's number, and a copy.
+    Torch is silently wrong: it returns this rank's number, or a copy.
     """
     from torch.distributed.tensor import DTensor  # heavy
 
@@ -229,7 +229,7 @@ def _is_silent(op: Any, args: tuple[Any, ...]) -> bool:
 
 
 def muon_patch() -> Patch:
-    """Return a patch for Muon to compute with full momenta, one at a time.
+    """Return a patch for Muon to gather each momentum before its step.
 
     DTensor would split the products, which rounds differently in bfloat16.
     """
@@ -246,7 +246,7 @@ def muon_patch() -> Patch:
 
 
 def data_patch() -> Patch:
-    """Return a patch of ``p.data = values`` for ``p.set_data(values)``."""
+    """Return a patch for ``p.data = value`` to call ``p.set_data(value)``."""
     from torch.distributed.tensor import DTensor
 
     data: Any = torch.Tensor.data

@@ -74,10 +74,10 @@ def average_gradients_(
 def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
     """Mean loss per token over all ranks. Collective.
 
-    Use it instead of ``loss_sum / tokens``. The value is the same on every
-    rank, and the averaged gradients are those of the global mean. To accumulate
-    gradients, give each micro-batch the number of tokens of all micro-batches
-    of the step. Their losses add up to the mean.
+    Use it instead of ``loss_sum / tokens`` if batches have different numbers of
+    tokens. The value is the same on every rank, and the averaged gradients are
+    those of the global mean. To accumulate gradients, give each micro-batch the
+    number of tokens of all micro-batches of the step. Their losses add up.
 
     Args:
         loss_sum: this rank's sum, as of ``cross_entropy(..., reduction="sum")``.
