@@ -58,7 +58,7 @@ def split(items: T, pad: bool = False) -> T:
     if not problem and len(set(lengths.values())) > 1:
         problem = f"items have different lengths: {lengths}."
     registry.sweep()
-    places = {engine.replica(engine.options, engine.process) for engine in registry.in_order()}
+    places = {e.replica(e.options, e.process) for e in registry.in_order()}
     if len(places) > 1:
         problem = f"the models have different data-parallel places: {sorted(places)}."
     error = AccelError(f"accel.split: {problem}") if problem else None

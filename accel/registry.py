@@ -221,7 +221,7 @@ def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
     """Return a raw module, and the module to call (a compile wrapper)."""
     if type(model) is ModelHandle:
         if engine_behind(model) is None:
-            raise AccelError("This model was torn down. Pass the raw module, accel.unwrap(model).")
+            raise AccelError("This model was torn down. Pass accel.unwrap(model).")
         return raw(model), raw(model)
     if not isinstance(model, nn.Module):
         raise AccelError(f"The model is {described(model)}. Pass a torch.nn.Module.")

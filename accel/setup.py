@@ -148,7 +148,7 @@ def make_plan(
         plan.module, plan.entry = resolve_module(model)
         plan.engine = registry.engine(plan.module)
     elif plan.optimizers is not None or plan.dataloaders is None:
-        raise AccelError("accel.setup(None, ...) takes dataloaders=... only. Pass the model first.")
+        raise AccelError("accel.setup(None) takes dataloaders only. Pass the model first.")
     if plan.engine is not None:
         _take_engine(plan, plan.engine, backend, precision)
     elif plan.module is not None:
@@ -221,7 +221,7 @@ def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     parameters = parameters_of(optimizer)
     if not any(id(p) in known for p in parameters):
         raise OptimizerError(
-            f"{title} holds no parameter of this {kind}. Build it from the model's parameters()."
+            f"{title} holds no parameter of this {kind}. Build it from model.parameters()."
         )
     for other in registry.owners_of(parameters):
         if other is not engine:
