@@ -140,7 +140,7 @@ def check_deferred(module: nn.Module) -> None:
         if not origin.writes <= writes:
             raise BackendError(
                 f"Values of {name} that were set inside accel.deferred_init() would be lost. "
-                "Set them in reset_parameters(), or use deferred_init(weights=directory)."
+                "Set them in reset_parameters(), or use accel.deferred_init(weights=directory)."
             )
 
 
