@@ -100,10 +100,12 @@ class Registry:
     def _install_hooks(self) -> None:
         """Install the hooks of live engines, and remove all others."""
         with changing:
+            # The length of self.engines counts engines that are being collected.
+            engines = self.in_order()
+            gradients = [engine.gradients for engine in engines]
             # Replaced at once, because a garbage collection may call this in between.
-            gradients = [engine.gradients for engine in self.in_order()]
             self._listeners[:] = [weakref.ref(g) for g in gradients if g.watched]
-            if not self.engines:
+            if not engines:
                 remove_hooks(self._hooks)
             elif not self._hooks:
                 self._hooks += [
