@@ -1,7 +1,7 @@
-"""``accel.launch``: run a function in worker processes, from a script or a notebook cell.
+"""``accel.launch``: run a function in worker processes.
 
-The launching process and its workers share a temporary directory. It holds the function
-with its arguments, and later the trained states, the result, and exceptions of workers.
+The processes share a temporary directory. It holds the function with its arguments, and
+later the trained states, the result, and exceptions of workers.
 """
 
 from __future__ import annotations
@@ -59,20 +59,19 @@ _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None) -> T:
     """Run ``fn(*args)`` in a new process per rank, and return rank 0's result.
 
-    You can call it from a script or a notebook cell, and ``fn`` may be defined there. If ``fn``
-    gets or uses modules, optimizers, schedulers or other objects with ``state_dict`` and
-    ``load_state_dict``, accel loads rank 0's final states into yours. Other changes stay in the
-    workers. Tensors of the result are on the CPU.
+    You can call it from a script or a notebook cell, and ``fn`` may be defined there. If
+    ``fn`` gets or uses objects with ``state_dict`` and ``load_state_dict``, accel loads
+    rank 0's final states into yours. Tensors of the result are on the CPU.
 
     Args:
         fn: calls ``accel.setup`` as any training script does.
-        args: raw objects, not handles. Each rank gets a copy. Pass keyword arguments with
+        args: raw objects. Each rank gets a copy. For keyword arguments, use
             ``functools.partial``.
-        num_processes: the number of ranks. None: one per device of this machine.
+        num_processes: the number of ranks. None: one per device.
 
     Raises:
-        LaunchError: an argument can't be pickled, or a worker raised or died. The error has the
-            worker's rank, traceback and exception. Your objects are unchanged.
+        LaunchError: an argument can't be pickled, or a worker raised or died. The error
+            has its rank and traceback. Your objects are unchanged.
     """
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:

@@ -36,9 +36,9 @@ def save_by_value(value: object, path: Path, name: str) -> None:
 
 
 def check_picklable(obj: object, name: str = "obj") -> None:
-    """Try to pickle ``obj``, as ``torch.save(obj)`` and spawned loader workers do.
+    """Try to pickle ``obj``, as ``torch.save(obj)`` and spawned workers do.
 
-    ``accel.launch`` can send more: lambdas, and functions and classes of a notebook or a script.
+    ``accel.launch`` can also send lambdas, and functions and classes of a script.
 
     Args:
         obj: a model, a dataset, or any other object.
@@ -54,7 +54,7 @@ def check_picklable(obj: object, name: str = "obj") -> None:
 def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]:
     """Return the objects with a state to load inside ``obj``, or raise LaunchError.
 
-    ``by_name`` pickles functions and classes by their names, as the ``pickle`` module does.
+    ``by_name`` pickles as the ``pickle`` module does.
     """
     try:
         return _try_pickle(obj, by_name)

@@ -20,13 +20,12 @@ class LoaderOptions:
     """Options for how ``setup`` shards dataloaders.
 
     Args:
-        shard: give each rank its share of every epoch. False leaves samplers and
-            datasets as they are, so each rank reads the loader as in raw PyTorch.
-        even_batches: pad the last batch from the start of the epoch, so that all ranks
-            get equally many samples. False splits it as it is: ranks may differ by one
-            sample or one batch.
-        dispatch: let rank 0 read an iterable dataset and send each rank its batches.
-        split_batches: treat a loader's ``batch_size`` as that of all ranks together.
+        shard: give each rank its share of every epoch. False lets each rank read
+            the loader as in raw PyTorch.
+        even_batches: pad the last batch from the start of the epoch, so that all
+            ranks get equally many samples. False splits it as it is.
+        dispatch: let rank 0 read an iterable dataset and send the batches.
+        split_batches: treat ``batch_size`` as that of all ranks together.
         move: move batches to the rank's device.
         seed: the seed of every epoch's order. None takes rank 0's
             ``torch.initial_seed()``, and in one process draws as raw PyTorch does.

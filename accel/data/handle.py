@@ -62,26 +62,22 @@ class LoaderHandle:
     def skip(self, n: int) -> None:
         """Start the next iteration after ``n`` batches.
 
-        For the step number of another library, use ``set_epoch(step // len(loader))`` and
-        ``skip(step % len(loader))``. The samples of a map-style dataset are not read. Call
-        it on every rank, after ``load_state_dict``. A second call replaces the first.
+        Call it on every rank, after ``load_state_dict``. A second call replaces the
+        first. The samples of a map-style dataset are not read.
 
         Args:
-            n: batches of each rank. LoaderError follows if the epoch has fewer.
+            n: batches of each rank.
         """
         self._accel.skip = whole_number(n)
 
     @property
     def is_last(self) -> bool:
-        """True during this rank's last batch of an epoch.
-
-        An iterable dataset has to read the next batch to know.
-        """
+        """True during this rank's last batch of an epoch. May read the next batch."""
         current = self._accel.current
         return current is not None and current.reader.given > 0 and not current.upcoming(1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values, the same on all ranks at the same step.
+        """Return the position as plain values, equal on all ranks at the same step.
 
         At the end of an epoch and after a ``break`` it is the start of the next epoch.
 
@@ -113,8 +109,7 @@ class LoaderHandle:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at a saved position, at any world size and batch size.
 
-        If each rank has its own position, as with ``shard=False``, the number of ranks
-        must be the same.
+        With ``shard=False`` the number of ranks must be the same.
 
         Raises:
             LoaderError: the state is of a different dataset. Nothing has changed.

@@ -32,20 +32,18 @@ def gather_for_metrics(
 ) -> T:
     """Return ``data`` of all ranks without the padding of the last batch. Collective.
 
-    The rows are in the order of the dataset. If several ranks hold one model together, as
-    the stages of a pipeline do, their equal rows come once. In one process ``data`` comes
-    back.
+    The rows are in the order of the dataset. If several ranks hold one model together,
+    their equal rows come once. In one process ``data`` comes back.
 
     Args:
         data: nested tensors with this rank's batch as dimension 0.
-        loader: the loader that gave the batch, or the items that ``split`` has cut, with a
-            row in ``data`` for each. By default the loader that gave the last batch.
-        pad: a value that fills the other dimensions to equal sizes, as in ``all_gather``.
+        loader: the loader of the batch, or the items that ``split`` has cut. By default
+            the loader that gave the last batch.
+        pad: a value that fills the other dimensions, as in ``all_gather``.
         objects: also take lists of any objects, such as texts, one for each sample.
 
     Raises:
-        LoaderError: no loader gave a batch, or dimension 0 isn't the batch. The other
-            ranks raise it too, or an AccelError that names the rank.
+        LoaderError: no loader gave a batch, or dimension 0 isn't the batch.
     """
     rows, replica, error = data, latest.replica, None
     try:

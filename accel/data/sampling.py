@@ -98,9 +98,6 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
-# -- Generators ------------------------------------------------------------------------------------
-
-
 def mix(*values: Any) -> int:
     """Hash plain values to a seed of 63 bits."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
@@ -141,9 +138,6 @@ def on_cpu() -> AbstractContextManager[Any]:
     # Workers that start inside a device context stay in it, and each call of torch gets slower.
     is_cpu = torch.get_default_device().type == "cpu"
     return nullcontext() if is_cpu else torch.device("cpu")
-
-
-# -- Checksums -------------------------------------------------------------------------------------
 
 
 def identity(items: Any) -> int:
