@@ -222,7 +222,7 @@ def fail(how: str, path: str, model: nn.Module) -> None:
 
 FAILURES = {
     "raise": r"rank 1 of 2 in accel.launch\(fail\) raised; its traceback:(?s:.*)in fail(?s:.*)ValueError: boom",
-    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) ended with SIGKILL, .* out of memory",
+    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) ended with SIGKILL\. .* out of memory",
 }
 
 
