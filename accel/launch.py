@@ -1,7 +1,7 @@
-"""``accel.launch``: run a function in worker processes, from a script or a notebook cell.
+"""``accel.launch``: run a function in worker processes.
 
-The launching process and its workers share a temporary directory. It holds the function
-with its arguments, and later the trained states, the result, and exceptions of workers.
+The processes share a temporary directory. It holds the function with its arguments, and
+later the trained states, the result, and exceptions of workers.
 """
 
 from __future__ import annotations
@@ -59,36 +59,30 @@ _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None) -> T:
     """Run ``fn(*args)`` in a new process per rank, and return rank 0's result.
 
-    You can call it from a script or a notebook cell, and ``fn`` may be defined there. Modules,
-    optimizers, schedulers and other objects with ``state_dict`` and ``load_state_dict`` come back:
-    if they are among the arguments, or ``fn`` uses them, accel loads rank 0's final state into your
-    own objects. Other changes stay in the workers. Tensors of the result are on the CPU.
+    You can call it from a script or a notebook cell, and ``fn`` may be defined there. If
+    ``fn`` gets or uses objects with ``state_dict`` and ``load_state_dict``, accel loads
+    rank 0's final states into yours. Tensors of the result are on the CPU.
 
     Args:
-        fn: calls ``accel.setup`` as any training script does. Each rank gets a copy of the
-            arguments. Pass keyword arguments with ``functools.partial``.
-        args: raw objects, not handles.
-        num_processes: the number of ranks. None: one per device of this machine.
+        fn: calls ``accel.setup`` as any training script does.
+        args: raw objects. Each rank gets a copy. For keyword arguments, use
+            ``functools.partial``.
+        num_processes: the number of ranks. None: one per device.
 
     Raises:
-        LaunchError: an argument can't be pickled (the error says which, by its path), or a worker
-            raised or died. The error has the worker's traceback and rank, and its cause is the
-            worker's exception. All workers have ended, and your objects are unchanged.
+        LaunchError: an argument can't be pickled, or a worker raised or died. The error
+            has its rank and traceback. Your objects are unchanged.
     """
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
         raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
-    if not callable(fn):
-        raise LaunchError(f"{fn!r} isn't a function. To start a script, use python -m accel run.")
     place = place_now()
     if place.world_size > 1:
-        raise LaunchError(
-            f"This process is rank {place.rank} of {place.world_size} already (started by "
-            f"{place.launcher}). Call the function itself."
-        )
+        rank = f"rank {place.rank} of {place.world_size}"
+        raise LaunchError(f"This process is {rank} already. Call the function itself.")
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     title = f"of {count} in accel.launch({name})"
-    stateful = collect_stateful(fn, name, args)
+    stateful = _collect_stateful(fn, name, args)
     with tempfile.TemporaryDirectory(prefix="accel-launch-") as directory:
         folder = Path(directory)
         save_by_value((fn, args, stateful), folder / "arguments", "the arguments")
@@ -106,15 +100,18 @@ def _load(path: Path, *, mmap: bool = False) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
 
 
-def collect_stateful(fn: object, name: str, args: tuple[Any, ...]) -> list[Any]:
+def _modules(item: object) -> list[Any]:
+    return list(item.modules()) if isinstance(item, nn.Module) else [item]
+
+
+def _collect_stateful(fn: object, name: str, args: tuple[Any, ...]) -> list[Any]:
     """Return the objects with a state to load, but no modules inside others."""
     stateful: dict[int, Any] = {}
     for item in (*find_stateful(fn, name), *find_stateful(args, "args")):
         stateful[id(item)] = item
     for item in list(stateful.values()):
-        for child in item.modules() if isinstance(item, nn.Module) else ():
-            if child is not item:
-                stateful.pop(id(child), None)
+        for child in _modules(item)[1:]:
+            stateful.pop(id(child), None)
     return list(stateful.values())
 
 
@@ -122,7 +119,6 @@ def collect_stateful(fn: object, name: str, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _run_workers(title: str, count: int, folder: Path) -> None:
-    """Run ``count`` workers. Raise LaunchError if a worker fails."""
     # The ranks meet in this store. It takes a free port and keeps it.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
@@ -134,10 +130,11 @@ def _run_workers(title: str, count: int, folder: Path) -> None:
             running[rank] = _start(rank, count, store.port, folder)
         while running and not failed:
             time.sleep(_POLL_SECONDS)
-            failed |= _collect_failed(running)
+            _collect_ended(running, failed)
         if failed:
             time.sleep(_GATHER_SECONDS)
-            _raise_first(title, failed | _collect_failed(running), folder)
+            _collect_ended(running, failed)
+            _raise_first(title, failed, folder)
     finally:
         for process in running.values():
             _signal(process, signal.SIGTERM)
@@ -178,17 +175,14 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def _collect_failed(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Remove ended workers. Return the exit statuses of the failed, by rank."""
-    failed = {}
+def _collect_ended(running: dict[int, subprocess.Popen[bytes]], failed: dict[int, int]) -> None:
+    """Move failed workers' exit statuses from ``running`` to ``failed``."""
     for rank, process in list(running.items()):
-        status = process.poll()
-        if status is not None:
+        if process.poll() is not None:
             _signal(process, signal.SIGKILL)  # ends the child processes that it left behind
             del running[rank]
-            if status:
-                failed[rank] = status
-    return failed
+            if process.returncode:
+                failed[rank] = process.returncode
 
 
 def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
@@ -203,10 +197,10 @@ def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
         hint = " Perhaps the machine is out of memory." if end == "SIGKILL" else ""
         # gloo aborts a process if an exception in another one closes its connections.
         if not raised or end != "SIGABRT":
-            raise LaunchError(f"rank {rank} {title} ended with {end}, without an exception.{hint}")
+            raise LaunchError(f"rank {rank} {title} ended with {end}.{hint}")
     first = min(raised, key=lambda rank: raised[rank].time)
-    about = raised[first].failed_rank
-    first = about if about in raised else first
+    if raised[first].about in raised:
+        first = raised[first].about
     cause = None
     with contextlib.suppress(Exception):  # a class with an __init__ that takes other arguments
         cause = pickle.loads(raised[first].error)
@@ -215,19 +209,19 @@ def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
 
 
 class _Failure(NamedTuple):
-    """The exception of a worker."""
+    """The exception of a worker, and the rank ``about`` which it is."""
 
     time: float
     trace: str
-    error: bytes  # pickled. Empty if it can't be pickled
-    failed_rank: int | None  # named by the exception
+    about: Any
+    error: bytes = b""
 
 
 # -- a worker --------------------------------------------------------------------------------------
 
 
 def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
-    """Run the function in ``folder``, and save its result or its exception there."""
+    """Run the function in ``folder``, and save its result or exception there."""
     sys.argv[:] = argv
     threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
     # A scheduler marks the optimizer's step, and the mark is lost when the optimizer is pickled.
@@ -240,7 +234,7 @@ def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
         if rank == 0:
             states = [item.state_dict() for item in stateful]
             save_by_value(states, Path(folder, "states"), "states")
-            result = map_leaves(_unwrap_handle, value, "result")
+            result = map_leaves(_unwrapped, value, "result")
             save_by_value(result, Path(folder, "result"), "result")
     except BaseException as error:
         Path(folder, f"failure-{rank}").write_bytes(_pickled_failure(error))
@@ -257,18 +251,12 @@ def _end_with_parent(parent: int, folder: str) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _unwrap_handle(value: Any, path: str) -> Any:
-    """Return the raw object of a handle in the result. It has the trained values."""
-    if isinstance(value, ModelHandle):
-        return raw_of(value)
-    return raw_loader(value)
+def _unwrapped(value: Any, path: str) -> Any:
+    return raw_of(value) if isinstance(value, ModelHandle) else raw_loader(value)
 
 
 def _publish_main(fn: Any, items: list[Any]) -> None:
-    """Put the functions and classes of the launching ``__main__`` into this process.
-
-    The user's code may pickle their objects by name.
-    """
+    """Put the caller's functions and classes into ``__main__``, for pickles by name."""
     main = vars(sys.modules["__main__"])
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -277,7 +265,7 @@ def _publish_main(fn: Any, items: list[Any]) -> None:
         if names.get("__name__") == "__main__":
             main.update(names)
     for item in items:
-        for part in item.modules() if isinstance(item, nn.Module) else [item]:
+        for part in _modules(item):
             if type(part).__module__ == "__main__":
                 main.setdefault(type(part).__qualname__, type(part))
 
@@ -287,8 +275,7 @@ def _pickled_failure(error: BaseException) -> bytes:
 
     moment = time.time()
     trace = "\n".join(filter(None, [traceback.format_exc(), who_is_missing(error)]))
-    failure = _Failure(moment, trace, b"", getattr(error, "failed_rank", None))
+    failure = _Failure(moment, trace, getattr(error, "failed_rank", None))
     with contextlib.suppress(Exception):
-        pickled = cloudpickle.dumps(error.with_traceback(None))
-        failure = failure._replace(error=pickled)
+        failure = failure._replace(error=cloudpickle.dumps(error.with_traceback(None)))
     return pickle.dumps(failure)

@@ -25,11 +25,7 @@ copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
 
 
 def save_by_value(value: object, path: Path, name: str) -> None:
-    """Write ``value`` to a file. Functions and classes of ``__main__`` are pickled by value.
-
-    Raises:
-        LaunchError: names the path of each object that can't be pickled, beginning with ``name``.
-    """
+    """Write a value to a file, with the functions and classes of ``__main__``."""
     import cloudpickle
 
     try:
@@ -40,9 +36,9 @@ def save_by_value(value: object, path: Path, name: str) -> None:
 
 
 def check_picklable(obj: object, name: str = "obj") -> None:
-    """Try to pickle ``obj``, as ``torch.save(obj)`` and spawned loader workers do.
+    """Try to pickle ``obj``, as ``torch.save(obj)`` and spawned workers do.
 
-    ``accel.launch`` can send more: lambdas, and functions and classes of a notebook or a script.
+    ``accel.launch`` can also send lambdas, and functions and classes of a script.
 
     Args:
         obj: a model, a dataset, or any other object.
@@ -56,27 +52,18 @@ def check_picklable(obj: object, name: str = "obj") -> None:
 
 
 def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]:
-    """Return the objects with a state to load inside ``obj``.
+    """Return the objects with a state to load inside ``obj``, or raise LaunchError.
 
-    Args:
-        name: the name of ``obj`` in the error.
-        by_name: pickle functions and classes by their names only, as the ``pickle`` module does.
-
-    Raises:
-        LaunchError: names the path of each object that can't be pickled.
+    ``by_name`` pickles as the ``pickle`` module does.
     """
     try:
         return _try_pickle(obj, by_name)
     except Exception as error:
-        culprits = _find_culprits(obj, name, by_name, set())
-        text = "; ".join(culprits[:_MAX_NAMED])
-        if len(culprits) > _MAX_NAMED:
-            text += f" and {len(culprits) - _MAX_NAMED} more"
+        text = "; ".join(_find_culprits(obj, name, by_name, set())[:_MAX_NAMED])
         raise LaunchError(f"These objects can't be pickled: {text}") from error
 
 
 def _try_pickle(obj: object, by_name: bool) -> list[Any]:
-    """Pickle an object to nowhere. Return the objects with a state to load."""
     import cloudpickle
 
     stateful: dict[int, Any] = {}
@@ -99,38 +86,34 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
 
 
 def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> list[str]:
-    """Return texts with the paths of the innermost unpicklable objects."""
+    """Describe the innermost unpicklable objects, with their paths."""
+    culprits: list[str] = []
     if id(obj) in seen:
-        return []
+        return culprits
     try:
         _try_pickle(obj, by_name)
-        return []
     except Exception as error:
-        text = f"{path}: {_describe(obj, error)}"
-    seen.add(id(obj))
-    culprits: list[str] = []
-    inner = raw_of(obj) if type(obj) is ModelHandle and by_name else obj
-    for suffix, child in _children(inner).items():
-        culprits += _find_culprits(child, path + suffix, by_name, seen)
-    return culprits or [text]
+        seen.add(id(obj))
+        inner = raw_of(obj) if type(obj) is ModelHandle and by_name else obj
+        for suffix, child in _children(inner).items():
+            culprits += _find_culprits(child, path + suffix, by_name, seen)
+        culprits = culprits or [f"{path}: {_describe(obj, error)}"]
+    return culprits
 
 
 def _children(obj: Any) -> dict[str, Any]:
     """Return the objects inside an object, by their ends of the path."""
-    children = dict(getattr(obj, "__dict__", {}))
-    form = ".{}"
     if isinstance(obj, ModelHandle | type | ModuleType):
         return {}
+    form, children = ".{}", dict(getattr(obj, "__dict__", {}))
     if isinstance(obj, dict | list | tuple | set | frozenset):
-        children = obj if isinstance(obj, dict) else dict(enumerate(obj))
-        form = "[{!r}]"
+        form, children = "[{!r}]", obj if isinstance(obj, dict) else dict(enumerate(obj))
+    elif isinstance(obj, FunctionType):
+        used = inspect.getclosurevars(obj)
+        form, children = "()'s {}", {**used.globals, **used.nonlocals}
     elif isinstance(obj, functools.partial | MethodType):
         for name in ("func", "args", "keywords", "__self__"):
             children[name] = getattr(obj, name, None)
-    elif isinstance(obj, FunctionType):
-        used = inspect.getclosurevars(obj)
-        children = {**used.globals, **used.nonlocals}
-        form = "()'s {}"
     elif isinstance(obj, nn.Module):
         # The path of a layer is its name in the model.
         for name in ("_parameters", "_buffers", "_modules"):
@@ -144,7 +127,6 @@ def _describe(obj: Any, error: Exception) -> str:
         return f"ModelHandle; pass the raw {kind}, and call accel.setup in the function"
     if isinstance(obj, FunctionType):
         code = obj.__code__
-        is_lambda = obj.__name__ == "<lambda>"
-        kind = "lambda" if is_lambda else f"function {obj.__qualname__}"
-        return f"{kind} at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+        name = "lambda" if obj.__name__ == "<lambda>" else f"function {obj.__qualname__}"
+        return f"{name} at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
     return f"{type(obj).__module__}.{type(obj).__qualname__} ({type(error).__name__}: {error})"

@@ -303,7 +303,7 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
         end_all()
     finally:
         process.shutdown(how)
-        data.forget()
+        data.latest.forget()
 
 
 def end_all() -> None:

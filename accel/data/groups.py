@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar, final
 
@@ -16,42 +17,41 @@ T = TypeVar("T")
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Group(Generic[T]):
     """The batches of an optimizer step, for a single loop. ``len`` is their number."""
 
-    def __init__(self, iteration: Iteration, size: int, accumulate: Callable[[bool], None]) -> None:
-        self._iteration = iteration
-        self._size = size
-        self._accumulate = accumulate
-        self.is_used = False
+    _iteration: Iteration
+    _size: int
+    _accumulate: Callable[[bool], None]
+    is_used: bool = False
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[T]:
         if self.is_used:
-            raise LoaderError(
-                "A group of accel.accumulate gives its batches once, before the next group. "
-                "Keep them with list(group) to use them twice."
-            )
+            raise LoaderError("A group gives its batches once. Keep them with list(group).")
         self.is_used = True
         try:
             for left in reversed(range(self._size)):
                 self._accumulate(left > 0)
+                self._iteration.in_group = left > 0
                 yield next(self._iteration)
         finally:
             # Only the loop holds this generator, so a break ends the accumulation.
             self._accumulate(False)
+            self._iteration.in_group = False
 
 
 @final
+@dataclass(eq=False, repr=False)
 class Accumulation(Generic[T]):
     """The batches of a loader in groups of ``n``. The last group may be smaller."""
 
-    def __init__(self, loader: LoaderHandle, n: int, accumulate: Callable[[bool], None]) -> None:
-        self._loader = loader
-        self._n = n
-        self._accumulate = accumulate
+    _loader: LoaderHandle
+    _n: int
+    _accumulate: Callable[[bool], None]
 
     def __len__(self) -> int:
         return -(-len(self._loader) // self._n)
@@ -64,10 +64,8 @@ class Accumulation(Generic[T]):
             by_rank = agree("accel.accumulate", groups)
             if len(set(by_rank)) > 1:
                 # Gradients of different steps would be averaged.
-                raise RankMismatchError(
-                    "accel.accumulate: the ranks have different batches: "
-                    f"{', '.join(by_rank)}. Use even_batches=True or drop_last=True."
-                )
+                text = f"accel.accumulate: the ranks have {', '.join(by_rank)}."
+                raise RankMismatchError(f"{text} Use even_batches=True or drop_last=True.")
         try:
             while size := iteration.upcoming(self._n):
                 end = iteration.reader.given + size

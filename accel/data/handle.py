@@ -11,17 +11,16 @@ from torch.utils.data import DataLoader
 from ..errors import LoaderError, described, whole_number
 from ..process import world_size
 from ..process.rng import Generators, from_plain, to_plain
-from .checks import LoaderOptions, LoaderPlace, check
+from .checks import LoaderOptions, LoaderPlace
 from .iteration import Iteration, LoaderState
 from .readers import Position
 from .sampling import length_of, own_generators
 
 
 class LoaderHandle:
-    """A distributed dataloader. All other attributes are those of the ``DataLoader``.
+    """A distributed dataloader, with the other attributes of the ``DataLoader``.
 
-    ``seed`` decides the order of every epoch, and is the same on all ranks. With ``in_place``
-    the program's generators do, as in raw PyTorch.
+    The seed is the same on all ranks. ``in_place`` draws orders as raw PyTorch does.
     """
 
     __slots__ = ("__weakref__", "_accel")
@@ -35,7 +34,6 @@ class LoaderHandle:
         seed: int,
         in_place: bool = False,
     ) -> None:
-        check(loader, options, place.world)
         in_place = in_place or not options.shard
         start = Position(epoch=0, seed=None if in_place else seed)
         state = LoaderState(loader, options, place, seed, in_place, start)
@@ -51,8 +49,7 @@ class LoaderHandle:
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at an epoch. A resumed epoch continues at its position.
 
-        Args:
-            epoch: its number. Without this call each iteration is the next epoch.
+        Without this call each iteration is the next epoch.
         """
         state, number = self._accel, whole_number(epoch)
         is_chosen = state.options.shard and state.start.in_place
@@ -65,44 +62,39 @@ class LoaderHandle:
     def skip(self, n: int) -> None:
         """Start the next iteration after ``n`` batches.
 
-        For the step number of another library, use ``set_epoch(step // len(loader))`` and
-        ``skip(step % len(loader))``. The samples of a map-style dataset are not read. Call
-        it on every rank, before or after ``set_epoch``, and after ``load_state_dict``. A
-        second call replaces the first.
+        Call it on every rank, after ``load_state_dict``. A second call replaces the
+        first. The samples of a map-style dataset are not read.
 
         Args:
-            n: batches of each rank. The next iteration raises LoaderError if the epoch has
-                fewer.
+            n: batches of each rank.
         """
         self._accel.skip = whole_number(n)
 
     @property
     def is_last(self) -> bool:
-        """True during this rank's last batch of an epoch.
-
-        An iterable dataset has to read the next batch to know.
-        """
+        """True during this rank's last batch of an epoch. May read the next batch."""
         current = self._accel.current
         return current is not None and current.reader.given > 0 and not current.upcoming(1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain values, the same on all ranks at the same step.
+        """Return the position as plain values, equal on all ranks at the same step.
 
-        At the end of an epoch and after a ``break`` it is the start of the next epoch. It doesn't
-        include gradients, so don't save inside a group of ``accumulate``.
+        At the end of an epoch and after a ``break`` it is the start of the next epoch.
+
+        Raises:
+            LoaderError: a group of ``accumulate`` isn't complete, or the position isn't known.
         """
         state, current = self._accel, self._accel.current
+        if current is not None and current.in_group:
+            raise LoaderError("A group of accel.accumulate isn't complete. Save after the group.")
         if current is None or current.reader.is_complete():
             position = state.reader().skip(state.start, state.skip)
         else:
             position = current.reader.position()
         generators = None
         if position.seed is None:
-            own_states = Generators(own_generators(state.raw)).states()
-            generators = {
-                "order": to_plain(position.states),
-                "own": to_plain(own_states),
-            }
+            own = Generators(own_generators(state.raw)).states()
+            generators = {"order": to_plain(position.states), "own": to_plain(own)}
         return {
             "epoch": position.epoch,
             "consumed": sum(position.at),
@@ -117,15 +109,10 @@ class LoaderHandle:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at a saved position, at any world size and batch size.
 
-        If each rank has its own position, as with ``shard=False``, the number of ranks
-        must be the same.
-
-        Args:
-            state_dict: the result of ``state_dict``.
+        With ``shard=False`` the number of ranks must be the same.
 
         Raises:
-            LoaderError: it isn't such a state, or was saved with a different dataset.
-                Nothing has changed.
+            LoaderError: the state is of a different dataset. Nothing has changed.
         """
         state = self._accel
         _check_saved(state, state_dict)
@@ -158,31 +145,22 @@ class LoaderHandle:
         setattr(self._accel.raw, name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise LoaderError(
-            "A LoaderHandle can't be pickled or copied. Pickle its state_dict(), or the "
-            "DataLoader that you passed to accel.setup()."
-        )
+        raise LoaderError("A LoaderHandle can't be pickled or copied. Pickle its state_dict().")
 
 
 def _check_saved(state: LoaderState, saved: Any) -> None:
-    """Raise LoaderError if a saved state doesn't fit a loader."""
     keys = {"epoch", "consumed", "streams", "seed", "generators", "length", "part", "own"}
     if not isinstance(saved, Mapping) or not keys <= saved.keys():
-        raise LoaderError(f"Expected a state of LoaderHandle.state_dict(), found {saved!r}.")
-    length = length_of(state.raw.dataset)
+        raise LoaderError(f"This isn't a state of a LoaderHandle: {saved!r}")
+    length, problem = length_of(state.raw.dataset), ""
     if saved["length"] != length:
-        raise LoaderError(f"The state is of a dataset of length {saved['length']}, not {length}.")
-    if saved["consumed"] and len(saved["streams"]) != state.reader().streams:
-        raise LoaderError(
-            f"The state was saved in mid-epoch with num_workers={len(saved['streams'])}. Use the "
-            "same num_workers, or save between epochs."
-        )
-    if saved["consumed"] and saved["part"] != state.part:
-        raise LoaderError(
-            f"The state was saved in mid-epoch by {_owner(saved['part'])} and can't be loaded "
-            f"by {_owner(state.part)}. Use as many ranks and the same options, or save "
-            "between epochs."
-        )
+        raise LoaderError(f"The saved dataset's length is {saved['length']}, not {length}.")
+    if len(saved["streams"]) != state.reader().streams:
+        problem = f"with num_workers={len(saved['streams'])}. Use the same num_workers"
+    if saved["part"] != state.part:
+        problem = f"by {_owner(saved['part'])}, not {_owner(state.part)}. Use as many ranks"
+    if saved["consumed"] and problem:
+        raise LoaderError(f"The state was saved in mid-epoch {problem}, or save between epochs.")
 
 
 def _owner(part: list[int]) -> str:
@@ -206,10 +184,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     raw: Any = raw_loader(loader)
     size = raw.batch_size or getattr(raw.batch_sampler, "batch_size", None)
     if size is None:
-        raise LoaderError(
-            f"effective_batch_size: {described(raw)} has no batch_size. Multiply the size "
-            "of a rank's batch by accel.world_size()."
-        )
+        raise LoaderError(f"effective_batch_size: {described(raw)} has no batch_size.")
     replicas = world_size()
     if isinstance(loader, LoaderHandle):
         state = loader._accel

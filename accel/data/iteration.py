@@ -25,14 +25,13 @@ from .streams import SHARDS, StreamReader, mode_of
 @final
 @dataclass(eq=False)
 class LoaderState:
-    """The raw loader of a handle, this rank's place, and the next epoch."""
+    """The loader of a handle, this rank's place, and the next epoch."""
 
     raw: DataLoader[Any]
     options: LoaderOptions
     place: LoaderPlace
-    #: The seed of all epochs, unless they are drawn in place.
+    #: The seed of all epochs, unless the program's generators draw them in place.
     seed: int
-    #: True if orders are drawn from the program's generators, as in raw PyTorch.
     in_place: bool
     #: The start of the next iteration, and the batches to skip after it.
     start: Position
@@ -68,8 +67,7 @@ class LoaderState:
         process = self.place.process
         if process is not None and running() is not process and not ended():
             raise LoaderError(
-                f"This LoaderHandle is for {self.place.world} ranks, and accel.teardown() has "
-                "ended them. Pass the raw DataLoader to accel.setup() again."
+                "accel.teardown() has ended this loader. Pass the raw one to accel.setup()."
             )
 
     def reader(self) -> Reader:
@@ -92,8 +90,7 @@ class LoaderState:
     def prepare(self) -> tuple[DataLoader[Any], Reader]:
         if self.persistent is not None:
             return self.persistent
-        reader = self.reader()
-        loader = copy.copy(self.raw)
+        reader, loader = self.reader(), copy.copy(self.raw)
         # Positions and padding are counted in the order of the sampler.
         vars(loader).update(_iterator=None, in_order=True)
         reader.install(loader)
@@ -106,32 +103,30 @@ class LoaderState:
 
     def worker_seeds(self, start: Position) -> torch.Generator:
         # The program's generators stay as they are.
-        generator = torch.Generator()
-        if start.states and "seeds" in start.states:
-            return generator.set_state(start.states["seeds"])
-        used = sum(start.at)
-        return generator.manual_seed(mix(self.seed, start.epoch, used, self.place.rank))
+        generator, states = torch.Generator(), start.states or {}
+        if "seeds" in states:
+            return generator.set_state(states["seeds"])
+        seed = mix(self.seed, start.epoch, sum(start.at), self.place.rank)
+        return generator.manual_seed(seed)
 
 
 @final
-@dataclass(eq=False)
 class Latest:
     """The last batch of all handles, and the last ``split``."""
 
-    rows: Share | None = None
-    #: The replica of the model for which it was, and the number of replicas.
-    replica: tuple[int, int] | None = None
-    #: The divisions of ``split``, by the numbers of all items and of this rank's.
-    divisions: dict[tuple[int, int], Division] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget them, because the process group changes."""
+        self.rows: Share | None = None
+        #: The replica of the model for which it was, and the number of replicas.
+        self.replica: tuple[int, int] | None = None
+        #: The divisions of ``split``, by the numbers of all items and of this rank's.
+        self.divisions: dict[tuple[int, int], Division] = {}
 
 
 latest = Latest()
-
-
-def forget() -> None:
-    """Forget them, because the process group changes."""
-    latest.rows = latest.replica = None
-    latest.divisions.clear()
 
 
 @final
@@ -148,6 +143,8 @@ class Iteration:
         #: Batches that were read before the loop asked for them.
         self._ahead: deque[Any] = deque()
         self.finished = False
+        #: True before the last batch of a group of ``accumulate``.
+        self.in_group = False
         loader, self.reader = state.prepare()
         start = self.reader.skip(state.start, state.skip)
         self.reader.begin(start)
@@ -155,7 +152,7 @@ class Iteration:
             loader.generator = state.worker_seeds(start)
         with on_cpu():
             self._batches = self.reader.open(loader)
-        # A stream of several workers may have more batches than its dataset's length tells.
+        # A stream of several workers may have more batches than its length tells.
         is_sized = isinstance(self.reader, SamplerReader)
         self.length = length_of(self.reader) if is_sized else None
         state.start, state.skip = state.fresh(start.epoch + 1), 0

@@ -32,20 +32,18 @@ def gather_for_metrics(
 ) -> T:
     """Return ``data`` of all ranks without the padding of the last batch. Collective.
 
-    The rows are in the order of the dataset. If several ranks hold one model together, as
-    the stages of a pipeline do, their equal rows come once. In one process ``data`` comes
-    back.
+    The rows are in the order of the dataset. If several ranks hold one model together,
+    their equal rows come once. In one process ``data`` comes back.
 
     Args:
         data: nested tensors with this rank's batch as dimension 0.
-        loader: the loader that gave the batch, or the items that ``split`` has cut, with a
-            row in ``data`` for each. By default the loader that gave the last batch.
-        pad: a value that fills the other dimensions to equal sizes, as in ``all_gather``.
+        loader: the loader of the batch, or the items that ``split`` has cut. By default
+            the loader that gave the last batch.
+        pad: a value that fills the other dimensions, as in ``all_gather``.
         objects: also take lists of any objects, such as texts, one for each sample.
 
     Raises:
-        LoaderError: no loader gave a batch, or dimension 0 isn't the batch. The other
-            ranks raise it too, or an AccelError that names the rank.
+        LoaderError: no loader gave a batch, or dimension 0 isn't the batch.
     """
     rows, replica, error = data, latest.replica, None
     try:
@@ -65,7 +63,6 @@ def gather_for_metrics(
 
 
 def _share_of(loader: Any, data: Any, objects: bool) -> tuple[Share, Replica | None]:
-    """Return this rank's share of a batch or of a ``split``, and its replica."""
     share, replica = latest.rows, latest.replica
     if isinstance(loader, LoaderHandle):
         state = loader._accel
@@ -73,55 +70,47 @@ def _share_of(loader: Any, data: Any, objects: bool) -> tuple[Share, Replica | N
         share, replica = state.rows, state.place[:2]
     elif loader is not None:
         sizes: list[Any] = []
-        rows: list[Any] = []
         walk(lambda _, leaf: sizes.append(length_of(leaf)), loader, "", has_parts)
+        rows: list[Any] = []
         walked(lambda _, leaf: rows.append(length_of(leaf)), data, objects)
         key: Any = (*sizes[:1], *rows[:1])
-        division = latest.divisions.get(key)
-        share = None
+        share, division = None, latest.divisions.get(key)
         if division is not None:
-            share = division.share(sizes[0])
-            replica = division.rank, division.world
+            share, replica = division.share(sizes[0]), (division.rank, division.world)
     if share is None and world_size() == 1 and not isinstance(loader, DataLoader):
         share = WHOLE
     if share is None:
         raise LoaderError(
-            "gather_for_metrics: no loader has given these rows since the last "
-            "accel.split. Pass the loader of accel.setup or the items of accel.split."
+            "gather_for_metrics: no loader has given these rows. Pass the loader of "
+            "accel.setup or the items of accel.split."
         )
     return share, replica
 
 
 def _trim(leaf: Any, share: Share, objects: bool) -> Any:
-    """Return the rows of a batch without padding."""
     if leaf is None and not objects:
         return None
-    shape = tuple(getattr(leaf, "shape", ()))
-    if isinstance(leaf, list):
-        shape = (len(leaf),)
+    shape = (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
     is_sized = share.size >= 0
     if not shape or (is_sized and shape[0] != share.size):
         size = f" of {share.size}" if is_sized else ""
         kind = "" if isinstance(leaf, torch.Tensor) else f"{described(leaf)} of "
         raise LoaderError(
             f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found "
-            f"{kind}shape {shape}. Pass a row for each sample, or use accel.all_gather."
+            f"{kind}shape {shape}. Use accel.all_gather for other rows."
         )
     return leaf[: share.real if is_sized else shape[0] * share.real]
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:
-    """Keep the rows of the first rank of each replica, and return a problem. Collective."""
+    """Keep the rows of each replica's first rank, and return a problem. Collective."""
     tensors = [tensor for _, tensor in all_tensors(data)]
     answers = agree("gather_for_metrics", (replica, problem or Prints(tensors).read()))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}
     has_problem = any(isinstance(text, str) for text in sums.values())
     if not has_problem and find_difference(sums):
         # With sequence_parallel each rank has a share of the sequence.
-        problem = (
-            "gather_for_metrics: ranks with the same batch have different rows. Reduce "
-            "over the sequence first, or use accel.all_gather."
-        )
+        problem = "Ranks with the same batch have different rows. Use accel.all_gather."
 
     def rows_of(path: str, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and not leaf.dim():

@@ -1,10 +1,10 @@
-"""Readers: the items of an epoch from a position on, and a rank's batches of them."""
+"""Readers: the items of an epoch from a position on, and a rank's batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, Final, final
@@ -14,36 +14,28 @@ from torch.utils.data import DataLoader, Sampler
 from ..errors import LoaderError
 from ..process.rng import Generators, Private, global_generators
 from .checks import shape_of
-from .sampling import (
-    Division,
-    Share,
-    divide,
-    length_of,
-    mix,
-    on_cpu,
-    own_generators,
-    parts_of,
-)
+from .sampling import Division, Share, divide, length_of, mix, on_cpu, own_generators, parts_of
 
 #: A sampler is read in blocks, because it takes 0.2 ms to change the global generators.
 _BLOCK: Final = 1 << 10
 
 #: This rank's share and all items of each global step.
 Steps = Iterator[tuple[list[Any], list[Any]]]
+Context = AbstractContextManager[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """A snapshot of the generators at the start of an epoch, and the number of samples given.
+    """The generators at the start of an epoch, and the number of samples given.
 
-    The snapshot is the ``seed`` of all epochs, or ``states``. If both are None, the epoch draws in
-    place, from the program's generators as in raw PyTorch.
+    Without ``seed`` and ``states`` the epoch draws in place, as raw PyTorch does.
     """
 
     epoch: int
+    #: The seed of all epochs.
     seed: int | None = None
     states: Mapping[str, Any] | None = None
-    #: The samples given to all ranks, for each worker of an iterable dataset. Empty at the start.
+    #: The samples given to all ranks, for each worker of a stream. Empty at the start.
     at: tuple[int, ...] = ()
     #: The state of a loader that keeps its own position.
     own: Any = None
@@ -57,51 +49,48 @@ class Position:
 class Tag:
     """The origin of a batch. It travels with the batch, because loaders read ahead."""
 
-    #: The number of the worker, and of the samples that were read from its stream.
+    #: The number of the worker, and of the samples read from its stream.
     stream: int = 0
     position: int = 0
-    #: The checksum of the first items of a stream, which the ranks compare.
+    #: The checksum of a stream's first items, for a comparison.
     first: int = 0
-    #: The state of a loader that keeps its own position.
     own: Any = None
     #: True if another batch follows, None if unknown.
     more: bool | None = None
 
 
+#: Batches with their tags.
+Batches = Iterator[tuple[Tag, Any]]
+
 #: The share of a batch without padding. Its size isn't known.
 WHOLE: Final = Share(0, -1, 1)
 
 
+@dataclass(eq=False)
 class SampleSource:
-    """The items of a sampler or dataset, and this rank's share of each global step."""
+    """The items of a sampler or dataset, in shares."""
 
-    def __init__(self, items: Any, division: Division, own: Mapping[str, Any]) -> None:
-        self.items = items
-        self.division = division
-        self.start = Position(epoch=0)
-        #: The origin of the last share.
-        self.tag = Tag()
-        #: The snapshot of generators from which an epoch in place was drawn.
-        self.states: Mapping[str, Any] | None = None
-        #: The first items of the epoch, for padding.
-        self.head: list[Any] = []
-        #: Generators of the loader, from which the items may draw besides the global ones.
-        self._own = dict(own)
-
-    def __len__(self) -> int:
-        """Return the number of this rank's batches after the start."""
-        used = sum(self.start.at)
-        return self.division.local_steps(max(0, len(self.items) - used))
+    items: Any
+    division: Division
+    #: The generators of the loader. The items may draw from them and the global ones.
+    own: Mapping[str, Any] = field(default_factory=dict)
+    start: Position = Position(epoch=0)
+    #: The origin of the last share.
+    tag: Tag = Tag()
+    #: The snapshot before an epoch in place.
+    states: Mapping[str, Any] | None = None
+    #: The first items of the epoch, for padding.
+    head: list[Any] = field(default_factory=list)
 
     def steps(self, stream: int | None = None) -> Steps:
-        """Begin an epoch. ``stream`` is the worker of an iterable dataset."""
-        width = self.division.width
+        """Begin an epoch, for an iterable dataset in the worker ``stream``."""
+        start, width = self.start, self.division.width
         context = self._generators(stream)
         with context, on_cpu():
             items = iter(self.items)
-        in_blocks = stream is None and not self.start.in_place
+        in_blocks = stream is None and not start.in_place
         order = _drawn(items, context, max(width, _BLOCK) if in_blocks else width)
-        used = self.start.at[stream or 0] if self.start.at else 0
+        used = start.at[stream or 0] if start.at else 0
         self.head = list(islice(order, min(used, self.division.world - 1)))
         skipped = len(self.head)
         for _ in islice(order, used - skipped):
@@ -110,7 +99,7 @@ class SampleSource:
         if used - skipped >= width:
             raise LoaderError(
                 f"The {type(self.items).__name__} gives a shorter epoch than the batches to "
-                "skip. Use the same dataset and sampler, or skip fewer batches."
+                "skip. Use the same dataset and sampler."
             )
         self.tag = Tag(stream or 0, skipped)
         return self._tagged(order)
@@ -120,17 +109,16 @@ class SampleSource:
             self.tag = replace(self.tag, position=self.tag.position + len(items))
             yield share, items
 
-    def _generators(self, stream: int | None) -> AbstractContextManager[Any]:
-        """Return the context of all draws. In place take the snapshot."""
+    def _generators(self, stream: int | None) -> Context:
+        """Return the context of all draws, in place after a snapshot."""
         start = self.start
-        generators = Generators({**global_generators(), **self._own})
+        generators = Generators({**global_generators(), **self.own})
         if start.in_place:
             self.states = generators.states()
             return nullcontext()
         if start.seed is None:
-            # The own generators go on to the next epoch. RandomSampler draws from its own at the
-            # end of an epoch too.
-            Generators(self._own).put(start.states or {})
+            # RandomSampler also draws from its own at the end, so they go on to the next epoch.
+            Generators(self.own).put(start.states or {})
             return Private(Generators(global_generators()), start.states or {})
         for part in parts_of(self.items):
             is_told = part is self.items or isinstance(part, Sampler)
@@ -142,13 +130,11 @@ class SampleSource:
         return Private(generators, generators.seeded(seed))
 
 
-def _drawn(items: Iterator[Any], context: AbstractContextManager[Any], block: int) -> Iterator[Any]:
-    """Yield items, drawn in blocks inside a context."""
-    while True:
+def _drawn(items: Iterator[Any], context: Context, block: int) -> Iterator[Any]:
+    drawn = [None]
+    while drawn:
         with context, on_cpu():
             drawn = list(islice(items, block))
-        if not drawn:
-            return
         yield from drawn
 
 
@@ -161,8 +147,8 @@ class Reader:
         self._loader: Any = loader
         self._division = division
         self._source = source
-        self.streams = streams
         self._units = shape_of(loader).units
+        self.streams = streams
 
     def install(self, loader: DataLoader[Any]) -> None:
         """Put the stand-in into a copy of the loader."""
@@ -177,9 +163,9 @@ class Reader:
             self.tags.append(Tag(stream, used, own=start.own))
         self.more: bool | None = None
 
-    def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
-        """Return an iterator over the tags and the batches."""
-        return iter(loader)
+    def open(self, loader: DataLoader[Any]) -> Batches:
+        """Return an iterator over the batches and their tags."""
+        raise NotImplementedError
 
     def take(self, tag: Tag) -> Share:
         """Count a batch that the loop gets, and return this rank's rows of it."""
@@ -210,15 +196,18 @@ class Reader:
 
     def skip(self, start: Position, count: int) -> Position:
         """Return the position ``count`` batches of each rank after ``start``."""
+        if not count:
+            return start
         at = list(start.at or (0,) * self.streams)
         for batch in range(count):
             # The loader takes a batch from each worker in turn.
             at[batch % self.streams] += self._source.division.width
-        return replace(start, at=tuple(at), own=None) if count else start
+        return replace(start, at=tuple(at), own=None)
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches from the start of the epoch on."""
-        return len(self._source)
+        """Return the number of this rank's batches after the start."""
+        items, division = self._source.items, self._source.division
+        return division.local_steps(max(0, len(items) - sum(self._source.start.at)))
 
 
 @final
@@ -230,19 +219,22 @@ class RawReader(Reader):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         division = Division(rank=0, world=1, batch=1, even=True, drop_last=False)
-        super().__init__(loader, division, SampleSource((), division, {}))
+        super().__init__(loader, division, SampleSource((), division))
 
-    def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
-        own, used = self.tags[0].own, self.tags[0].position
-        if own is not None:
-            self._loader.load_state_dict(own)
-        batches = iter(self._loader)
-        return self._tagged(batches if own is not None else islice(batches, used, None), used)
-
-    def _tagged(self, batches: Iterator[Any], used: int) -> Iterator[tuple[Tag, Any]]:
-        own_state = getattr(self._loader, "state_dict", lambda: None)
+    def open(self, loader: DataLoader[Any]) -> Batches:
+        raw, used = self._loader, sum(self.start.at)
+        if self.start.own is not None:
+            raw.load_state_dict(self.start.own)
+        batches = iter(raw) if self.start.own is not None else islice(raw, used, None)
+        own_state = getattr(raw, "state_dict", lambda: None)
         for number, batch in enumerate(batches, used + 1):
             yield Tag(0, number, own=own_state()), batch
+
+    def position(self) -> Position:
+        if self.given and self.tags[0].own is None:
+            kind = type(self._loader).__name__
+            raise LoaderError(f"{kind} has no state_dict() for its position. Save between epochs.")
+        return super().position()
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -253,8 +245,7 @@ class SamplerReader(Reader):
     """The stand-in for the sampler or batch sampler of a map-style loader."""
 
     def __init__(self, loader: DataLoader[Any], division: Division) -> None:
-        sampler = shape_of(loader).sampler
-        source = SampleSource(sampler, division, own_generators(loader))
+        source = SampleSource(shape_of(loader).sampler, division, own_generators(loader))
         super().__init__(loader, division, source)
 
     def install(self, loader: DataLoader[Any]) -> None:
@@ -265,10 +256,10 @@ class SamplerReader(Reader):
         # StatefulDataLoader asks for the length of the batch sampler's sampler.
         return self._source.items.sampler if self._units else self._source.items
 
-    def open(self, loader: DataLoader[Any]) -> Iterator[tuple[Tag, Any]]:
+    def open(self, loader: DataLoader[Any]) -> Batches:
         return self._tagged(iter(loader))
 
-    def _tagged(self, batches: Iterator[Any]) -> Iterator[tuple[Tag, Any]]:
+    def _tagged(self, batches: Iterator[Any]) -> Batches:
         before = sum(self.start.at)
         for batch in batches:
             # The loader has read this step, and perhaps more. The last one may be shorter.
@@ -276,8 +267,8 @@ class SamplerReader(Reader):
             if end <= before:
                 # YOLO's InfiniteDataLoader keeps an iterator over its first sampler.
                 raise LoaderError(
-                    "The loader does not give one batch for each batch of its sampler. Use a plain "
-                    "DataLoader, or LoaderOptions(shard=False)."
+                    "The loader does not give one batch for each batch of its sampler. "
+                    "Use a plain DataLoader or shard=False."
                 )
             yield Tag(0, end), batch
             before = end

@@ -18,17 +18,14 @@ from ..process.packing import bytes_of, is_dense, to_bytes
 from ..process.rng import is_generator, seed_of
 from ..trees import walk
 
-# -- Division --------------------------------------------------------------------------------------
-
 
 class Share(NamedTuple):
-    """A rank's ``size`` samples of a global step from ``offset``, ``real`` before padding.
-
-    If the size isn't known, it is -1, and ``real`` is 1 or 0.
-    """
+    """A rank's samples of a global step."""
 
     offset: int
+    #: -1 if it isn't known. Then ``real`` is 1 or 0.
     size: int
+    #: The samples before the padding.
     real: int
 
 
@@ -68,7 +65,7 @@ class Division:
 
 
 def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
-    """Return a rank's share of a global step, padded from ``head``."""
+    """Return a rank's share of a global step, padded with the epoch's first items."""
     if len(chunk) < division.width and division.drop_last:
         return []
     share = division.share(len(chunk))
@@ -80,10 +77,7 @@ def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
 def divide(
     order: Iterator[Any], division: Division, head: list[Any]
 ) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield this rank's share and all items of each global step.
-
-    ``head`` holds the first items of the epoch, for padding.
-    """
+    """Yield this rank's share and all items of each global step."""
     while chunk := list(islice(order, division.width)):
         head += chunk[: division.world - 1 - len(head)]
         yield portion(chunk, division, head), chunk
@@ -104,9 +98,6 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
-# -- Generators ------------------------------------------------------------------------------------
-
-
 def mix(*values: Any) -> int:
     """Hash plain values to a seed of 63 bits."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
@@ -114,15 +105,13 @@ def mix(*values: Any) -> int:
 
 def parts_of(sampler: Any) -> list[Any]:
     """Return a sampler, its attributes, and those of the samplers among them."""
-    parts: dict[int, Any] = {}
-    todo = [sampler]
-    while todo:
-        part = todo.pop()
-        if id(part) not in parts:
-            parts[id(part)] = part
-            if part is sampler or isinstance(part, Sampler):
-                todo += getattr(part, "__dict__", {}).values()
-    return list(parts.values())
+    parts = [sampler]
+    for part in parts:
+        if part is sampler or isinstance(part, Sampler):
+            for value in getattr(part, "__dict__", {}).values():
+                if not any(value is known for known in parts):
+                    parts.append(value)
+    return parts
 
 
 def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -151,14 +140,10 @@ def on_cpu() -> AbstractContextManager[Any]:
     return nullcontext() if is_cpu else torch.device("cpu")
 
 
-# -- Checksums -------------------------------------------------------------------------------------
-
-
 def identity(items: Any) -> int:
     """Return a checksum of nested items, the same in every process.
 
-    It covers integers and texts, because random augmentation may change the other values. Those
-    are covered if there are no others.
+    Random augmentation may change values, so it covers integers and texts if there are any.
     """
     checksums = [0, 0]
 
@@ -166,13 +151,13 @@ def identity(items: Any) -> int:
         is_text = isinstance(leaf, int | str | bytes)
         dtype = str(getattr(leaf, "dtype", ""))
         content: Any = b""
-        if isinstance(leaf, torch.Tensor):
+        if is_text or isinstance(leaf, float):
+            content = repr(leaf).encode()
+        elif isinstance(leaf, torch.Tensor):
             if is_dense(leaf) and leaf.numel():
                 content = to_bytes(bytes_of(leaf, torch.device("cpu")))
-        elif is_text or isinstance(leaf, float):
-            content = repr(leaf).encode()
+        # An array of objects has their addresses.
         elif hasattr(leaf, "tobytes") and dtype != "object":
-            # An array of objects holds their addresses.
             content = leaf.tobytes()
         # Labels and tokens have wide integers, and pixels have bytes.
         is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))

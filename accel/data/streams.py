@@ -18,15 +18,13 @@ from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators
 from .checks import LoaderOptions, LoaderPlace
-from .readers import Position, Reader, SampleSource, Steps, Tag
+from .readers import Batches, Position, Reader, SampleSource, Steps, Tag
 from .sampling import Division, Share, identity, portion
 
-#: Every rank reads the full stream and keeps its share, each rank reads its shards of a Hugging
-#: Face dataset, or rank 0 reads for all ranks.
+#: Every rank reads the stream, or its shards of a Hugging Face dataset, or rank 0 reads for all.
 FULL, SHARDS, DISPATCHED = "full", "shards", "dispatched"
 _LABEL: Final = "reading an iterable dataset"
 
-Batches = Iterator[Any]
 Collate = Callable[[Any], Any]
 
 
@@ -47,10 +45,7 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
 
 @final
 class _StreamView(IterableDataset[Any]):
-    """A rank's share of a stream as a dataset.
-
-    It has the attributes of the user's dataset, because a ``worker_init_fn`` may set them.
-    """
+    """A rank's share of a stream as a dataset."""
 
     def __init__(self, source: SampleSource, mode: str) -> None:
         vars(self).update(_source=source, _mode=mode)
@@ -75,6 +70,7 @@ class _StreamView(IterableDataset[Any]):
         return getattr(vars(self)["_source"].items, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # A worker_init_fn may set attributes of the user's dataset.
         setattr(vars(self)["_source"].items, name, value)
 
 
@@ -114,20 +110,20 @@ class StreamReader(Reader):
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
             own_division = replace(division, rank=0, world=1)
-        source = SampleSource(dataset, own_division, {})
+        source = SampleSource(dataset, own_division)
         super().__init__(loader, division, source, max(1, loader.num_workers))
         self._mode = mode
         self._process = process
 
     def install(self, loader: DataLoader[Any]) -> None:
-        vars(loader)["dataset"] = _StreamView(self._source, self._mode)
+        parts = vars(loader)
+        parts["dataset"] = _StreamView(self._source, self._mode)
         if self._mode == DISPATCHED:
-            vars(loader).update(batch_sampler=None, batch_size=None)
+            parts.update(batch_sampler=None, batch_size=None)
             loader.collate_fn = partial(_collated, loader.collate_fn, self._units)
         elif not self._units:
             batch, drop_last = self._division.batch, loader.drop_last
-            batches = BatchSampler(loader.sampler, batch, drop_last)
-            vars(loader)["batch_sampler"] = batches
+            parts["batch_sampler"] = BatchSampler(loader.sampler, batch, drop_last)
         loader.collate_fn = partial(_tagged, loader.collate_fn, self._source)
 
     def begin(self, start: Position) -> None:
@@ -138,16 +134,16 @@ class StreamReader(Reader):
         self._source.states = Generators({"seeds": seeding}).states()
 
     def open(self, loader: DataLoader[Any]) -> Batches:
-        process = self._process
-        if self._mode == DISPATCHED and process is not None:
+        process, mode = self._process, self._mode
+        if mode == DISPATCHED and process is not None:
             is_reader = process.place.rank == 0
-            return self._dispatched(process, iter(loader if is_reader else ()))
+            return self._in_step(iter(loader if is_reader else ()), process)
         batches = iter(loader)
-        if self._process is None or self._division.world == 1:
+        if process is None or self._division.world == 1:
             return batches
-        if self._mode == FULL:
+        if mode == FULL:
             return self._compared(batches)
-        return self._in_step(batches) if self._division.even else batches
+        return self._in_step(batches, process) if self._division.even else batches
 
     def real_rows(self, samples: int) -> Share:
         if self._mode == SHARDS and self._division.even:
@@ -163,49 +159,43 @@ class StreamReader(Reader):
         if len(set(firsts) - {None}) > 1:
             kind = type(self._loader.dataset).__name__
             raise LoaderError(
-                f"The ranks read different items from {kind}, which shards itself or "
-                "shuffles differently on each rank. Use a fixed seed, or "
-                "LoaderOptions(shard=False)."
+                f"The ranks read different items from {kind}, which shards itself or shuffles. "
+                "Use a fixed seed or shard=False."
             )
         if item is not None:
             yield item
             yield from batches
 
-    def _in_step(self, batches: Batches) -> Batches:
-        """Yield this rank's batches, then the first again until all ranks are done."""
-        if not self.start.epoch:
+    def _in_step(self, batches: Batches, process: Process) -> Batches:
+        """Yield a batch on every rank until all ranks are done."""
+        is_dispatched = self._mode == DISPATCHED
+        places = agree(_LABEL, self._division.rank) if is_dispatched else []
+        if not is_dispatched and not self.start.epoch:
             # If the dataset was sharded before, sharding it once more would lose most of it.
             items = islice(self._loader.dataset, 1)
             list(self._compared((Tag(first=identity(item)), item) for item in items))
         tag, padding = self.tags[0], None
-        for item, firsts, more in _steps(batches):
-            tag, batch = item or (tag, padding)
-            if padding is None:
-                # A resumed rank may have read its shards already.
-                others = agree(_LABEL, batch) if None in firsts else [batch]
-                padding = copy.deepcopy(next(other for other in others if other is not None))
-                batch = batch if item else padding
-            yield replace(tag, more=more), batch
-
-    def _dispatched(self, process: Process, batches: Batches) -> Batches:
-        """Yield this rank's share of rank 0's batches."""
-        places = agree(_LABEL, self._division.rank)
-        for item, _, more in _steps(batches):
-            sent = item and [(item[0], item[1][place]) for place in places]
-            received: list[Any] = [None]
-            with Waiting(process, _LABEL):
-                dist.scatter_object_list(received, sent, group=process.control, group_src=0)
-            tag, batch = received[0]
-            yield replace(tag, more=more), batch
-
-
-def _steps(batches: Batches) -> Iterator[tuple[Any, list[Any], bool]]:
-    """Yield a batch or None, all checksums, and if a step follows. Collective."""
-    item, firsts = _read_together(batches)
-    while set(firsts) != {None}:
         following, next_firsts = _read_together(batches)
-        yield item, firsts, set(next_firsts) != {None}
-        item, firsts = following, next_firsts
+        while set(next_firsts) != {None}:
+            item, firsts = following, next_firsts
+            following, next_firsts = _read_together(batches)
+            if is_dispatched:
+                item = _scattered(item, places, process)
+            elif padding is None:
+                # A resumed rank may have read its shards already.
+                others = agree(_LABEL, item and item[1]) if None in firsts else [item[1]]
+                padding = copy.deepcopy(next(other for other in others if other is not None))
+            tag, batch = item or (tag, padding)
+            yield replace(tag, more=set(next_firsts) != {None}), batch
+
+
+def _scattered(item: Any, places: list[int], process: Process) -> Any:
+    """Return this rank's share of rank 0's batch."""
+    sent = item and [(item[0], item[1][place]) for place in places]
+    received: list[Any] = [None]
+    with Waiting(process, _LABEL):
+        dist.scatter_object_list(received, sent, group=process.control, group_src=0)
+    return received[0]
 
 
 def _read_together(batches: Batches) -> tuple[Any, list[int | None]]:

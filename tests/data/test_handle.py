@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from accel import LoaderError
 from accel.data import LoaderOptions, check, describe
 from accel.data.sampling import Division, divide
-from tests.data.loaders import Counting, Numbers, by_step, everyone, flat, make, numbers, ragged, sampled
+from tests.data.loaders import Counting, Numbers, everyone, flat, make, numbers, ragged, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -73,8 +73,15 @@ def test_subclasses_of_dataloader() -> None:
         def __iter__(self) -> Any:
             return ((self.word, batch) for batch in super().__iter__())
 
-    handle = make(Shouting(Numbers(5), batch_size=2, collate_fn=list, word="hey"), 1, 2)
+    raw = Shouting(Numbers(5), batch_size=2, collate_fn=list, word="hey")
+    handle = make(raw, 1, 2)
     assert (handle.word, list(handle)) == ("hey", [("hey", [2, 3]), ("hey", [0])])
+    off = make(raw, 1, 2, shard=False)
+    iterator = iter(off)
+    assert off.state_dict()["consumed"] == 0
+    next(iterator)
+    with pytest.raises(LoaderError, match="Shouting has no state_dict"):
+        off.state_dict()
 
     class Repeating(DataLoader[Any]):
         def __iter__(self) -> Any:
@@ -159,17 +166,6 @@ def test_ranks_take_consecutive_slices(total: int, skipped: int, plan: dict[str,
         assert max(lengths) <= plan["batch"]
         assert max(lengths) - min(lengths) <= (0 if plan["even"] else 1)
         assert plan["even"] or not padding
-
-
-@settings(max_examples=300, deadline=None)
-@given(total=sizes, parts=st.lists(st.tuples(plans, st.integers(1, 4)), max_size=6))
-def test_chains_of_resumes(total: int, parts: list[tuple[dict[str, Any], int]]) -> None:
-    seen: list[int] = []
-    for plan, stop in [*parts, ({"world": 2, "batch": 2, "even": False, "drop_last": False}, 100)]:
-        plan = {**plan, "even": False, "drop_last": False}
-        _, ranks = divided(total, len(seen), plan)
-        seen += by_step([mine[:stop] for mine in ranks])
-    assert seen == list(range(total))
 
 
 def of_three(n: int) -> DataLoader[Any]:

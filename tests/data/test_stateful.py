@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
 
 import accel
-from accel.data import LoaderOptions
 from tests.data.loaders import Numbers, flat, make
-from tests.distributed import run
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
 pytestmark = [
@@ -84,19 +81,3 @@ def test_sharded_one_resumes_anywhere() -> None:
     again = make(loader(dataset=Numbers(20), shuffle=True))
     again.load_state_dict(json.loads(json.dumps(handles[0].state_dict())))
     assert sorted(flat([*seen, *again])) == list(range(20))
-
-
-def _own_parts(directory: str) -> None:
-    options = LoaderOptions(shard=False)
-    handles: list[Any] = [accel.setup(None, dataloaders=loader(), loader_options=options).dataloaders for _ in range(2)]
-    iterator = iter(handles[0])
-    next(iterator)
-    accel.save({"loader": handles[0]}, directory)
-    accel.load(directory, {"loader": handles[1]})
-    rest = flat(handles[1])
-    assert rest == flat(iterator)
-    assert rest == list(range(accel.rank(), 40, 2))[3:]
-
-
-def test_checkpoint_of_own_positions(tmp_path: Path) -> None:
-    run(2, _own_parts, str(tmp_path / "one"))

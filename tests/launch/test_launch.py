@@ -222,7 +222,7 @@ def fail(how: str, path: str, model: nn.Module) -> None:
 
 FAILURES = {
     "raise": r"rank 1 of 2 in accel.launch\(fail\) raised; its traceback:(?s:.*)in fail(?s:.*)ValueError: boom",
-    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) ended with SIGKILL, .* out of memory",
+    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) ended with SIGKILL\. .* out of memory",
 }
 
 
@@ -374,7 +374,7 @@ def test_check_picklable_names_the_paths() -> None:
     model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(accel.LaunchError, match=r"obj.0._forward_hooks\[\d+\]: lambda at test_launch.py"):
         accel.check_picklable(model)
-    with pytest.raises(accel.LaunchError, match=r"obj\[0\]: lambda.*; obj\[4\]: lambda.* and 2 more$"):
+    with pytest.raises(accel.LaunchError, match=r"obj\[0\]: lambda.*; obj\[4\]: lambda"):
         accel.check_picklable([eval("lambda: 0") for _ in range(7)])
 
 
