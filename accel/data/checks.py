@@ -81,7 +81,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     if options.dispatch and not (is_stream and options.shard and options.even_batches):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
     elif options.split_batches and shape.batch % world:
-        problem = f"batch_size={shape.batch} does not divide over {world} ranks."
+        problem = f"split_batches needs a multiple of {world} ranks, not batch_size={shape.batch}."
     elif not options.shard:
         return
     elif is_stream and has_own_iter(loader):
