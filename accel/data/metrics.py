@@ -11,7 +11,7 @@ from ..errors import AccelError, LoaderError, described, text_of_error
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
 from ..process.control import agree, locked
-from ..process.transfer import Prints, find_difference
+from ..process.transfer import find_difference, sums_of
 from ..trees import walk
 from .handle import LoaderHandle, latest
 from .readers import WHOLE, RealRows
@@ -119,7 +119,7 @@ def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, st
             tensors.append(leaf)
 
     walked(collect, data, objects)
-    answers = agree("gather_for_metrics", (replica, problem or Prints(tensors).read()))
+    answers = agree("gather_for_metrics", (replica, problem or sums_of(tensors)))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}
     has_problem = any(isinstance(text, str) for text in sums.values())
     if not has_problem and find_difference(sums):

@@ -53,8 +53,7 @@ def gather_values(value: object, group: dist.ProcessGroup, timeout: timedelta) -
 
 def _gather(data: bytes, group: dist.ProcessGroup, timeout: timedelta) -> list[bytearray]:
     sent = to_tensor(data)
-    received = sent.repeat(group.size(), 1)
-    rows = list(received)
+    rows = list(sent.repeat(group.size(), 1))
     dist.all_gather(rows, sent, group=group, async_op=True).wait(timeout)
     return list(map(to_bytes, rows))
 
@@ -87,30 +86,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def row_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as a row with a stride of 1, for ``view(dtype)``.
-
-    ``x[:1, 0]`` is contiguous, but its single element has the stride of a row of ``x``.
-    """
+    """View a contiguous tensor as a row with a stride of 1, for ``view(dtype)``."""
     row = tensor.view(-1)
+    # x[:1, 0] is contiguous, but its single element has the stride of a row of x.
     return row if row.stride(0) == 1 else row.as_strided(row.shape, (1,))
 
 
 def bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor's bytes on a device. Some backends don't know all dtypes."""
     return row_of(_contiguous(tensor.detach().to(device))).view(torch.uint8)
-
-
-def writable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors without autograd, in writable memory.
-
-    ``expand()`` returns a tensor with several elements at one address. It gets its own memory.
-    """
-    written = []
-    for tensor in tensors:
-        if tensor.layout is torch.strided and 0 in tensor.stride() and not tensor.is_contiguous():
-            tensor.data = tensor.contiguous()
-        written.append(tensor.data)
-    return written
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,10 +117,14 @@ def broadcast_(
     sent: list[torch.Tensor] = []
     rows: list[torch.Tensor] = []
     for tensor in tensors:
-        if tensor.numel():
-            targets.append(tensor)
-            sent.append(_contiguous(tensor))
-            rows.append(row_of(sent[-1]).view(torch.uint8))
+        if tensor.numel() == 0:
+            continue
+        # A buffer from expand() has several elements at one address.
+        if 0 in tensor.stride() and not tensor.is_contiguous():
+            tensor.data = tensor.contiguous()
+        targets.append(tensor.data)
+        sent.append(_contiguous(targets[-1]))
+        rows.append(row_of(sent[-1]).view(torch.uint8))
     if not rows:
         return
     # DistributedDataParallel sends its weights with it.
@@ -168,8 +156,7 @@ def reduce_to_owners(
 ) -> None:
     """Replace the tensors of this rank by their means over all ranks, in place. Collective.
 
-    Each rank sends every owner its part, and the owner adds the parts up. This is twice as fast as
-    a reduction for each owner, and adds in the same order on every backend.
+    Each owner adds up the parts of all ranks. A reduction per owner takes twice the time.
     """
     used = [list(map(_contiguous, tensors)) for tensors in by_owner]
     for pieces in _pieces(used):
@@ -191,10 +178,7 @@ def reduce_to_owners(
 
 
 def _pieces(by_owner: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
-    """Yield each owner's flat views for a collective, with the same dtype and device.
-
-    The views of all owners together stay below a limit.
-    """
+    """Yield the flat views of each owner for a collective, with equal dtypes and devices."""
     kinds: dict[Any, list[list[torch.Tensor]]] = {}
     for owner, tensors in enumerate(by_owner):
         for tensor in tensors:
