@@ -6,7 +6,6 @@ import atexit
 import builtins
 import gc
 import logging
-import math
 import os
 import sys
 from datetime import timedelta
@@ -28,8 +27,8 @@ logger = logging.getLogger("accel")
 #: How a rank leaves, in the errors of the ranks that wait for it.
 TORN_DOWN: Final = "called accel.teardown(), and does not come"
 _RETURNED: Final = (
-    "ended its program, by its end or sys.exit, and does not come. Its loop was shorter (use "
-    "accel.any_rank or accel.join), or the other ranks make a call that it doesn't make"
+    "ended its program, by its end or sys.exit. Its loop was shorter (use accel.join), or it makes "
+    "fewer calls of accel"
 )
 
 _process: Process | None = None
@@ -62,7 +61,7 @@ def init(
         LaunchError: the process group doesn't start.
     """
     refuse_fork()
-    limit = None if timeout is None else _duration(timeout)
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
     served = parse_backend(process_group or "gloo")
     if _process is None:
         _start(process_group, limit, devices)
@@ -118,13 +117,6 @@ def running() -> Process | None:
     return None if ended() else _process
 
 
-def _duration(timeout: float | timedelta) -> timedelta:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise AccelError(f"timeout={timeout!r}: expected a positive number of seconds.")
-    return timedelta(seconds=seconds)
-
-
 def use_devices(devices: object) -> None:
     """Use the devices of a call's ``devices=``. ``"auto"`` changes nothing."""
     if devices == "auto":
@@ -137,11 +129,10 @@ def use_devices(devices: object) -> None:
         return  # "free:2" would find that this process uses the devices
     asked = resolve(devices)
     chosen = pick(asked, process.place.local_rank, process.place.local_world_size)
-    is_fixed = process.request != "auto" or process.dependents or process.control is not None
-    if is_fixed and chosen != process.devices:
+    if chosen != process.devices and (process.dependents or process.control is not None):
         raise DeviceError(
-            f"devices={devices!r} is {', '.join(map(str, asked))}, but this process uses "
-            f"{', '.join(map(str, process.devices))}. Call accel.teardown() before you change it."
+            f"devices={devices!r}: this process uses {', '.join(map(str, process.devices))}. "
+            "Call accel.teardown() before you change it."
         )
     process.request, process.devices = devices, chosen
     select(process.device)
@@ -176,10 +167,9 @@ def shutdown(how: str = TORN_DOWN) -> None:
 
 
 def end_groups(reason: str, *, mismatch: bool = False) -> None:
-    """End all process groups. Ranks in any collective raise instead of hanging. Local.
+    """End all process groups. Ranks in any collective raise within two seconds. Local.
 
-    Ranks that wait for this rank raise at once, others within two seconds. ``current`` raises with
-    the reason until ``shutdown``.
+    ``current`` raises with the reason until ``shutdown``.
     """
     if _process is not None:
         _process.end(reason, mismatch)

@@ -11,7 +11,7 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import AccelError, RankMismatchError, TimeoutError, text_of_error
+from ..errors import AccelError, RankMismatchError, text_of_error
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .packing import gather_values
@@ -41,8 +41,7 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
     """Return every rank's value, by rank. Collective.
 
-    ``what`` names the place in the program. If a rank is at a different place, every rank raises
-    RankMismatchError. If a rank has ended or doesn't come in time, the process groups are ended.
+    ``what`` names the place in the program. It must be equal on all ranks.
     """
     process = current()
     if process.control is None:
@@ -82,10 +81,7 @@ def raise_lost(what: str, error: BaseException | None) -> None:
 
 
 class Waiting:
-    """A context in which this rank needs the other ranks.
-
-    The watchdog tells the others its name. A lost connection raises accel's error.
-    """
+    """A context in which this rank needs the others. A lost connection raises accel's error."""
 
     def __init__(self, process: Process, what: str) -> None:
         self._process, self._what = process, what
@@ -103,8 +99,7 @@ class Waiting:
 def announce(process: Process, what: str, details: Hashable = None) -> None:
     """Announce the next collective of an engine. Compare it over the ranks if it isn't predicted.
 
-    ``details`` are compared, too. If a rank is about to do something else, the process groups are
-    ended with RankMismatchError.
+    ``details`` must be equal on all ranks, too.
     """
     event = (what, details)
     if process.order.expects(event):
@@ -134,7 +129,7 @@ def raise_together(
 ) -> None:
     """Raise if a rank failed: its own error there, and ``kind`` on the other ranks.
 
-    ``problems`` are the errors of all ranks as texts. The text of a rank without an error is empty.
+    ``problems`` are the errors of all ranks as texts, or empty texts.
     """
     if own is not None:
         try:
@@ -151,19 +146,14 @@ def raise_together(
 def require_equal(
     what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
 ) -> list[Any]:
-    """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ.
-
-    If the values differ, the process groups are ended, because ranks may wait elsewhere.
-    """
+    """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ."""
     values: list[Any] = []
     others: list[Any] = []
-    try:
-        for rank_value, rank_beside in agree(what, (value, beside)):
-            values.append(rank_value)
-            others.append(rank_beside)
-    except TimeoutError as error:
-        raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
+    for rank_value, rank_beside in agree(what, (value, beside)):
+        values.append(rank_value)
+        others.append(rank_beside)
     if any(other != value for other in values):
+        # Ranks may wait elsewhere.
         message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
         end_groups(message, mismatch=True)
         raise RankMismatchError(message)

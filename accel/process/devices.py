@@ -58,10 +58,7 @@ def parse_devices(
     except (RuntimeError, ValueError) as error:
         # torch.device raises a RuntimeError that lists 20 types of devices.
         reason = error if isinstance(error, ValueError) else f"{devices!r} is not a device"
-        existing = "no accelerator, only cpu"
-        if count:
-            names = ", ".join(f"{kind}:{number}" for number in range(count))
-            existing = f"{names} and cpu"
+        existing = f"{count} {kind} devices" if count else "no accelerator"
         raise DeviceError(
             f"{name}={devices!r}: {reason}, and this machine has {existing}. Use a number of "
             'devices, -1, a list ([0, 1]), numbers ("0, 1"), "free:2", "cpu" or "auto".'
@@ -164,14 +161,10 @@ def default_backend(kind: str) -> str:
 def parse_backend(text: str) -> dict[str, str]:
     """Return the backend of each device type, from ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
     known = dist.Backend.backend_list[1:]  # without "undefined"
-    try:
-        for part in str(text).lower().split(","):
-            if part.rpartition(":")[2] not in known:
-                raise ValueError(f"the backends are {', '.join(known)}")
-        served = dist.BackendConfig(dist.Backend(text)).get_device_backend_map()
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise AccelError(
-            f'process_group={text!r}: {reason}. Pass a backend or "cpu:gloo,cuda:nccl".'
-        ) from error
-    return dict(served)
+    for part in text.lower().split(","):
+        if part.rpartition(":")[2] not in known:
+            raise AccelError(
+                f"process_group={text!r}: the backends are {', '.join(known)}. "
+                'Pass one, or a text such as "cpu:gloo,cuda:nccl".'
+            )
+    return dict(dist.BackendConfig(dist.Backend(text)).get_device_backend_map())

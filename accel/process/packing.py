@@ -19,10 +19,8 @@ _LENGTH: Final = 8  # bytes in front of the content, with its length
 
 
 def to_tensor(data: bytes | bytearray) -> torch.Tensor:
-    """Return the bytes as a tensor with its own memory.
-
-    A gloo thread may free the tensor after the interpreter has ended. It must not need Python then.
-    """
+    """Return the bytes as a tensor with its own memory."""
+    # A gloo thread may free the tensor after the interpreter has ended. It must not need Python.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone()
 
 
@@ -34,10 +32,8 @@ def to_bytes(tensor: torch.Tensor) -> bytearray:
 
 
 def gather_values(value: object, group: dist.ProcessGroup, timeout: timedelta) -> list[Any]:
-    """Return every rank's value. Collective.
-
-    torch's all_gather_object needs NumPy, and always sends two messages.
-    """
+    """Return every rank's value. Collective."""
+    # torch's all_gather_object needs NumPy, and always sends two messages.
     content = pickle.dumps(value)
     data = len(content).to_bytes(_LENGTH, "little") + content
     messages = _gather(data[:_FIRST].ljust(_FIRST, b"\0"), group, timeout)
@@ -137,10 +133,7 @@ def broadcast_(
 def average_(
     tensors: Iterable[torch.Tensor], world_size: int, add: Callable[[torch.Tensor], object]
 ) -> None:
-    """Replace each tensor by its mean over the ranks, in place. Collective.
-
-    ``add`` sums a flat tensor over the ranks, in place.
-    """
+    """Replace each tensor by its mean over the ranks. ``add`` sums a flat tensor. Collective."""
     targets = list(tensors)
     used = list(map(_contiguous, targets))
     for (piece,) in _pieces([used]):

@@ -63,11 +63,7 @@ class RngState:
         if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
         Generators(global_generators()).put(state_dict)
-        devices = [*state_dict.get("devices", ())]
-        # Checkpoints of older versions have the state of a single device.
-        if state_dict.get("device") is not None:
-            devices.insert(0, state_dict["device"])
-        _put_on_devices(devices)
+        put_torch_states([state_dict["torch"], *state_dict["devices"]])
 
     def diverge(self, number: int) -> None:
         """Seed from the state and ``number``, so ranks with equal states draw differently."""
@@ -87,12 +83,8 @@ def torch_states() -> list[torch.Tensor]:
 def put_torch_states(states: Sequence[torch.Tensor]) -> None:
     """Restore the states of ``torch_states``."""
     torch.set_rng_state(states[0])
-    _put_on_devices(states[1:])
-
-
-def _put_on_devices(states: Sequence[torch.Tensor]) -> None:
     # The saving rank may have had another number of devices.
-    for device, state in zip(_accelerators(), states, strict=False):
+    for device, state in zip(_accelerators(), states[1:], strict=False):
         torch.get_device_module(device).set_rng_state(state, device)
 
 

@@ -37,10 +37,7 @@ def finish(events: Iterable[Any]) -> None:
 
 
 def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield flat tensors on the CPU, in pieces of at most ``PIECE`` bytes.
-
-    While you use a piece, the next is copied. Each piece is valid until you ask for the next.
-    """
+    """Yield flat tensors on the CPU in pieces. Each is valid until you ask for the next."""
     buffers: list[torch.Tensor] = []
     last: tuple[torch.Tensor, list[Any]] | None = None
     for tensor in tensors:

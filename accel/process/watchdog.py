@@ -2,8 +2,7 @@
 
 Every second, each watchdog reads the counter ``alarm`` in the job's store. A rank raises it
 
-- to end the process groups of all ranks (key ``ended``),
-- to say that it won't join any more collectives (key ``left``),
+- to tell that it ended its groups, or won't join any more collectives (key ``news``),
 - to ask all ranks for a report, after it has waited in a collective for some seconds.
 """
 
@@ -59,11 +58,9 @@ class Report:
 
     #: The accel call or torch collective in which it waits. Empty outside of collectives.
     place: str
-    #: The line of the user's program.
     line: str = ""
-    #: How many messages of accel it has exchanged with all ranks.
+    #: The number of accel's messages to all ranks, and the seconds in this place.
     rounds: int = 0
-    #: For how many seconds it has waited there.
     waited: float = 0.0
 
     def __str__(self) -> str:
@@ -107,14 +104,17 @@ def _line_of(stack: _Stack) -> str:
 
 def explain(reports: Mapping[int, Report | None]) -> str:
     """Describe where the ranks are. Ranks in the same place share a sentence."""
-    ranks_by_text: dict[str, list[str]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, report in reports.items():
-        ranks_by_text.setdefault(str(report or "does not answer"), []).append(str(rank))
-    sentences = []
-    for text, ranks in ranks_by_text.items():
-        more = ", ..." if len(ranks) > 8 else ""
-        sentences.append(f"rank {', '.join(ranks[:8])}{more} {text}")
-    return "; ".join(sentences)
+        ranks_by_text.setdefault(str(report or "does not answer"), []).append(rank)
+    return "; ".join(f"{named(ranks)} {text}" for text, ranks in ranks_by_text.items())
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return a text such as ``rank 0, 1, 3``, with at most eight ranks."""
+    first, *rest = map(str, ranks)
+    shown = ", ".join([first, *rest[:7]])
+    return f"rank {shown}, ..." if len(rest) > 7 else f"rank {shown}"
 
 
 def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
@@ -161,27 +161,25 @@ class Watchdog:
     def tell_end(self, reason: str, mismatch: bool) -> None:
         """Tell all ranks why this rank ended the process groups. They end theirs."""
         self._stopped.set()
-        self._tell("has ended its process groups", json.dumps([reason, mismatch]))
+        self._tell(reason, True, mismatch)
 
     def leave(self, how: str) -> None:
         """Stop. Tell all ranks how this rank leaves, if ``tell_end`` hasn't told it."""
         if how:
-            self._tell(how)
+            self._tell(how, False, False)
         # The store may end with rank 0, so the others get 1.5 intervals to hear it.
         deadline = time.monotonic() + 1.5 * self.interval
         with contextlib.suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < deadline:
-                if len(self._store.get("left").splitlines()) >= self._world:
+                if len(self._store.get("news").splitlines()) >= self._world:
                     break
                 time.sleep(0.01)
         self._stopped.set()
         self._thread.join(5)
 
-    def _tell(self, how: str, end: str = "") -> None:
+    def _tell(self, *news: str | bool) -> None:
         def tell() -> None:
-            if end:
-                self._store.compare_set("ended", "", end)
-            self._store.append("left", f"{self._rank} {how}\n")
+            self._store.append("news", json.dumps([self._rank, *news]) + "\n")
             self._store.add("alarm", 1)
 
         _try_for(2, tell)
@@ -198,13 +196,13 @@ class Watchdog:
         if alarm == self._alarm:
             return
         self._asked = time.monotonic()
-        if self._store.check(["ended"]):
-            self._end(*json.loads(self._store.get("ended")))
-            return
-        if self._store.check(["left"]):
-            for line in self._store.get("left").decode().splitlines():
-                rank, _, how = line.partition(" ")
-                self.left[int(rank)] = how
+        news = self._store.get("news") if self._store.check(["news"]) else b""
+        for line in news.splitlines():
+            rank, text, is_end, mismatch = json.loads(line)
+            if is_end:
+                self._end(text, mismatch)
+                return
+            self.left[rank] = text
         report = json.dumps(astuple(self._report()))
         for number in range(self._alarm + 1, alarm + 1):
             self._store.set(f"{number}/{self._rank}", report)
@@ -251,9 +249,8 @@ class Watchdog:
             logger.warning(text, self._rank, report.waited, where)
         if are_stuck(reports.values(), self.patience / 2):
             self._end(
-                f"the ranks wait for each other: {where}. Every rank must call its models and "
-                "accel in the same order. Look for a call under accel.is_main(), or for loops "
-                "of different lengths.",
+                f"the ranks wait for each other: {where}. Look for a call under accel.is_main(), "
+                "or for loops of different lengths.",
                 True,
             )
 
@@ -306,9 +303,7 @@ class Watchdog:
         if silent:
             why = "it ended or hangs, or the link to it is cut"
             return f"rank {', '.join(silent)} did not answer: {why}"
-        if late:
-            return f"rank {', '.join(map(str, late))} did not come in time: {explain(late)}"
-        return explain(reports)
+        return f"{named(late)} did not come in time: {explain(late)}" if late else explain(reports)
 
     def _who_left(self) -> str:
         texts = []
@@ -364,12 +359,9 @@ def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def _close_gloo(group: dist.ProcessGroup) -> None:
-    """Close a gloo group's connections.
-
-    Aborting or destroying a group doesn't close them while a reducer or a pending operation holds
-    it. A receive that times out does. A receive from a rank that is gone fails earlier and closes
-    nothing, so we try all ranks.
-    """
+    """Close a gloo group's connections."""
+    # Aborting a group doesn't close them while a reducer or a pending operation holds it. A receive
+    # that times out does. One from a rank that is gone closes nothing, so we try all ranks.
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             buffer = [torch.empty(1, device="cpu")]

@@ -70,9 +70,6 @@ def test_a_second_init_must_be_equal() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_wrong_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for timeout in (0, float("nan"), float("inf"), "60"):
-        with pytest.raises(AccelError, match="timeout="):
-            process.init(timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(AccelError, match="process_group='gluu'.*gloo"):
         process.init(process_group="gluu")
     monkeypatch.setenv("ACCEL_DEVICES", "63")
