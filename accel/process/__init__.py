@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, DeviceError, RankMismatchError, TimeoutError
-from .devices import parse_backend, pick, resolve
+from .devices import Devices, parse_backend, pick, resolve
 from .launchers import Place
-from .startup import UNKNOWN, destroy_groups, place_now, select, start
+from .startup import UNKNOWN, destroy_groups, place_now, start
 from .startup import Process as Process
 from .watchdog import Watchdog
 
@@ -67,8 +67,8 @@ def init(
         _start(process_group, limit, devices)
         return
     process = current()
-    is_other = process.group is not None and served != process.backends
-    if (process_group and is_other) or limit not in (None, process.timeout):
+    is_other = bool(process_group) and process.group is not None and served != process.backends
+    if is_other or limit not in (None, process.timeout):
         raise AccelError(
             f"accel.init(process_group={process_group!r}, timeout={timeout!r}): accel runs with "
             f"{dict(process.backends)} and {process.timeout.total_seconds():g} s. Call "
@@ -100,7 +100,7 @@ def current() -> Process:
     refuse_fork()
     process = _process or _start(None, None, "auto")
     if process.ended:
-        _finish_end(process)
+        end_groups(process.ended)
         raise AccelError(
             f"the process groups were ended: {process.ended}; call accel.teardown() to start again"
         )
@@ -115,6 +115,11 @@ def current() -> Process:
 def running() -> Process | None:
     """Return the process if accel runs in it. Start nothing."""
     return None if ended() else _process
+
+
+def ended() -> str:
+    """Return why the process groups were ended, or an empty string."""
+    return "" if _process is None else _process.ended
 
 
 def use_devices(devices: object) -> None:
@@ -135,7 +140,7 @@ def use_devices(devices: object) -> None:
             "Call accel.teardown() before you change it."
         )
     process.request, process.devices = devices, chosen
-    select(process.device)
+    process.select()
 
 
 # -- end -------------------------------------------------------------------------------------------
@@ -152,13 +157,12 @@ def shutdown(how: str = TORN_DOWN) -> None:
         process.watchdog.leave("" if process.ended else how)
         process.watchdog = None
     if process.ended:
-        _finish_end(process)
+        end_groups(process.ended)
     else:
         process.release("the processes were shut down")
         if process.control is not None and dist.group.WORLD is process.group:
             destroy_groups(process)
-    # The last references must go now. A gloo thread that frees a tensor while the interpreter ends
-    # aborts the process.
+    # A gloo thread that frees a tensor while the interpreter ends aborts the process.
     process.group = process.control = None
     process.meshes.clear()
     process.subgroups.clear()
@@ -171,24 +175,17 @@ def end_groups(reason: str, *, mismatch: bool = False) -> None:
 
     ``current`` raises with the reason until ``shutdown``.
     """
-    if _process is not None:
-        _process.end(reason, mismatch)
-        _process.release(_process.ended)
-    if dist.is_initialized():
+    process = _process
+    if process is not None:
+        process.end(reason, mismatch)
+        process.release(process.ended)
+    # You may have started a new default group.
+    if dist.is_initialized() and (process is None or dist.group.WORLD is process.group):
         distributed_c10d._abort_process_group()
 
 
-def _finish_end(process: Process) -> None:
-    """Do the part of an end for the training thread."""
-    if dist.group.WORLD is process.group:
-        end_groups(process.ended)
-
-
 def _at_exit() -> None:
-    """End the groups at the end of the program. Tell the other ranks if it ends with an error.
-
-    Otherwise gloo's threads outlive the interpreter, and may abort the process.
-    """
+    """End the groups before the interpreter, or gloo's threads may abort the process."""
     global _process
     process = _process
     if process is None or os.getpid() != process.pid:
@@ -197,7 +194,7 @@ def _at_exit() -> None:
     if error is not None:
         reason = f"rank {rank()} ended with {type(error).__name__}"
         missing = who_is_missing(error)
-        if missing and not process.ended:  # another rank may have told why meanwhile
+        if missing and not process.ended:
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
@@ -205,14 +202,6 @@ def _at_exit() -> None:
     # Other functions of atexit must not start accel again.
     process.ended = "the program is ending. Register with atexit after accel.setup"
     _process = process
-
-
-# -- why a collective failed -----------------------------------------------------------------------
-
-
-def ended() -> str:
-    """Return why the process groups were ended, or an empty string."""
-    return "" if _process is None else _process.ended
 
 
 def lost(call: str, error: RuntimeError) -> AccelError:
@@ -287,7 +276,7 @@ def device() -> torch.device:
     return own_devices()[0]
 
 
-def own_devices() -> tuple[torch.device, ...]:
+def own_devices() -> Devices:
     """Return all devices of this rank. Some engines use several."""
     if _process is not None:
         return _process.devices

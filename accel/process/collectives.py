@@ -296,11 +296,11 @@ class _Exchange:
                 raise AccelError(f"{self.call} on rank {rank}: {problem}")
         first = self._answers[0][1]
         for rank, (_, other, _) in enumerate(self._answers):
-            for path in sorted(first.keys() | other.keys()):
+            if other != first:
+                path, _ = min(first.items() ^ other.items())
                 here, there = first.get(path, "absent"), other.get(path, "absent")
-                if here != there:
-                    text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
-                    raise RankMismatchError(f"{self.call}: {text}{hint}")
+                text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
+                raise RankMismatchError(f"{self.call}: {text}{hint}")
 
     def sent_by_all(self, path: str) -> list[Any]:
         """Return each rank's shape of a tensor, or its value of another leaf."""

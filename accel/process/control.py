@@ -34,9 +34,6 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-# -- every rank's value ----------------------------------------------------------------------------
-
-
 @locked
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
     """Return every rank's value, by rank. Collective.

@@ -18,12 +18,14 @@ import importlib.util
 import os
 import re
 import subprocess
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ..errors import AccelError, DeviceError
+
+Devices: TypeAlias = "tuple[torch.device, ...]"
 
 _IDLE_MEMORY: Final = 64  # MiB. The driver uses less, and any CUDA context uses more
 
@@ -40,7 +42,7 @@ def available() -> tuple[str, int]:
     return "cpu", 0
 
 
-def resolve(devices: object) -> tuple[torch.device, ...]:
+def resolve(devices: object) -> Devices:
     """Return the devices of this node for a request. ACCEL_DEVICES replaces ``"auto"``."""
     kind, count = available()
     variable = os.environ.get("ACCEL_DEVICES")
@@ -49,9 +51,7 @@ def resolve(devices: object) -> tuple[torch.device, ...]:
     return parse_devices(devices, count, kind)
 
 
-def parse_devices(
-    devices: object, count: int, kind: str = "cuda", name: str = "devices"
-) -> tuple[torch.device, ...]:
+def parse_devices(devices: Any, count: int, kind: str = "cuda", name: str = "devices") -> Devices:
     """Return the devices for a request on a node with ``count`` accelerators."""
     try:
         numbers = _numbers(devices, count, kind)
@@ -129,12 +129,7 @@ def _uuid(gpu: int | torch.device) -> str:
     return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
-# -- the devices of a rank, and the process group backends for them --------------------------------
-
-
-def pick(
-    devices: tuple[torch.device, ...], local_rank: int, local_world_size: int
-) -> tuple[torch.device, ...]:
+def pick(devices: Devices, local_rank: int, local_world_size: int) -> Devices:
     """Return the devices of a rank. It gets all if it is alone on its node."""
     if local_world_size == 1:
         return devices

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from ..errors import AccelError, whole_number
 from . import own_devices, rank
@@ -72,7 +73,7 @@ class RngState:
         _seed_all(int.from_bytes(digest, "big"))
 
 
-def torch_states() -> list[torch.Tensor]:
+def torch_states() -> list[Tensor]:
     """Return the states of torch's generators, first of the CPU, then of this rank's devices."""
     states = [torch.get_rng_state()]
     for device in _accelerators():
@@ -80,7 +81,7 @@ def torch_states() -> list[torch.Tensor]:
     return states
 
 
-def put_torch_states(states: Sequence[torch.Tensor]) -> None:
+def put_torch_states(states: Sequence[Tensor]) -> None:
     """Restore the states of ``torch_states``."""
     torch.set_rng_state(states[0])
     # The saving rank may have had another number of devices.
@@ -186,7 +187,7 @@ class Private:
 
 def to_plain(state: Any) -> Any:
     """Return a generator's state as values for JSON."""
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, Tensor):
         return {"bytes": bytes(state.tolist()).hex()}
     if isinstance(state, dict):
         return {name: to_plain(value) for name, value in state.items()}

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import AccelError, DeviceError, LaunchError
-from .devices import default_backend, identity, parse_backend, pick, resolve
+from .devices import Devices, default_backend, identity, parse_backend, pick, resolve
 from .launchers import Place, detect
 from .order import Order
 from .watchdog import Watchdog, accelerator_backends, disconnect_all, named
@@ -35,7 +36,7 @@ _MARGIN: Final = timedelta(minutes=1)
 # The seconds between two looks at the store, at most.
 _LONGEST_PAUSE: Final = 0.5
 # accel can start again in the store of an earlier start, which other ranks may still use.
-_stores: Final[dict[tuple[str, int], distributed_c10d.Store]] = {}
+_stores: Final[dict[tuple[str, int], Store]] = {}
 
 
 @final
@@ -49,8 +50,8 @@ class Process:
     pid: int = field(default_factory=os.getpid)
     #: ``devices=`` as you passed it, the devices of this node for it, and this rank's.
     request: object
-    asked: tuple[torch.device, ...]
-    devices: tuple[torch.device, ...]
+    asked: Devices
+    devices: Devices
     group: dist.ProcessGroup | None
     owns_group: bool = False
     #: accel's own gloo group, for small messages, and the number of messages.
@@ -59,7 +60,8 @@ class Process:
     #: The backend of ``group`` if you named it, and its backends by device type.
     requested: str | None = None
     backends: Mapping[str, str]
-    #: The name of this start.
+    #: The store of all ranks, and the name of this start in it.
+    store: Store | None = None
     token: str = ""
     #: The hosts of all ranks.
     hosts: list[str] = field(default_factory=list)
@@ -83,6 +85,11 @@ class Process:
         """The first device of this rank."""
         return self.devices[0]
 
+    def select(self) -> None:
+        """Make a GPU the current device, which nccl and plain ``"cuda"`` use."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @property
     def carrier(self) -> torch.device:
         """The device on which tensors travel between ranks."""
@@ -99,10 +106,11 @@ class Process:
 
     def end(self, reason: str, mismatch: bool) -> None:
         """End the groups from any thread, while the training thread waits in a collective."""
-        if not self.ended:
-            self.mismatch, self.ended = mismatch, reason
-            if self.watchdog is not None:
-                self.watchdog.tell_end(reason, mismatch)
+        if self.ended:
+            return
+        self.mismatch, self.ended = mismatch, reason
+        if self.watchdog is not None:
+            self.watchdog.tell_end(reason, mismatch)
         disconnect_all()
 
     def release(self, reason: str) -> None:
@@ -121,7 +129,7 @@ class Process:
 def start(requested: str | None, timeout: timedelta | None, request: object) -> Process:
     """Start this rank with the arguments of ``accel.init``. Collective."""
     place, group, problem = place_now(), dist.group.WORLD, ""
-    asked: tuple[torch.device, ...] = (torch.device("cpu"),)
+    asked: Devices = (torch.device("cpu"),)
     if group is not None:
         requested = dist.get_backend_config(group)
     backend = requested or "gloo"
@@ -151,7 +159,7 @@ def start(requested: str | None, timeout: timedelta | None, request: object) -> 
                 f"accel did not start process group {backend!r} on {place.world_size} ranks: "
                 f"{error}. On several nodes, set GLOO_SOCKET_IFNAME to a network that they share."
             ) from error
-    select(process.device)
+    process.select()
     return process
 
 
@@ -167,16 +175,11 @@ def place_now() -> Place:
     return Place("process group", rank, world, 0 if world == 1 else UNKNOWN)
 
 
-def select(device: torch.device) -> None:
-    """Make a GPU the current device, which nccl and plain ``"cuda"`` use."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def _connect(process: Process, backend: str, problem: str) -> None:
     """Start the groups of this rank, unless a rank reports a problem."""
     wait = Wait(process.place, process.timeout)
     store = distributed_c10d._get_default_store() if process.group else open_store(wait)
+    process.store = store
     process.token, reports = meet(store, wait, _report(process, problem))
     try:
         _check_devices(process, reports)
@@ -193,7 +196,7 @@ def _connect(process: Process, backend: str, problem: str) -> None:
         binds = is_known and not process.shares(device)
         dist.init_process_group(
             backend,
-            store=distributed_c10d.PrefixStore(f"accel/{process.token}", store),
+            store=dist.PrefixStore(f"accel/{process.token}", store),
             rank=process.place.rank,
             world_size=process.place.world_size,
             timeout=process.timeout,
@@ -297,7 +300,7 @@ class Wait:
         self.next_log = 2 * waited
 
 
-def open_store(wait: Wait) -> distributed_c10d.Store:
+def open_store(wait: Wait) -> Store:
     """Connect to the job's store. It is in rank 0, or in torchrun's agent."""
     place = wait.place
     if place.master_addr is None or place.master_port is None:
@@ -324,9 +327,7 @@ def open_store(wait: Wait) -> distributed_c10d.Store:
     return _stores[address]
 
 
-def meet(
-    store: distributed_c10d.Store, wait: Wait, report: StartReport
-) -> tuple[str, list[StartReport]]:
+def meet(store: Store, wait: Wait, report: StartReport) -> tuple[str, list[StartReport]]:
     """Return a new name for this start, and the reports of all ranks. Collective."""
     # torchrun's store outlives its restarts, with the keys of processes that are gone. So rank 0
     # makes a new name, and the other ranks accept a name if its reports include their own.
@@ -354,9 +355,6 @@ def meet(
             wait.note(missing or [0])
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)
-
-
-# -- meshes, and the end ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

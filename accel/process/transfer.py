@@ -6,21 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ..trees import move
-
-# -- from a GPU to the CPU -------------------------------------------------------------------------
 
 #: Bytes of a piece on its way to the CPU, and of each of the two pinned buffers.
 PIECE: Final = 16 << 20
 
 
-def is_remote(tensor: torch.Tensor) -> bool:
+def is_remote(tensor: Tensor) -> bool:
     """True if copies to pinned memory are asynchronous. Only CUDA has events for their end."""
     return tensor.is_cuda
 
 
-def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+def host_memory(nbytes: int, *, pinned: bool) -> Tensor:
     """Return uninitialized bytes on the CPU."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
@@ -36,10 +35,10 @@ def finish(events: Iterable[Any]) -> None:
         event.synchronize()
 
 
-def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield flat tensors on the CPU in pieces. Each is valid until you ask for the next."""
-    buffers: list[torch.Tensor] = []
-    last: tuple[torch.Tensor, list[Any]] | None = None
+    buffers: list[Tensor] = []
+    last: tuple[Tensor, list[Any]] | None = None
     for tensor in tensors:
         for piece in tensor.split(max(1, PIECE // tensor.itemsize)):
             if is_remote(piece):
@@ -67,7 +66,7 @@ Sums: TypeAlias = "list[tuple[list[float], float]]"
 
 
 @torch.no_grad()
-def sums_of(tensors: Iterable[torch.Tensor]) -> Sums:
+def sums_of(tensors: Iterable[Tensor]) -> Sums:
     """Return sums that differ if values or their order differ."""
     all_sums: Sums = []
     for tensor in tensors:
@@ -94,9 +93,6 @@ def find_difference(by_rank: Mapping[int, Sums]) -> str:
                 if not is_same:
                     return f"tensor {index} has other values on rank {rank} than on rank {first}"
     return ""
-
-
-# -- batches to the device -------------------------------------------------------------------------
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

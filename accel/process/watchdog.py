@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -48,9 +48,6 @@ _REDUCING: Final = {"_engine_run_backward": "backward", "_pre_forward": "forward
 _POINT_TO_POINT: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
-# -- where a rank is -------------------------------------------------------------------------------
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -68,38 +65,22 @@ class Report:
         return f"{text} ({self.line})" if self.line else text
 
 
-#: Path, line and function of a thread's frames, innermost first.
-_Stack: TypeAlias = list[tuple[str, int, str]]
-
-
-def _stack_of(thread: int) -> _Stack:
+def _position(thread: int) -> tuple[str, str]:
+    """Return the name of a thread's torch collective, and the line of the user's program."""
+    collective, in_torch = "", True
     # traceback.extract_stack() would look at all files on the disk.
-    stack: _Stack = []
-    for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
-        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
-    return stack
-
-
-def _collective_of(stack: _Stack) -> str:
-    """Return the name of a thread's torch collective, or an empty string."""
-    collective = ""
-    for depth, (path, _, name) in enumerate(stack):
-        if depth == 0 and path.startswith(_TORCH) and name in _REDUCING:
-            return _REDUCING[name]
-        if not path.startswith(f"{_TORCH}distributed{os.sep}"):
-            break
+    frames = traceback.walk_stack(sys._current_frames().get(thread))
+    for depth, (frame, line) in enumerate(frames):
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if depth == 0 and path.startswith(_TORCH):
+            collective = _REDUCING.get(name, "")
+        in_torch = in_torch and path.startswith(f"{_TORCH}distributed{os.sep}")
         # DTensor waits for its collectives in wait_tensor.
-        if path.endswith("distributed_c10d.py") or name == "wait_tensor":
+        if in_torch and (path.endswith("distributed_c10d.py") or name == "wait_tensor"):
             collective = name
-    return collective
-
-
-def _line_of(stack: _Stack) -> str:
-    """Return the innermost line of the user's program."""
-    for path, line, name in stack:
         if not path.startswith(_LIBRARIES):
-            return f"{os.path.basename(path)}:{line} in {name}"
-    return ""
+            return collective, f"{os.path.basename(path)}:{line} in {name}"
+    return collective, ""
 
 
 def explain(reports: Mapping[int, Report | None]) -> str:
@@ -128,12 +109,9 @@ def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
     return len(places) > 1
 
 
-# -- the thread ------------------------------------------------------------------------------------
-
-
 @final
 class Watchdog:
-    """A thread beside the training thread."""
+    """A thread that looks at the training thread and at the other ranks."""
 
     def __init__(self, process: Process) -> None:
         #: How ranks have left, by rank. They won't join any more collectives.
@@ -145,9 +123,9 @@ class Watchdog:
         self._rank, self._world = process.place.rank, process.place.world_size
         self._trainer = threading.get_ident()
         # A connection does one thing at a time, so this thread needs its own.
-        store: Any = distributed_c10d._get_default_store()
+        store: Any = process.store
         path = f"accel/{process.token}/watchdog"
-        self._store: Any = distributed_c10d.PrefixStore(path, store.clone())
+        self._store: Any = dist.PrefixStore(path, store.clone())
         self._alarm = 0
         self._asked = 0.0  # when a rank has asked last
         self._last = Report("")
@@ -214,11 +192,11 @@ class Watchdog:
         self._process.end(reason, mismatch)
 
     def _report(self) -> Report:
-        stack = _stack_of(self._trainer)
-        place, rounds = self._process.doing or _collective_of(stack), self._process.rounds
+        collective, line = _position(self._trainer)
+        place, rounds = self._process.doing or collective, self._process.rounds
         is_still = (place, rounds) == (self._last.place, self._last.rounds)
         waited = time.monotonic() - self._since if place and is_still else 0.0
-        return Report(place, _line_of(stack), rounds, waited)
+        return Report(place, line, rounds, waited)
 
     def _look(self) -> None:
         """Ask all ranks where they are if this rank has waited for long."""
@@ -337,14 +315,14 @@ def disconnect_all() -> None:
     backends: list[Any] = []
     for group in reversed(groups):
         backends += accelerator_backends(group)
-    backends = [backend for backend in backends if hasattr(backend, "abort")]
-    batch = backends[0] if backends and hasattr(backends[0], "_group_start") else None
-    if batch is not None:
-        batch._group_start()
+    is_batch = bool(backends) and hasattr(backends[0], "_group_start")
+    if is_batch:
+        backends[0]._group_start()
     for backend in backends:
-        backend.abort()
-    if batch is not None:
-        batch._group_end()
+        if hasattr(backend, "abort"):
+            backend.abort()
+    if is_batch:
+        backends[0]._group_end()
 
 
 def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
