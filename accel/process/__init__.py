@@ -186,7 +186,6 @@ def end_groups(reason: str, *, mismatch: bool = False) -> None:
 
 def _at_exit() -> None:
     """End the groups before the interpreter, or gloo's threads may abort the process."""
-    global _process
     process = _process
     if process is None or os.getpid() != process.pid:
         return
@@ -199,9 +198,6 @@ def _at_exit() -> None:
             logger.error(reason)
         end_groups(reason)
     shutdown(_RETURNED)
-    # Other functions of atexit must not start accel again.
-    process.ended = "the program is ending. Register with atexit after accel.setup"
-    _process = process
 
 
 def lost(call: str, error: RuntimeError) -> AccelError:

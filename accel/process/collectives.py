@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import AccelError, RankMismatchError, described, text_of_error
+from ..errors import AccelError, RankMismatchError, described
 from ..trees import map_tensors, walk
 from . import current
 from .control import Waiting, agree, locked
@@ -89,7 +89,7 @@ def all_gather(
 
     Raises:
         RankMismatchError: structure, dtypes or the other dimensions differ between ranks.
-        AccelError: a leaf is not a tensor, or can't be pickled.
+        AccelError: a leaf is not a tensor.
     """
     return gather(data, gradients=gradients, pad=pad, objects=objects)
 
@@ -138,20 +138,16 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
 
     Raises:
         RankMismatchError: structure, shapes, dtypes, ``objects`` or ``src`` differ between ranks.
-        AccelError: a leaf is not a tensor or can't be pickled, or ``src`` is not a rank.
+        AccelError: a leaf is not a tensor.
     """
     rank, world = current().place.rank, current().place.world_size
-    is_rank = type(src) is int and 0 <= src < world
-    problem = "" if is_rank else f"expected src to be a rank from 0 to {world - 1}"
     sent: Any = data
     if objects:
-        sent = torch.empty(0, dtype=torch.uint8, device="cpu")
-        try:
-            sent = to_tensor(_pack(data)) if rank == src else sent
-        except AccelError as error:
-            problem = str(error)
-    call = f"broadcast(src={src!r}, objects={objects})"
-    exchange = _Exchange(call, sent, _refuse, free_dims=int(objects), problem=problem)
+        # The other ranks may pass anything.
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        sent = to_tensor(_pack(data)) if rank == src else nothing
+    call = f"broadcast(src={src}, objects={objects})"
+    exchange = _Exchange(call, sent, _refuse, free_dims=int(objects))
     if world == 1:
         return data if objects else exchange.replaced(map_tensors(_detached, exchange.tensors))
     if objects and rank != src:
@@ -222,11 +218,7 @@ def _pack(leaf: Any) -> bytearray:
         return _dense(tensor).detach().clone()
 
     buffer = io.BytesIO()
-    try:
-        torch.save(map_tensors(copied, leaf), buffer)
-    except Exception as error:
-        text = f"a {type(leaf).__qualname__} that cannot be pickled: {text_of_error(error)}"
-        raise AccelError(text) from error
+    torch.save(map_tensors(copied, leaf), buffer)
     return bytearray(buffer.getbuffer())
 
 
@@ -330,7 +322,7 @@ def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
         return tensor.to(dtype)
     # All backends reduce these dtypes, without overflow or loss.
     wide_dtype = torch.promote_types(tensor.dtype, torch.float32 if is_float else torch.int64)
-    wide = tensor.to(exchange.carrier, wide_dtype, copy=True).resolve_conj().contiguous()
+    wide = tensor.to(exchange.carrier, wide_dtype, copy=True).contiguous()
     reduction = dist.ReduceOp.PRODUCT if op == "product" else dist.ReduceOp.SUM
     with Waiting(exchange.process, exchange.call):
         dist.all_reduce(wide, reduction, group=exchange.process.group)

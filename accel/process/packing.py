@@ -75,8 +75,8 @@ def receive_value(source: int, group: Group) -> Any:
 
 def is_dense(tensor: Tensor) -> bool:
     """True if the tensor's values are in memory, as those of a strided tensor."""
-    sparse = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
-    return not (sparse or tensor.is_meta or torch.nn.parameter.is_lazy(tensor))
+    is_sparse = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return not (is_sparse or tensor.is_meta)
 
 
 def row_of(tensor: Tensor) -> Tensor:
@@ -88,11 +88,7 @@ def row_of(tensor: Tensor) -> Tensor:
 
 def bytes_of(tensor: Tensor, device: torch.device) -> Tensor:
     """Return the tensor's bytes on a device. Some backends don't know all dtypes."""
-    return row_of(_contiguous(tensor.detach().to(device))).view(torch.uint8)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return row_of(tensor.detach().to(device).contiguous()).view(torch.uint8)
 
 
 # -- many tensors ----------------------------------------------------------------------------------
@@ -115,7 +111,7 @@ def broadcast_(tensors: Iterable[Tensor], group: Group, src: int = 0) -> None:
         if 0 in tensor.stride() and not tensor.is_contiguous():
             tensor.data = tensor.contiguous()
         targets.append(tensor.data)
-        sent.append(_contiguous(targets[-1]))
+        sent.append(targets[-1].contiguous())
         rows.append(row_of(sent[-1]).view(torch.uint8))
     if not rows:
         return
@@ -129,7 +125,7 @@ def broadcast_(tensors: Iterable[Tensor], group: Group, src: int = 0) -> None:
 def average_(tensors: Iterable[Tensor], world_size: int, add: Callable[[Tensor], object]) -> None:
     """Replace each tensor by its mean over the ranks. ``add`` sums a flat tensor. Collective."""
     targets = list(tensors)
-    used = list(map(_contiguous, targets))
+    used = [tensor.contiguous() for tensor in targets]
     for (piece,) in _pieces([used]):
         flat = torch.cat(piece).mul_(1 / world_size)
         add(flat)
@@ -143,7 +139,7 @@ def reduce_to_owners(by_owner: Sequence[Sequence[Tensor]], rank: int, group: Gro
 
     Each owner adds up the parts of all ranks. A reduction per owner takes twice the time.
     """
-    used = [list(map(_contiguous, tensors)) for tensors in by_owner]
+    used = [[tensor.contiguous() for tensor in tensors] for tensors in by_owner]
     for pieces in _pieces(used):
         owned, pieces[rank] = pieces[rank], []
         sizes = [sum(view.nbytes for view in piece) for piece in pieces]

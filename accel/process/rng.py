@@ -119,18 +119,15 @@ def seed_of(generator: Any) -> Any:
 
 
 def _get(generator: Any) -> Any:
-    if hasattr(generator, "getstate"):  # Python's
-        return generator.getstate()
-    if hasattr(generator, "get_state"):  # torch's, and NumPy's global one
-        return generator.get_state()
-    return generator.bit_generator.state
+    # Python's, then torch's and NumPy's global one, then those of NumPy's default_rng().
+    get = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
+    return get() if get else generator.bit_generator.state
 
 
 def _set(generator: Any, state: Any) -> None:
-    if hasattr(generator, "setstate"):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
+    put = getattr(generator, "setstate", None) or getattr(generator, "set_state", None)
+    if put:
+        put(state)
     else:
         generator.bit_generator.state = state
 

@@ -100,9 +100,7 @@ class Process:
 
     def shares(self, device: torch.device) -> bool:
         """True if several ranks may use this device."""
-        if device.type == "cpu":
-            return True
-        return self.requested is not None and self.backends.get(device.type) == "gloo"
+        return device.type == "cpu" or self.backends.get(device.type) == "gloo"
 
     def end(self, reason: str, mismatch: bool) -> None:
         """End the groups from any thread, while the training thread waits in a collective."""

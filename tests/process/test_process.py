@@ -285,18 +285,3 @@ def test_a_start_among_old_keys(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(LaunchError, match=r"rank 0 has waited \d+ s \(of 0.2\) for rank 1, 2. Start as many"):
         meet_as(0, seconds=0.2)
     assert "s (of 0.2) for rank 1, 2. It has not started" in caplog.text
-
-
-AT_EXIT = """
-import atexit, accel
-atexit.register(lambda: accel.all_reduce(2))
-accel.barrier()
-atexit.register(lambda: print(accel.all_reduce(1)))
-"""
-
-
-def test_nothing_starts_after_the_end() -> None:
-    port = free_port()
-    for result in scripts(AT_EXIT, by_hand(0, 2, port), by_hand(1, 2, port)):
-        assert result.stdout == "2\n"
-        assert "the program is ending" in result.stderr
