@@ -34,9 +34,6 @@ _RETURNED: Final = (
 _process: Process | None = None
 
 
-# -- start -----------------------------------------------------------------------------------------
-
-
 def init(
     *,
     process_group: str | None = None,
@@ -132,8 +129,8 @@ def use_devices(devices: object) -> None:
     process = current()
     if isinstance(devices, str) and devices == process.request:
         return  # "free:2" would find that this process uses the devices
-    asked = resolve(devices)
-    chosen = pick(asked, process.place.local_rank, process.place.local_world_size)
+    place = process.place
+    chosen = pick(resolve(devices), place.local_rank, place.local_world_size)
     if chosen != process.devices and (process.dependents or process.control is not None):
         raise DeviceError(
             f"devices={devices!r}: this process uses {', '.join(map(str, process.devices))}. "
@@ -264,11 +261,7 @@ def is_main() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this rank. Starts nothing.
-
-    Raises:
-        DeviceError: ``ACCEL_DEVICES`` asks for devices that don't exist.
-    """
+    """Return the device of this rank. Starts nothing."""
     return own_devices()[0]
 
 

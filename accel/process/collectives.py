@@ -6,7 +6,7 @@ import io
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal, TypeAlias, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from .control import Waiting, agree, locked
 from .packing import broadcast_, bytes_of, is_dense, to_bytes, to_tensor
 
 T = TypeVar("T")
+_Accept: TypeAlias = Callable[[Any], tuple[str, Any]]
 
 # The reductions of the list of all ranks' numbers. NaN wins in "max" and "min", as in torch.
 _OPS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
@@ -88,8 +89,7 @@ def all_gather(
             other object becomes a list with an item per rank. Tensors arrive on your device.
 
     Raises:
-        RankMismatchError: structure, dtypes or the other dimensions differ between ranks.
-        AccelError: a leaf is not a tensor.
+        AccelError: a leaf is not a tensor, or structure, dtypes or other dimensions differ.
     """
     return gather(data, gradients=gradients, pad=pad, objects=objects)
 
@@ -102,7 +102,7 @@ def gather(
     call = f"all_gather(gradients={gradients}, pad={pad}, objects={objects})"
     accept = _pickled if objects else _refuse
     free_dims = 1 if pad is None else sys.maxsize
-    exchange = _Exchange(call, data, accept, objects, free_dims, problem)
+    exchange = _Exchange(call, data, accept, free_dims, problem)
     results: dict[str, Any] = {}
     for path in exchange.others:
         items = list(map(_unpack, exchange.sent_by_all(path)))
@@ -137,8 +137,7 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
             None. Tensors arrive on your device.
 
     Raises:
-        RankMismatchError: structure, shapes, dtypes, ``objects`` or ``src`` differ between ranks.
-        AccelError: a leaf is not a tensor.
+        AccelError: a leaf is not a tensor, or structure, shapes, dtypes or arguments differ.
     """
     rank, world = current().place.rank, current().place.world_size
     sent: Any = data
@@ -161,9 +160,6 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
         copies[path] = copies[path].to(tensor.device)
     received: T = _unpack(to_bytes(copies["data"])) if objects else exchange.replaced(copies)
     return received
-
-
-# -- leaves ----------------------------------------------------------------------------------------
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
@@ -196,7 +192,7 @@ def _pickled(leaf: Any) -> tuple[str, Any]:
 
 def _refuse(leaf: Any) -> tuple[str, Any]:
     expected = "expected a tensor, or dicts, lists and tuples of tensors"
-    raise AccelError(f"{described(leaf)}; {expected}; objects=True sends what can be pickled")
+    raise AccelError(f"{described(leaf)}; {expected}; objects=True sends other objects")
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -234,19 +230,14 @@ class _Exchange:
     """The leaves of this rank's data by path, compared over the ranks."""
 
     def __init__(
-        self,
-        call: str,
-        data: Any,
-        accept: Callable[[Any], tuple[str, Any]],
-        objects: bool = False,
-        free_dims: int = 0,
-        problem: str = "",
+        self, call: str, data: Any, accept: _Accept, free_dims: int = 0, problem: str = ""
     ) -> None:
         """Raise on every rank if the leaves differ or a rank has a problem. Collective.
 
         ``accept`` returns the kind of a leaf beside the tensors, and the value to send. The first
         ``free_dims`` dimensions of a tensor may have different sizes on the ranks.
         """
+        objects = accept is _pickled
         self.call, self._data, self._objects = call, data, objects
         process = self.process = current()
         self.rank, self.world = process.place.rank, process.place.world_size
@@ -301,9 +292,6 @@ class _Exchange:
     def replaced(self, results: Mapping[str, Any]) -> Any:
         """Return the data with the results in the places of the leaves. None stays None."""
         return walked(lambda path, leaf: results.get(path), self._data, self._objects)
-
-
-# -- single tensors --------------------------------------------------------------------------------
 
 
 def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:

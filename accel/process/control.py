@@ -12,7 +12,7 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 import torch.distributed as dist
 
 from ..errors import AccelError, RankMismatchError, text_of_error
-from . import Process, current, end_groups, ended, local_rank, rank, running
+from . import Process, current, end_groups, ended, local_rank, rank
 from . import lost as lost
 from .packing import gather_values
 
@@ -46,29 +46,21 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process.rounds += 1
     with Waiting(process, process.doing or repr(what)):
         messages = gather_values((what, value), process.control, timeout or process.timeout)
-    values: list[Any] = []
-    for place, sent in messages:
-        values.append(sent)
-        if place != what:
-            places = "; ".join(f"rank {r} is in {place!r}" for r, (place, _) in enumerate(messages))
-            raise RankMismatchError(f"the ranks are at different points of the program: {places}")
-    return values
-
-
-# -- collectives of the engines --------------------------------------------------------------------
+    places = [place for place, _ in messages]
+    if places.count(what) < len(places):
+        text = "; ".join(f"rank {r} is in {place!r}" for r, place in enumerate(places))
+        raise RankMismatchError(f"the ranks are at different points of the program: {text}")
+    return [sent for _, sent in messages]
 
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
     """True for an error of a closed connection, or of a collective after its timeout."""
     if not isinstance(error, RuntimeError):
         return False
-    process = running()
-    if process is None or process.control is None:
-        return bool(ended())
     text = str(error)
     # Errors of gloo begin with the path of its source file. The last is from Work.wait(timeout).
     is_gloo = "gloo/transport" in text or "Operation timed out!" in text
-    return is_gloo or "NCCL" in text or isinstance(error, dist.DistError)
+    return bool(ended()) or is_gloo or "NCCL" in text or isinstance(error, dist.DistError)
 
 
 def raise_lost(what: str, error: BaseException | None) -> None:
@@ -144,17 +136,14 @@ def require_equal(
     what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
 ) -> list[Any]:
     """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ."""
-    values: list[Any] = []
-    others: list[Any] = []
-    for rank_value, rank_beside in agree(what, (value, beside)):
-        values.append(rank_value)
-        others.append(rank_beside)
+    answers = agree(what, (value, beside))
+    values = [other for other, _ in answers]
     if any(other != value for other in values):
         # Ranks may wait elsewhere.
         message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
         end_groups(message, mismatch=True)
         raise RankMismatchError(message)
-    return others
+    return [other for _, other in answers]
 
 
 # -- functions for training loops ------------------------------------------------------------------
@@ -164,8 +153,7 @@ def barrier() -> None:
     """Wait until every rank is here. Collective.
 
     Raises:
-        AccelError: a rank doesn't come in time (TimeoutError), has ended, or is in a different call
-            (RankMismatchError).
+        AccelError: a rank doesn't come in time, has ended, or is in a different call.
     """
     agree("barrier", None)
 
@@ -177,9 +165,6 @@ def any_rank(flag: bool) -> bool:
 
     Args:
         flag: this rank's flag, such as ``loss.isnan()`` or ``time.time() > end``.
-
-    Raises:
-        AccelError: a rank doesn't come, as in ``barrier``.
     """
     return any(agree("any_rank", bool(flag)))
 

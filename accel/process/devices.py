@@ -78,9 +78,8 @@ def _numbers(devices: Any, count: int, kind: str) -> list[int]:
         if devices and not 0 < number <= count:
             raise ValueError(f"there are {count} accelerators")
         return list(range(number))
-    numbers: list[int] = []
-    for device in devices if isinstance(devices, list | tuple) else [devices]:
-        numbers.append(_number(device, count, kind))
+    listed = devices if isinstance(devices, list | tuple) else [devices]
+    numbers = [_number(device, count, kind) for device in listed]
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError("expected each device once, and at least one")
     return numbers
@@ -118,14 +117,12 @@ def _free_gpus() -> list[int]:
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     table = subprocess.check_output(query, text=True)
     used = dict(row.split(", ") for row in table.splitlines())
-    free: list[int] = []
-    for gpu in range(torch.cuda.device_count()):
-        if int(used[f"GPU-{_uuid(gpu)}"]) <= _IDLE_MEMORY:
-            free.append(gpu)
-    return free
+    gpus = range(torch.cuda.device_count())
+    return [gpu for gpu in gpus if int(used[f"GPU-{uuid_of(gpu)}"]) <= _IDLE_MEMORY]
 
 
-def _uuid(gpu: int | torch.device) -> str:
+def uuid_of(gpu: int | torch.device) -> str:
+    """Return a GPU's own name. Its number depends on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
@@ -137,19 +134,13 @@ def pick(devices: Devices, local_rank: int, local_world_size: int) -> Devices:
     return (devices[local_rank % len(devices)],)
 
 
-def identity(device: torch.device, host: str) -> str:
-    """Return a name of the physical device. Its number depends on CUDA_VISIBLE_DEVICES."""
-    return f"GPU {_uuid(device)}" if device.type == "cuda" else f"{device} of {host}"
-
-
 def default_backend(kind: str) -> str:
     """Return the process group backend for a type of device, beside gloo for CPU tensors."""
     if kind == "cpu" or (kind == "cuda" and not dist.is_nccl_available()):
         return "gloo"
     backend = dist.Backend.default_device_backend_map.get(kind)
     if backend is None:
-        text = f'torch.distributed has no backend for {kind} devices. Use devices="cpu".'
-        raise DeviceError(text)
+        raise DeviceError(f'torch has no backend for {kind} devices. Use devices="cpu".')
     return f"cpu:gloo,{kind}:{backend}"
 
 

@@ -111,10 +111,7 @@ def _integer(environ: Environ, name: str) -> int:
 
 def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
     if not 0 <= rank < size:
-        raise AccelError(
-            f"{rank_name}={rank} and {size_name}={size} contradict each other. "
-            "Ranks go from 0 to the number of processes minus 1."
-        )
+        raise AccelError(f"{rank_name}={rank} and {size_name}={size} contradict each other.")
 
 
 def _local_place(environ: Environ, launcher: _Launcher, world_size: int) -> tuple[int, int]:

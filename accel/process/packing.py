@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
@@ -160,14 +161,11 @@ def reduce_to_owners(by_owner: Sequence[Sequence[Tensor]], rank: int, group: Gro
 
 def _pieces(by_owner: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
     """Yield the flat views of each owner for a collective, with equal dtypes and devices."""
-    kinds: dict[Any, list[list[Tensor]]] = {}
+    kinds: defaultdict[Any, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in by_owner])
     for owner, tensors in enumerate(by_owner):
         for tensor in tensors:
-            kind = tensor.dtype, tensor.device
-            if kind not in kinds:
-                kinds[kind] = [[] for _ in by_owner]
             if tensor.numel():
-                kinds[kind][owner].append(row_of(tensor))
+                kinds[tensor.dtype, tensor.device][owner].append(row_of(tensor))
     for (dtype, device), owners in kinds.items():
         limit = _CPU_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES
         most = max(1, limit // dtype.itemsize // len(by_owner))

@@ -13,7 +13,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..errors import AccelError, whole_number
 from . import own_devices, rank
 
 
@@ -23,14 +22,8 @@ def seed(n: int, *, per_rank: bool = False) -> None:
     Args:
         n: from 0 to 2**32 - 1.
         per_rank: add the rank to ``n``, so that each rank draws different numbers.
-
-    Raises:
-        AccelError: ``n`` is not such a number.
     """
-    number = whole_number(n)
-    if not 0 <= number < 2**32:
-        raise AccelError(f"seed({n!r}): expected an integer from 0 to 2**32 - 1")
-    _seed_all((number + rank()) % 2**32 if per_rank else number)
+    _seed_all((n + rank()) % 2**32 if per_rank else n)
 
 
 def _seed_all(number: int) -> None:
@@ -135,10 +128,9 @@ def _set(generator: Any, state: Any) -> None:
 def _seed(generator: Any, number: int) -> None:
     if hasattr(generator, "manual_seed"):
         generator.manual_seed(number)
-    elif hasattr(generator, "getstate"):
-        generator.seed(number)
-    elif hasattr(generator, "seed"):  # NumPy takes 32 bits
-        generator.seed(number % 2**32)
+    elif hasattr(generator, "seed"):
+        # NumPy takes 32 bits, Python all.
+        generator.seed(number if hasattr(generator, "getstate") else number % 2**32)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(number).state
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import AccelError, DeviceError, LaunchError
-from .devices import Devices, default_backend, identity, parse_backend, pick, resolve
+from .devices import Devices, default_backend, parse_backend, pick, resolve, uuid_of
 from .launchers import Place, detect
 from .order import Order
 from .watchdog import Watchdog, accelerator_backends, disconnect_all, named
@@ -54,16 +54,15 @@ class Process:
     devices: Devices
     group: dist.ProcessGroup | None
     owns_group: bool = False
-    #: accel's own gloo group, for small messages, and the number of messages.
+    #: accel's own gloo group for small messages, and their number.
     control: dist.ProcessGroup | None = None
     rounds: int = 0
     #: The backend of ``group`` if you named it, and its backends by device type.
     requested: str | None = None
     backends: Mapping[str, str]
-    #: The store of all ranks, and the name of this start in it.
+    #: The store of all ranks, the name of this start in it, and the hosts of all ranks.
     store: Store | None = None
     token: str = ""
-    #: The hosts of all ranks.
     hosts: list[str] = field(default_factory=list)
     watchdog: Watchdog | None = None
     #: Why the groups were ended, and if the ranks were at different collectives.
@@ -219,7 +218,9 @@ def _report(process: Process, problem: str) -> StartReport:
     kind, host = process.asked[0].type, socket.gethostname()
     # Without a local rank, the order of the host's ranks says which device each gets.
     devices = process.asked if process.place.local_rank == UNKNOWN else process.devices[:1]
-    names = [] if problem else [identity(device, host) for device in devices]
+    names: list[str] = []
+    for device in () if problem else devices:
+        names.append(uuid_of(device) if kind == "cuda" else f"{device} of {host}")
     return StartReport(host, f"{kind} by {process.backends.get(kind)}", names, problem)
 
 

@@ -99,8 +99,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch on the device. Copies from pinned memory are asynchronous."""
 
     def copied(leaf: Any) -> Any:
-        if hasattr(leaf, "is_pinned") and leaf.is_pinned():
-            return leaf.to(device, non_blocking=True)
-        return leaf.to(device)
+        is_pinned = hasattr(leaf, "is_pinned") and leaf.is_pinned()
+        return leaf.to(device, non_blocking=True) if is_pinned else leaf.to(device)
 
     return move(batch, copied)

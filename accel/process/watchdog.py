@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("accel")
 
-_INTERVAL: Final = 1.0  # seconds between two looks at the store
 _UNUSED_TAG: Final = 0x5EED  # nobody sends a message with this tag
 _BUSY: Final = 0.05  # share of a CPU. A process that waits in a collective uses less
 
@@ -118,7 +117,8 @@ class Watchdog:
         self.left: dict[int, str] = {}
         #: The seconds in a collective after which a rank asks the others where they are.
         self.patience = min(10.0, process.timeout.total_seconds() / 5)
-        self.interval = _INTERVAL
+        #: The seconds between two looks at the store.
+        self.interval = 1.0
         self._process = process
         self._rank, self._world = process.place.rank, process.place.world_size
         self._trainer = threading.get_ident()
@@ -246,8 +246,6 @@ class Watchdog:
             answers = self._store.check([key])
             reports[rank] = Report(*json.loads(self._store.get(key))) if answers else None
         return reports
-
-    # -- why a collective failed, for the training thread --
 
     def reason_of(self, error: RuntimeError) -> str:
         """Return why a collective failed. Wait up to 3 s for other ranks to tell it."""

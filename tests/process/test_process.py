@@ -113,9 +113,6 @@ def test_seed() -> None:
         assert draw() == first
         rng.seed(6)
         assert not set(draw()) & set(first)
-        for bad in (-1, 2**32, 1.0, True):
-            with pytest.raises(AccelError, match=r"expected an integer from 0 to 2\*\*32 - 1"):
-                rng.seed(bad)  # type: ignore[arg-type]
     finally:
         accel.rng_state().load_state_dict(before)
 
