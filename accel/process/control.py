@@ -46,11 +46,11 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process.rounds += 1
     with Waiting(process, process.doing or repr(what)):
         messages = gather_values((what, value), process.control, timeout or process.timeout)
-    places = [place for place, _ in messages]
+    places, values = map(list, zip(*messages, strict=True))
     if places.count(what) < len(places):
         text = "; ".join(f"rank {r} is in {place!r}" for r, place in enumerate(places))
         raise RankMismatchError(f"the ranks are at different points of the program: {text}")
-    return [sent for _, sent in messages]
+    return values
 
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
@@ -136,14 +136,13 @@ def require_equal(
     what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
 ) -> list[Any]:
     """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ."""
-    answers = agree(what, (value, beside))
-    values = [other for other, _ in answers]
-    if any(other != value for other in values):
+    values, others = map(list, zip(*agree(what, (value, beside)), strict=True))
+    if values.count(value) < len(values):
         # Ranks may wait elsewhere.
         message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
         end_groups(message, mismatch=True)
         raise RankMismatchError(message)
-    return [other for _, other in answers]
+    return others
 
 
 # -- functions for training loops ------------------------------------------------------------------
