@@ -12,7 +12,7 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 import torch.distributed as dist
 
 from ..errors import AccelError, RankMismatchError, text_of_error
-from . import Process, current, end_groups, ended, local_rank, rank
+from . import Process, current, end_groups, ended, local_rank, rank, world_size
 from . import lost as lost
 from .packing import gather_values
 
@@ -55,7 +55,8 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
     """True for an error of a closed connection, or of a collective after its timeout."""
-    if not isinstance(error, RuntimeError):
+    # DataParallel raises errors of NCCL in a single process.
+    if not isinstance(error, RuntimeError) or (world_size() == 1 and not ended()):
         return False
     text = str(error)
     # Errors of gloo begin with the path of its source file. The last is from Work.wait(timeout).
