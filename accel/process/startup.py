@@ -193,7 +193,7 @@ def _connect(process: Process, backend: str, problem: str) -> None:
         binds = is_known and not process.shares(device)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"accel/{process.token}", store),
+            store=distributed_c10d.PrefixStore(f"accel/{process.token}", store),
             rank=process.place.rank,
             world_size=process.place.world_size,
             timeout=process.timeout,

@@ -125,7 +125,7 @@ class Watchdog:
         # A connection does one thing at a time, so this thread needs its own.
         store: Any = process.store
         path = f"accel/{process.token}/watchdog"
-        self._store: Any = dist.PrefixStore(path, store.clone())
+        self._store: Any = distributed_c10d.PrefixStore(path, store.clone())
         self._alarm = 0
         self._asked = 0.0  # when a rank has asked last
         self._last = Report("")
