@@ -11,7 +11,7 @@ from ..errors import AccelError, LoaderError, described, text_of_error
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
 from ..process.control import agree, locked
-from ..process.transfer import Prints, find_difference
+from ..process.transfer import find_difference, sums_of
 from ..trees import all_tensors, walk
 from .handle import LoaderHandle
 from .iteration import latest
@@ -105,7 +105,7 @@ def _trim(leaf: Any, share: Share, objects: bool) -> Any:
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:
     """Keep the rows of each replica's first rank, and return a problem. Collective."""
     tensors = [tensor for _, tensor in all_tensors(data)]
-    answers = agree("gather_for_metrics", (replica, problem or Prints(tensors).read()))
+    answers = agree("gather_for_metrics", (replica, problem or sums_of(tensors)))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}
     has_problem = any(isinstance(text, str) for text in sums.values())
     if not has_problem and find_difference(sums):

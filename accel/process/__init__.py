@@ -6,7 +6,6 @@ import atexit
 import builtins
 import gc
 import logging
-import math
 import os
 import sys
 from datetime import timedelta
@@ -17,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import AccelError, DeviceError, RankMismatchError, TimeoutError
-from .devices import parse_backend, pick, resolve
+from .devices import Devices, parse_backend, pick, resolve
 from .launchers import Place
-from .startup import UNKNOWN, destroy_groups, place_now, select, start
+from .startup import UNKNOWN, destroy_groups, place_now, start
 from .startup import Process as Process
 from .watchdog import Watchdog
 
@@ -28,14 +27,11 @@ logger = logging.getLogger("accel")
 #: How a rank leaves, in the errors of the ranks that wait for it.
 TORN_DOWN: Final = "called accel.teardown(), and does not come"
 _RETURNED: Final = (
-    "ended its program, by its end or sys.exit, and does not come. Its loop was shorter (use "
-    "accel.any_rank or accel.join), or the other ranks make a call that it doesn't make"
+    "ended its program, by its end or sys.exit. Its loop was shorter (use accel.join), or it makes "
+    "fewer calls of accel"
 )
 
 _process: Process | None = None
-
-
-# -- start -----------------------------------------------------------------------------------------
 
 
 def init(
@@ -62,14 +58,14 @@ def init(
         LaunchError: the process group doesn't start.
     """
     refuse_fork()
-    limit = None if timeout is None else _duration(timeout)
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
     served = parse_backend(process_group or "gloo")
     if _process is None:
         _start(process_group, limit, devices)
         return
     process = current()
-    is_other = process.group is not None and served != process.backends
-    if (process_group and is_other) or limit not in (None, process.timeout):
+    is_other = bool(process_group) and process.group is not None and served != process.backends
+    if is_other or limit not in (None, process.timeout):
         raise AccelError(
             f"accel.init(process_group={process_group!r}, timeout={timeout!r}): accel runs with "
             f"{dict(process.backends)} and {process.timeout.total_seconds():g} s. Call "
@@ -101,7 +97,7 @@ def current() -> Process:
     refuse_fork()
     process = _process or _start(None, None, "auto")
     if process.ended:
-        _finish_end(process)
+        end_groups(process.ended)
         raise AccelError(
             f"the process groups were ended: {process.ended}; call accel.teardown() to start again"
         )
@@ -118,11 +114,9 @@ def running() -> Process | None:
     return None if ended() else _process
 
 
-def _duration(timeout: float | timedelta) -> timedelta:
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise AccelError(f"timeout={timeout!r}: expected a positive number of seconds.")
-    return timedelta(seconds=seconds)
+def ended() -> str:
+    """Return why the process groups were ended, or an empty string."""
+    return "" if _process is None else _process.ended
 
 
 def use_devices(devices: object) -> None:
@@ -135,16 +129,15 @@ def use_devices(devices: object) -> None:
     process = current()
     if isinstance(devices, str) and devices == process.request:
         return  # "free:2" would find that this process uses the devices
-    asked = resolve(devices)
-    chosen = pick(asked, process.place.local_rank, process.place.local_world_size)
-    is_fixed = process.request != "auto" or process.dependents or process.control is not None
-    if is_fixed and chosen != process.devices:
+    place = process.place
+    chosen = pick(resolve(devices), place.local_rank, place.local_world_size)
+    if chosen != process.devices and (process.dependents or process.control is not None):
         raise DeviceError(
-            f"devices={devices!r} is {', '.join(map(str, asked))}, but this process uses "
-            f"{', '.join(map(str, process.devices))}. Call accel.teardown() before you change it."
+            f"devices={devices!r}: this process uses {', '.join(map(str, process.devices))}. "
+            "Call accel.teardown() before you change it."
         )
     process.request, process.devices = devices, chosen
-    select(process.device)
+    process.select()
 
 
 # -- end -------------------------------------------------------------------------------------------
@@ -161,13 +154,12 @@ def shutdown(how: str = TORN_DOWN) -> None:
         process.watchdog.leave("" if process.ended else how)
         process.watchdog = None
     if process.ended:
-        _finish_end(process)
+        end_groups(process.ended)
     else:
         process.release("the processes were shut down")
         if process.control is not None and dist.group.WORLD is process.group:
             destroy_groups(process)
-    # The last references must go now. A gloo thread that frees a tensor while the interpreter ends
-    # aborts the process.
+    # A gloo thread that frees a tensor while the interpreter ends aborts the process.
     process.group = process.control = None
     process.meshes.clear()
     process.subgroups.clear()
@@ -176,30 +168,21 @@ def shutdown(how: str = TORN_DOWN) -> None:
 
 
 def end_groups(reason: str, *, mismatch: bool = False) -> None:
-    """End all process groups. Ranks in any collective raise instead of hanging. Local.
+    """End all process groups. Ranks in any collective raise within two seconds. Local.
 
-    Ranks that wait for this rank raise at once, others within two seconds. ``current`` raises with
-    the reason until ``shutdown``.
+    ``current`` raises with the reason until ``shutdown``.
     """
-    if _process is not None:
-        _process.end(reason, mismatch)
-        _process.release(_process.ended)
-    if dist.is_initialized():
+    process = _process
+    if process is not None:
+        process.end(reason, mismatch)
+        process.release(process.ended)
+    # You may have started a new default group.
+    if dist.is_initialized() and (process is None or dist.group.WORLD is process.group):
         distributed_c10d._abort_process_group()
 
 
-def _finish_end(process: Process) -> None:
-    """Do the part of an end for the training thread."""
-    if dist.group.WORLD is process.group:
-        end_groups(process.ended)
-
-
 def _at_exit() -> None:
-    """End the groups at the end of the program. Tell the other ranks if it ends with an error.
-
-    Otherwise gloo's threads outlive the interpreter, and may abort the process.
-    """
-    global _process
+    """End the groups before the interpreter, or gloo's threads may abort the process."""
     process = _process
     if process is None or os.getpid() != process.pid:
         return
@@ -207,22 +190,11 @@ def _at_exit() -> None:
     if error is not None:
         reason = f"rank {rank()} ended with {type(error).__name__}"
         missing = who_is_missing(error)
-        if missing and not process.ended:  # another rank may have told why meanwhile
+        if missing and not process.ended:
             reason = f"{reason}: {missing}"
             logger.error(reason)
         end_groups(reason)
     shutdown(_RETURNED)
-    # Other functions of atexit must not start accel again.
-    process.ended = "the program is ending. Register with atexit after accel.setup"
-    _process = process
-
-
-# -- why a collective failed -----------------------------------------------------------------------
-
-
-def ended() -> str:
-    """Return why the process groups were ended, or an empty string."""
-    return "" if _process is None else _process.ended
 
 
 def lost(call: str, error: RuntimeError) -> AccelError:
@@ -289,15 +261,11 @@ def is_main() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this rank. Starts nothing.
-
-    Raises:
-        DeviceError: ``ACCEL_DEVICES`` asks for devices that don't exist.
-    """
+    """Return the device of this rank. Starts nothing."""
     return own_devices()[0]
 
 
-def own_devices() -> tuple[torch.device, ...]:
+def own_devices() -> Devices:
     """Return all devices of this rank. Some engines use several."""
     if _process is not None:
         return _process.devices

@@ -6,47 +6,42 @@ import io
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal, TypeAlias, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..errors import AccelError, RankMismatchError, described, text_of_error
+from ..errors import AccelError, RankMismatchError, described
 from ..trees import map_tensors, walk
 from . import current
 from .control import Waiting, agree, locked
 from .packing import broadcast_, bytes_of, is_dense, to_bytes, to_tensor
 
 T = TypeVar("T")
+_Accept: TypeAlias = Callable[[Any], tuple[str, Any]]
 
-# The reduction of tensors over the ranks, and of the list of all ranks' numbers.
-_OPS: Final[Mapping[str, tuple[Any, Callable[[Sequence[Any]], Any]]]] = {
-    "sum": (dist.ReduceOp.SUM, sum),
-    "mean": (dist.ReduceOp.SUM, lambda values: sum(values) / len(values)),
-    "max": (dist.ReduceOp.MAX, max),
-    "min": (dist.ReduceOp.MIN, min),
-    "product": (dist.ReduceOp.PRODUCT, math.prod),
+# The reductions of the list of all ranks' numbers. NaN wins in "max" and "min", as in torch.
+_OPS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
+    "sum": sum,
+    "mean": lambda values: sum(values) / len(values),
+    "max": lambda values: max(values, key=lambda value: (value != value, value)),
+    "min": lambda values: min(values, key=lambda value: (value == value, value)),
+    "product": math.prod,
 }
 
 
 # -- public functions ------------------------------------------------------------------------------
 
 
-@overload
-def all_reduce(data: int, op: Literal["mean"]) -> float: ...
-@overload
-def all_reduce(data: T, op: str = "sum") -> T: ...
 @locked
 @torch.no_grad()
 def all_reduce(data: T, op: str = "sum") -> T:
     """Combine each tensor and number over the ranks. Collective.
 
-    The result of a tensor is the reduction of the stacked tensors of all ranks: bool and integer
-    tensors add as int64, their mean has the default dtype, and NaN wins in "max" and "min". Results
-    are new tensors without gradients. On one process you get your own tensors back. None stays
-    None.
+    The result of a tensor is torch's reduction of the stacked tensors of all ranks. The mean of
+    integers has the default dtype. Results are new tensors without gradients. On one process you
+    get your own tensors back. None stays None.
 
     Args:
         data: a tensor or number, or nested dicts, lists, tuples, namedtuples and dataclasses.
@@ -62,7 +57,7 @@ def all_reduce(data: T, op: str = "sum") -> T:
     for path in exchange.tensors:
         results[path] = _reduce_tensor(exchange, path, op)
     for path in exchange.others:
-        results[path] = _reduce_numbers(exchange.sent_by_all(path), op)
+        results[path] = _OPS[op](exchange.sent_by_all(path))
     reduced: T = exchange.replaced(results)
     return reduced
 
@@ -85,7 +80,7 @@ def all_gather(
     value per rank. On one process you get your own tensors back. None stays None.
 
     Args:
-        data: a tensor, or nested dicts, lists, tuples, namedtuples and dataclasses of tensors.
+        data: a tensor, or nested containers of tensors.
         gradients: let gradients flow back, as a contrastive loss over all ranks' samples needs.
             Every rank must then use the result in its loss, because backward is a collective too.
         pad: the value that fills the other dimensions up to the longest of all ranks, because
@@ -94,8 +89,7 @@ def all_gather(
             other object becomes a list with an item per rank. Tensors arrive on your device.
 
     Raises:
-        RankMismatchError: structure, dtypes or the other dimensions differ between ranks.
-        AccelError: a leaf is not a tensor, or can't be pickled.
+        AccelError: a leaf is not a tensor, or structure, dtypes or other dimensions differ.
     """
     return gather(data, gradients=gradients, pad=pad, objects=objects)
 
@@ -108,21 +102,24 @@ def gather(
     call = f"all_gather(gradients={gradients}, pad={pad}, objects={objects})"
     accept = _pickled if objects else _refuse
     free_dims = 1 if pad is None else sys.maxsize
-    exchange = _Exchange(call, data, accept, objects, free_dims, problem)
-    gather_with_gradient: Any = _GatherWithGradient.apply
+    exchange = _Exchange(call, data, accept, free_dims, problem)
     results: dict[str, Any] = {}
     for path in exchange.others:
         items = list(map(_unpack, exchange.sent_by_all(path)))
         results[path] = sum(items, []) if isinstance(items[0], list) else items
     for path, tensor in exchange.tensors.items():
+        has_gradient = gradients and tensor.requires_grad
+        if exchange.world == 1:
+            results[path] = tensor if has_gradient else _detached(tensor)
+            continue
+        shapes = exchange.sent_by_all(path)
         if pad is not None:
-            tensor = _padded(tensor, exchange.sent_by_all(path), pad)
-        if not gradients or not tensor.requires_grad:
-            results[path] = _gather_rows(tensor, exchange, path)
-        elif exchange.world == 1:
-            results[path] = tensor
-        else:
-            results[path] = gather_with_gradient(tensor, exchange, path)
+            tensor = _padded(tensor, shapes, pad)
+        rows = [shape[0] if shape else 1 for shape in shapes]
+        gathered = _gather_rows(tensor, rows, exchange)
+        if has_gradient:
+            gathered = _let_gradients_flow(gathered, tensor, sum(rows[: exchange.rank]))
+        results[path] = gathered
     return exchange.replaced(results)
 
 
@@ -134,27 +131,22 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     On one process you get your own tensors back. None stays None.
 
     Args:
-        data: a tensor, or nested dicts, lists, tuples, namedtuples and dataclasses of tensors.
+        data: a tensor, or nested containers of tensors.
         src: the rank that sends.
         objects: send any object that can be pickled. The other ranks may pass anything, such as
             None. Tensors arrive on your device.
 
     Raises:
-        RankMismatchError: structure, shapes, dtypes, ``objects`` or ``src`` differ between ranks.
-        AccelError: a leaf is not a tensor or can't be pickled, or ``src`` is not a rank.
+        AccelError: a leaf is not a tensor, or structure, shapes, dtypes or arguments differ.
     """
     rank, world = current().place.rank, current().place.world_size
-    is_rank = type(src) is int and 0 <= src < world
-    problem = "" if is_rank else f"expected src to be a rank from 0 to {world - 1}"
     sent: Any = data
     if objects:
-        sent = torch.empty(0, dtype=torch.uint8, device="cpu")
-        try:
-            sent = to_tensor(_pack(data)) if rank == src else sent
-        except AccelError as error:
-            problem = str(error)
-    call = f"broadcast(src={src!r}, objects={objects})"
-    exchange = _Exchange(call, sent, _refuse, free_dims=int(objects), problem=problem)
+        # The other ranks may pass anything.
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        sent = to_tensor(_pack(data)) if rank == src else nothing
+    call = f"broadcast(src={src}, objects={objects})"
+    exchange = _Exchange(call, sent, _refuse, free_dims=int(objects))
     if world == 1:
         return data if objects else exchange.replaced(map_tensors(_detached, exchange.tensors))
     if objects and rank != src:
@@ -163,14 +155,11 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     for path, tensor in exchange.tensors.items():
         copies[path] = tensor.detach().to(exchange.carrier, copy=True)
     with Waiting(exchange.process, call):
-        broadcast_(copies.values(), exchange.group, src)
+        broadcast_(copies.values(), exchange.process.group, src)
     for path, tensor in exchange.tensors.items():
         copies[path] = copies[path].to(tensor.device)
     received: T = _unpack(to_bytes(copies["data"])) if objects else exchange.replaced(copies)
     return received
-
-
-# -- leaves ----------------------------------------------------------------------------------------
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
@@ -203,7 +192,7 @@ def _pickled(leaf: Any) -> tuple[str, Any]:
 
 def _refuse(leaf: Any) -> tuple[str, Any]:
     expected = "expected a tensor, or dicts, lists and tuples of tensors"
-    raise AccelError(f"{described(leaf)}; {expected}; objects=True sends what can be pickled")
+    raise AccelError(f"{described(leaf)}; {expected}; objects=True sends other objects")
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -225,11 +214,7 @@ def _pack(leaf: Any) -> bytearray:
         return _dense(tensor).detach().clone()
 
     buffer = io.BytesIO()
-    try:
-        torch.save(map_tensors(copied, leaf), buffer)
-    except Exception as error:
-        text = f"a {type(leaf).__qualname__} that cannot be pickled: {text_of_error(error)}"
-        raise AccelError(text) from error
+    torch.save(map_tensors(copied, leaf), buffer)
     return bytearray(buffer.getbuffer())
 
 
@@ -242,32 +227,21 @@ def _unpack(content: bytearray) -> Any:
 
 
 class _Exchange:
-    """The leaves of this rank's data by path, compared over the ranks.
-
-    Attributes:
-        tensors: leaves that torch.distributed sends.
-        others: the paths of the leaves that travel with the comparison.
-        carrier: the device on which the tensors travel.
-    """
+    """The leaves of this rank's data by path, compared over the ranks."""
 
     def __init__(
-        self,
-        call: str,
-        data: Any,
-        accept: Callable[[Any], tuple[str, Any]],
-        objects: bool = False,
-        free_dims: int = 0,
-        problem: str = "",
+        self, call: str, data: Any, accept: _Accept, free_dims: int = 0, problem: str = ""
     ) -> None:
         """Raise on every rank if the leaves differ or a rank has a problem. Collective.
 
         ``accept`` returns the kind of a leaf beside the tensors, and the value to send. The first
         ``free_dims`` dimensions of a tensor may have different sizes on the ranks.
         """
+        objects = accept is _pickled
         self.call, self._data, self._objects = call, data, objects
         process = self.process = current()
         self.rank, self.world = process.place.rank, process.place.world_size
-        self.group = process.group
+        #: Leaves for torch.distributed.
         self.tensors: dict[str, Tensor] = {}
         leaves: dict[str, Any] = {}
         kinds: dict[str, str] = {}
@@ -285,8 +259,10 @@ class _Exchange:
                     kinds[path], sent[path] = accept(leaf)
             except AccelError as error:
                 problem = problem or f"{path} is {error}"
+        #: The paths of leaves that travel with the comparison.
         self.others = list(sent)
-        self.carrier = self._choose_carrier()
+        on_cpu = "cpu" in process.backends and all(t.is_cpu for t in self.tensors.values())
+        self.carrier = torch.device("cpu") if on_cpu else process.carrier
         for path, tensor in self.tensors.items():
             sent[path] = tuple(tensor.shape)
             sizes = list(map(str, tensor.shape))
@@ -297,24 +273,17 @@ class _Exchange:
         self._answers = agree(call, (problem, kinds, sent))
         self._raise_difference(hint)
 
-    def _choose_carrier(self) -> torch.device:
-        for tensor in self.tensors.values():
-            if tensor.device.type != "cpu":
-                return self.process.carrier
-        on_cpu = "cpu" in self.process.backends
-        return torch.device("cpu") if on_cpu else self.process.carrier
-
     def _raise_difference(self, hint: str) -> None:
         for rank, (problem, _, _) in enumerate(self._answers):
             if problem:
                 raise AccelError(f"{self.call} on rank {rank}: {problem}")
         first = self._answers[0][1]
         for rank, (_, other, _) in enumerate(self._answers):
-            for path in sorted(first.keys() | other.keys()):
+            if other != first:
+                path, _ = min(first.items() ^ other.items())
                 here, there = first.get(path, "absent"), other.get(path, "absent")
-                if here != there:
-                    text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
-                    raise RankMismatchError(f"{self.call}: {text}{hint}")
+                text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
+                raise RankMismatchError(f"{self.call}: {text}{hint}")
 
     def sent_by_all(self, path: str) -> list[Any]:
         """Return each rank's shape of a tensor, or its value of another leaf."""
@@ -325,36 +294,26 @@ class _Exchange:
         return walked(lambda path, leaf: results.get(path), self._data, self._objects)
 
 
-# -- single leaves ---------------------------------------------------------------------------------
-
-
-def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
-    if op in ("max", "min"):
-        for value in values:
-            if value != value:
-                return value  # NaN, which Python's max ignores unless it is the first
-    return _OPS[op][1](values)
-
-
 def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
     tensor, world = _detached(exchange.tensors[path]), exchange.world
+    if op in ("max", "min"):
+        # Backends lose NaN, because every comparison with it is false. torch's reductions don't.
+        if world == 1:
+            return tensor
+        rows = _gather_rows(tensor[None], [1] * world, exchange)
+        return rows.amax(0) if op == "max" else rows.amin(0)
     is_float = tensor.is_floating_point() or tensor.is_complex()
     dtype = tensor.dtype
-    if not is_float and op not in ("max", "min"):
+    if not is_float:
         dtype = torch.get_default_dtype() if op == "mean" else torch.int64
     if world == 1:
         return tensor.to(dtype)
     # All backends reduce these dtypes, without overflow or loss.
     wide_dtype = torch.promote_types(tensor.dtype, torch.float32 if is_float else torch.int64)
-    wide = tensor.to(exchange.carrier, wide_dtype, copy=True).resolve_conj().contiguous()
-    keeps_nan = is_float and op in ("max", "min")
-    is_nan = wide.isnan().to(torch.uint8) if keeps_nan else wide
+    wide = tensor.to(exchange.carrier, wide_dtype, copy=True).contiguous()
+    reduction = dist.ReduceOp.PRODUCT if op == "product" else dist.ReduceOp.SUM
     with Waiting(exchange.process, exchange.call):
-        dist.all_reduce(wide, _OPS[op][0], group=exchange.group)
-        if keeps_nan:
-            # Backends compare numbers, and every comparison with NaN is false.
-            dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=exchange.group)
-            wide.masked_fill_(is_nan.bool(), math.nan)
+        dist.all_reduce(wide, reduction, group=exchange.process.group)
     if op == "mean":
         wide = wide / world
     return wide.to(tensor.device, dtype)
@@ -371,37 +330,23 @@ def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> 
 
 
 @torch.no_grad()
-def _gather_rows(tensor: Tensor, exchange: _Exchange, path: str) -> Tensor:
+def _gather_rows(tensor: Tensor, rows: Sequence[int], exchange: _Exchange) -> Tensor:
     """Return the rows of all ranks. They travel as bytes, in messages of equal lengths."""
-    rows = _rows_of_all(exchange, path)
-    if len(rows) == 1:
-        return _detached(tensor)
     width = math.prod(tensor.shape[1:]) * tensor.itemsize
     sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=exchange.carrier)
     sent[: tensor.nbytes] = bytes_of(tensor, exchange.carrier)
     received = list(sent.repeat(len(rows), 1))
     with Waiting(exchange.process, exchange.call):
-        dist.all_gather(received, sent, group=exchange.group)
+        dist.all_gather(received, sent, group=exchange.process.group)
     for rank, number in enumerate(rows):
         received[rank] = received[rank][: number * width]
     values = torch.cat(received).view(tensor.dtype)
     return values.reshape(sum(rows), *tensor.shape[1:]).to(tensor.device)
 
 
-def _rows_of_all(exchange: _Exchange, path: str) -> list[int]:
-    return [shape[0] if shape else 1 for shape in exchange.sent_by_all(path)]
-
-
-class _GatherWithGradient(torch.autograd.Function):
-    """``_gather_rows``, with a backward that reduces the gradients of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exchange: _Exchange, path: str) -> Tensor:
-        rows, rank = _rows_of_all(exchange, path), exchange.rank
-        ctx.shape, ctx.rows = tensor.shape, slice(sum(rows[:rank]), sum(rows[: rank + 1]))
-        return _gather_rows(tensor, exchange, path).detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_reduce(grad)[ctx.rows].reshape(ctx.shape), None, None
+def _let_gradients_flow(gathered: Tensor, tensor: Tensor, begin: int) -> Tensor:
+    """Put this rank's tensor in its rows, and add up the gradients of all ranks in backward."""
+    own = tensor if tensor.dim() else tensor[None]
+    rows = torch.cat([gathered[:begin], own, gathered[begin + len(own) :]])
+    rows.register_hook(all_reduce)
+    return rows

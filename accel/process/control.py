@@ -11,8 +11,8 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import AccelError, RankMismatchError, TimeoutError, text_of_error
-from . import Process, current, end_groups, ended, local_rank, rank, running
+from ..errors import AccelError, RankMismatchError, text_of_error
+from . import Process, current, end_groups, ended, local_rank, rank, world_size
 from . import lost as lost
 from .packing import gather_values
 
@@ -34,15 +34,11 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-# -- every rank's value ----------------------------------------------------------------------------
-
-
 @locked
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
     """Return every rank's value, by rank. Collective.
 
-    ``what`` names the place in the program. If a rank is at a different place, every rank raises
-    RankMismatchError. If a rank has ended or doesn't come in time, the process groups are ended.
+    ``what`` names the place in the program. It must be equal on all ranks.
     """
     process = current()
     if process.control is None:
@@ -50,29 +46,22 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process.rounds += 1
     with Waiting(process, process.doing or repr(what)):
         messages = gather_values((what, value), process.control, timeout or process.timeout)
-    values: list[Any] = []
-    for place, sent in messages:
-        values.append(sent)
-        if place != what:
-            places = "; ".join(f"rank {r} is in {place!r}" for r, (place, _) in enumerate(messages))
-            raise RankMismatchError(f"the ranks are at different points of the program: {places}")
+    places, values = map(list, zip(*messages, strict=True))
+    if places.count(what) < len(places):
+        text = "; ".join(f"rank {r} is in {place!r}" for r, place in enumerate(places))
+        raise RankMismatchError(f"the ranks are at different points of the program: {text}")
     return values
-
-
-# -- collectives of the engines --------------------------------------------------------------------
 
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
     """True for an error of a closed connection, or of a collective after its timeout."""
-    if not isinstance(error, RuntimeError):
+    # DataParallel raises errors of NCCL in a single process.
+    if not isinstance(error, RuntimeError) or (world_size() == 1 and not ended()):
         return False
-    process = running()
-    if process is None or process.control is None:
-        return bool(ended())
     text = str(error)
     # Errors of gloo begin with the path of its source file. The last is from Work.wait(timeout).
     is_gloo = "gloo/transport" in text or "Operation timed out!" in text
-    return is_gloo or "NCCL" in text or isinstance(error, dist.DistError)
+    return bool(ended()) or is_gloo or "NCCL" in text or isinstance(error, dist.DistError)
 
 
 def raise_lost(what: str, error: BaseException | None) -> None:
@@ -82,10 +71,7 @@ def raise_lost(what: str, error: BaseException | None) -> None:
 
 
 class Waiting:
-    """A context in which this rank needs the other ranks.
-
-    The watchdog tells the others its name. A lost connection raises accel's error.
-    """
+    """A context in which this rank needs the others. A lost connection raises accel's error."""
 
     def __init__(self, process: Process, what: str) -> None:
         self._process, self._what = process, what
@@ -103,8 +89,7 @@ class Waiting:
 def announce(process: Process, what: str, details: Hashable = None) -> None:
     """Announce the next collective of an engine. Compare it over the ranks if it isn't predicted.
 
-    ``details`` are compared, too. If a rank is about to do something else, the process groups are
-    ended with RankMismatchError.
+    ``details`` must be equal on all ranks, too.
     """
     event = (what, details)
     if process.order.expects(event):
@@ -134,7 +119,7 @@ def raise_together(
 ) -> None:
     """Raise if a rank failed: its own error there, and ``kind`` on the other ranks.
 
-    ``problems`` are the errors of all ranks as texts. The text of a rank without an error is empty.
+    ``problems`` are the errors of all ranks as texts, or empty texts.
     """
     if own is not None:
         try:
@@ -151,19 +136,10 @@ def raise_together(
 def require_equal(
     what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
 ) -> list[Any]:
-    """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ.
-
-    If the values differ, the process groups are ended, because ranks may wait elsewhere.
-    """
-    values: list[Any] = []
-    others: list[Any] = []
-    try:
-        for rank_value, rank_beside in agree(what, (value, beside)):
-            values.append(rank_value)
-            others.append(rank_beside)
-    except TimeoutError as error:
-        raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
-    if any(other != value for other in values):
+    """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ."""
+    values, others = map(list, zip(*agree(what, (value, beside)), strict=True))
+    if values.count(value) < len(values):
+        # Ranks may wait elsewhere.
         message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
         end_groups(message, mismatch=True)
         raise RankMismatchError(message)
@@ -177,8 +153,7 @@ def barrier() -> None:
     """Wait until every rank is here. Collective.
 
     Raises:
-        AccelError: a rank doesn't come in time (TimeoutError), has ended, or is in a different call
-            (RankMismatchError).
+        AccelError: a rank doesn't come in time, has ended, or is in a different call.
     """
     agree("barrier", None)
 
@@ -190,9 +165,6 @@ def any_rank(flag: bool) -> bool:
 
     Args:
         flag: this rank's flag, such as ``loss.isnan()`` or ``time.time() > end``.
-
-    Raises:
-        AccelError: a rank doesn't come, as in ``barrier``.
     """
     return any(agree("any_rank", bool(flag)))
 

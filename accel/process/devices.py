@@ -18,12 +18,14 @@ import importlib.util
 import os
 import re
 import subprocess
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ..errors import AccelError, DeviceError
+
+Devices: TypeAlias = "tuple[torch.device, ...]"
 
 _IDLE_MEMORY: Final = 64  # MiB. The driver uses less, and any CUDA context uses more
 
@@ -40,7 +42,7 @@ def available() -> tuple[str, int]:
     return "cpu", 0
 
 
-def resolve(devices: object) -> tuple[torch.device, ...]:
+def resolve(devices: object) -> Devices:
     """Return the devices of this node for a request. ACCEL_DEVICES replaces ``"auto"``."""
     kind, count = available()
     variable = os.environ.get("ACCEL_DEVICES")
@@ -49,19 +51,14 @@ def resolve(devices: object) -> tuple[torch.device, ...]:
     return parse_devices(devices, count, kind)
 
 
-def parse_devices(
-    devices: object, count: int, kind: str = "cuda", name: str = "devices"
-) -> tuple[torch.device, ...]:
+def parse_devices(devices: Any, count: int, kind: str = "cuda", name: str = "devices") -> Devices:
     """Return the devices for a request on a node with ``count`` accelerators."""
     try:
         numbers = _numbers(devices, count, kind)
     except (RuntimeError, ValueError) as error:
         # torch.device raises a RuntimeError that lists 20 types of devices.
         reason = error if isinstance(error, ValueError) else f"{devices!r} is not a device"
-        existing = "no accelerator, only cpu"
-        if count:
-            names = ", ".join(f"{kind}:{number}" for number in range(count))
-            existing = f"{names} and cpu"
+        existing = f"{count} {kind} devices" if count else "no accelerator"
         raise DeviceError(
             f"{name}={devices!r}: {reason}, and this machine has {existing}. Use a number of "
             'devices, -1, a list ([0, 1]), numbers ("0, 1"), "free:2", "cpu" or "auto".'
@@ -81,9 +78,8 @@ def _numbers(devices: Any, count: int, kind: str) -> list[int]:
         if devices and not 0 < number <= count:
             raise ValueError(f"there are {count} accelerators")
         return list(range(number))
-    numbers: list[int] = []
-    for device in devices if isinstance(devices, list | tuple) else [devices]:
-        numbers.append(_number(device, count, kind))
+    listed = devices if isinstance(devices, list | tuple) else [devices]
+    numbers = [_number(device, count, kind) for device in listed]
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError("expected each device once, and at least one")
     return numbers
@@ -121,33 +117,21 @@ def _free_gpus() -> list[int]:
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     table = subprocess.check_output(query, text=True)
     used = dict(row.split(", ") for row in table.splitlines())
-    free: list[int] = []
-    for gpu in range(torch.cuda.device_count()):
-        if int(used[f"GPU-{_uuid(gpu)}"]) <= _IDLE_MEMORY:
-            free.append(gpu)
-    return free
+    gpus = range(torch.cuda.device_count())
+    return [gpu for gpu in gpus if int(used[f"GPU-{uuid_of(gpu)}"]) <= _IDLE_MEMORY]
 
 
-def _uuid(gpu: int | torch.device) -> str:
+def uuid_of(gpu: int | torch.device) -> str:
+    """Return a GPU's own name. Its number depends on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
-# -- the devices of a rank, and the process group backends for them --------------------------------
-
-
-def pick(
-    devices: tuple[torch.device, ...], local_rank: int, local_world_size: int
-) -> tuple[torch.device, ...]:
+def pick(devices: Devices, local_rank: int, local_world_size: int) -> Devices:
     """Return the devices of a rank. It gets all if it is alone on its node."""
     if local_world_size == 1:
         return devices
     # A launcher may show each rank a single device, always as number 0.
     return (devices[local_rank % len(devices)],)
-
-
-def identity(device: torch.device, host: str) -> str:
-    """Return a name of the physical device. Its number depends on CUDA_VISIBLE_DEVICES."""
-    return f"GPU {_uuid(device)}" if device.type == "cuda" else f"{device} of {host}"
 
 
 def default_backend(kind: str) -> str:
@@ -156,22 +140,17 @@ def default_backend(kind: str) -> str:
         return "gloo"
     backend = dist.Backend.default_device_backend_map.get(kind)
     if backend is None:
-        text = f'torch.distributed has no backend for {kind} devices. Use devices="cpu".'
-        raise DeviceError(text)
+        raise DeviceError(f'torch has no backend for {kind} devices. Use devices="cpu".')
     return f"cpu:gloo,{kind}:{backend}"
 
 
 def parse_backend(text: str) -> dict[str, str]:
     """Return the backend of each device type, from ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
     known = dist.Backend.backend_list[1:]  # without "undefined"
-    try:
-        for part in str(text).lower().split(","):
-            if part.rpartition(":")[2] not in known:
-                raise ValueError(f"the backends are {', '.join(known)}")
-        served = dist.BackendConfig(dist.Backend(text)).get_device_backend_map()
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise AccelError(
-            f'process_group={text!r}: {reason}. Pass a backend or "cpu:gloo,cuda:nccl".'
-        ) from error
-    return dict(served)
+    for part in text.lower().split(","):
+        if part.rpartition(":")[2] not in known:
+            raise AccelError(
+                f"process_group={text!r}: the backends are {', '.join(known)}. "
+                'Pass one, or a text such as "cpu:gloo,cuda:nccl".'
+            )
+    return dict(dist.BackendConfig(dist.Backend(text)).get_device_backend_map())

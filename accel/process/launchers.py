@@ -6,16 +6,16 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..errors import AccelError
+
+Environ: TypeAlias = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rank of this process in its job and on its node, and the address of rank 0.
-
-    ``master_addr`` and ``master_port`` are None if the environment doesn't have them.
-    """
+    """The rank of this process in its job and on its node, and the address of rank 0 if known."""
 
     launcher: str = "none"
     rank: int = 0
@@ -24,9 +24,6 @@ class Place:
     local_world_size: int = 1
     master_addr: str | None = None
     master_port: int | None = None
-
-
-ALONE = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,11 @@ _SLURM = _Launcher(
 )
 
 
-def detect(environ: Mapping[str, str]) -> Place:
-    """Return the place of this process, or ``ALONE`` without a launcher."""
+def detect(environ: Environ) -> Place:
+    """Return the place of this process, which is alone without a launcher."""
     launcher = _find_launcher(environ)
     if launcher is None:
-        return ALONE
+        return Place()
     rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
     local_rank, local_world_size = _local_place(environ, launcher, world_size)
     _check_range(launcher.rank, rank, launcher.world_size, world_size)
@@ -74,13 +71,13 @@ def detect(environ: Mapping[str, str]) -> Place:
     return Place(launcher.name, rank, world_size, local_rank, local_world_size, address, port)
 
 
-def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
+def _find_launcher(environ: Environ) -> _Launcher | None:
     """Return the launcher of this process, the innermost if they are nested."""
-    for launcher in (_TORCHRUN, _HOROVODRUN, _OPENMPI):
-        if launcher.rank in environ and launcher.world_size in environ:
+    for launcher in (_TORCHRUN, _HOROVODRUN, _OPENMPI, _MPICH):
+        # srun sets MPICH's rank and size, too.
+        other = launcher.local_rank if launcher is _MPICH else launcher.world_size
+        if launcher.rank in environ and other in environ:
             return launcher
-    if _MPICH.rank in environ and _MPICH.local_rank in environ:
-        return _MPICH
     if _in_slurm_step(environ):
         return _SLURM
     # A variable is missing. The error names it.
@@ -90,43 +87,34 @@ def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
     return None
 
 
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+def _in_slurm_step(environ: Environ) -> bool:
     """True if ``srun`` started this process. Shells of batch and interactive jobs aren't ranks."""
     if _SLURM.rank not in environ or not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environ):
         return False
-    job = environ.get("SLURM_JOB_NAME")
-    if job not in ("bash", "interactive"):
-        return True
-    # `srun` inside of an interactive job starts ranks, which would each train alone.
-    if _integer(environ, _SLURM.rank) > 0:
+    # `srun` inside of an interactive job starts ranks, but the shell itself is a step, too.
+    is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if is_shell and _integer(environ, _SLURM.rank) > 0:
         raise AccelError(
-            f"SLURM_JOB_NAME={job} names an interactive shell, but {_SLURM.rank} is "
-            f"{environ[_SLURM.rank]}. Rename the job, or use torchrun."
+            "SLURM_JOB_NAME is an interactive shell's. Rename the job, or use torchrun."
         )
-    return False
+    return not is_shell
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
+def _integer(environ: Environ, name: str) -> int:
     try:
         return int(environ[name])
     except KeyError:
-        text = f"{name} is not set, but other variables of its launcher are. Set all or none."
-        raise AccelError(text) from None
+        raise AccelError(f"{name} is not set, but its launcher sets others. Set all.") from None
     except ValueError:
         raise AccelError(f"{name}={environ[name]!r} is not an integer.") from None
 
 
 def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
     if not 0 <= rank < size:
-        raise AccelError(
-            f"{rank_name}={rank} and {size_name}={size} contradict each other. "
-            "Ranks go from 0 to the number of processes minus 1."
-        )
+        raise AccelError(f"{rank_name}={rank} and {size_name}={size} contradict each other.")
 
 
-def _local_place(
-    environ: Mapping[str, str], launcher: _Launcher, world_size: int
-) -> tuple[int, int]:
+def _local_place(environ: Environ, launcher: _Launcher, world_size: int) -> tuple[int, int]:
     """Return the local rank and the local world size."""
     # Kubeflow's PyTorchJob sets no local rank, and each process is alone on its node.
     if launcher.local_rank not in environ and environ.get(launcher.local_world_size, "1") == "1":
@@ -134,8 +122,7 @@ def _local_place(
     local_rank = _integer(environ, launcher.local_rank)
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if launcher is _SLURM and counts and "SLURM_NODEID" in environ:
-        # "2(x3),1" means 2, 2, 2 and 1 tasks.
-        tasks: list[int] = []
+        tasks: list[int] = []  # "2(x3),1" means 2, 2, 2 and 1
         for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
             tasks += [int(count)] * int(repeats or 1)
         return local_rank, tasks[_integer(environ, "SLURM_NODEID")]
@@ -150,7 +137,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _master_host(environ: Mapping[str, str], launcher: _Launcher, one_node: bool) -> str | None:
+def _master_host(environ: Environ, launcher: _Launcher, one_node: bool) -> str | None:
     if launcher is _HOROVODRUN:
         return environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if launcher is not _SLURM:
@@ -161,7 +148,7 @@ def _master_host(environ: Mapping[str, str], launcher: _Launcher, one_node: bool
     return None
 
 
-def _master_port(environ: Mapping[str, str], launcher: _Launcher) -> int | None:
+def _master_port(environ: Environ, launcher: _Launcher) -> int | None:
     if environ.get("MASTER_PORT"):
         return _integer(environ, "MASTER_PORT")
     identity = [environ[name] for name in launcher.job if name in environ]

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Final, TypeAlias, final
+from typing import TypeAlias, final
 
 #: The name of a collective, and what else must be equal on all ranks.
 Event: TypeAlias = tuple[str, Hashable]
-_MOST_EVENTS: Final = 10_000
 
 
 @final
 class Order:
     """The sequence of this rank's collectives, and a prediction of the next.
 
-    Collectives carry no names, so ranks at different collectives would mix their values. Ranks with
-    the same past predict the same event. A predicted event needs no comparison, because a rank that
-    does something else compares first. Unexpected events are compared once and learned, so a
-    program that repeats itself compares nothing.
+    Ranks with the same past predict the same event. A predicted event needs no comparison, because
+    a rank that does something else compares first. A repeated program compares nothing.
     """
 
     def __init__(self) -> None:
@@ -41,9 +38,6 @@ class Order:
 
     def learn(self, event: Event) -> None:
         """Learn an unexpected event, after the comparison with all ranks."""
-        if len(self._next_by_count) > _MOST_EVENTS or len(self._next) > _MOST_EVENTS:
-            self._next_by_count.clear()
-            self._next.clear()
         self._next_by_count[self._last] = self._next[self._last[0]] = event
         self._count(event)
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
-from ..errors import AccelError, whole_number
 from . import own_devices, rank
 
 
@@ -22,14 +22,8 @@ def seed(n: int, *, per_rank: bool = False) -> None:
     Args:
         n: from 0 to 2**32 - 1.
         per_rank: add the rank to ``n``, so that each rank draws different numbers.
-
-    Raises:
-        AccelError: ``n`` is not such a number.
     """
-    number = whole_number(n)
-    if not 0 <= number < 2**32:
-        raise AccelError(f"seed({n!r}): expected an integer from 0 to 2**32 - 1")
-    _seed_all((number + rank()) % 2**32 if per_rank else number)
+    _seed_all((n + rank()) % 2**32 if per_rank else n)
 
 
 def _seed_all(number: int) -> None:
@@ -63,11 +57,7 @@ class RngState:
         if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
         Generators(global_generators()).put(state_dict)
-        devices = [*state_dict.get("devices", ())]
-        # Checkpoints of older versions have the state of a single device.
-        if state_dict.get("device") is not None:
-            devices.insert(0, state_dict["device"])
-        _put_on_devices(devices)
+        put_torch_states([state_dict["torch"], *state_dict["devices"]])
 
     def diverge(self, number: int) -> None:
         """Seed from the state and ``number``, so ranks with equal states draw differently."""
@@ -76,7 +66,7 @@ class RngState:
         _seed_all(int.from_bytes(digest, "big"))
 
 
-def torch_states() -> list[torch.Tensor]:
+def torch_states() -> list[Tensor]:
     """Return the states of torch's generators, first of the CPU, then of this rank's devices."""
     states = [torch.get_rng_state()]
     for device in _accelerators():
@@ -84,15 +74,11 @@ def torch_states() -> list[torch.Tensor]:
     return states
 
 
-def put_torch_states(states: Sequence[torch.Tensor]) -> None:
+def put_torch_states(states: Sequence[Tensor]) -> None:
     """Restore the states of ``torch_states``."""
     torch.set_rng_state(states[0])
-    _put_on_devices(states[1:])
-
-
-def _put_on_devices(states: Sequence[torch.Tensor]) -> None:
     # The saving rank may have had another number of devices.
-    for device, state in zip(_accelerators(), states, strict=False):
+    for device, state in zip(_accelerators(), states[1:], strict=False):
         torch.get_device_module(device).set_rng_state(state, device)
 
 
@@ -126,18 +112,15 @@ def seed_of(generator: Any) -> Any:
 
 
 def _get(generator: Any) -> Any:
-    if hasattr(generator, "getstate"):  # Python's
-        return generator.getstate()
-    if hasattr(generator, "get_state"):  # torch's, and NumPy's global one
-        return generator.get_state()
-    return generator.bit_generator.state
+    # Python's, then torch's and NumPy's global one, then those of NumPy's default_rng().
+    get = getattr(generator, "getstate", None) or getattr(generator, "get_state", None)
+    return get() if get else generator.bit_generator.state
 
 
 def _set(generator: Any, state: Any) -> None:
-    if hasattr(generator, "setstate"):
-        generator.setstate(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(state)
+    put = getattr(generator, "setstate", None) or getattr(generator, "set_state", None)
+    if put:
+        put(state)
     else:
         generator.bit_generator.state = state
 
@@ -145,10 +128,9 @@ def _set(generator: Any, state: Any) -> None:
 def _seed(generator: Any, number: int) -> None:
     if hasattr(generator, "manual_seed"):
         generator.manual_seed(number)
-    elif hasattr(generator, "getstate"):
-        generator.seed(number)
-    elif hasattr(generator, "seed"):  # NumPy takes 32 bits
-        generator.seed(number % 2**32)
+    elif hasattr(generator, "seed"):
+        # NumPy takes 32 bits, Python all.
+        generator.seed(number if hasattr(generator, "getstate") else number % 2**32)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(number).state
 
@@ -194,7 +176,7 @@ class Private:
 
 def to_plain(state: Any) -> Any:
     """Return a generator's state as values for JSON."""
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, Tensor):
         return {"bytes": bytes(state.tolist()).hex()}
     if isinstance(state, dict):
         return {name: to_plain(value) for name, value in state.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import logging
 import os
@@ -21,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import AccelError, DeviceError, LaunchError
-from .devices import default_backend, identity, parse_backend, pick, resolve
+from .devices import Devices, default_backend, parse_backend, pick, resolve, uuid_of
 from .launchers import Place, detect
 from .order import Order
-from .watchdog import Watchdog, accelerator_backends, disconnect_all
+from .watchdog import Watchdog, accelerator_backends, disconnect_all, named
 
 logger = logging.getLogger("accel")
 
@@ -36,8 +36,7 @@ _MARGIN: Final = timedelta(minutes=1)
 # The seconds between two looks at the store, at most.
 _LONGEST_PAUSE: Final = 0.5
 # accel can start again in the store of an earlier start, which other ranks may still use.
-_stores: Final[dict[tuple[str, int], distributed_c10d.Store]] = {}
-_starts: Final = itertools.count(1)
+_stores: Final[dict[tuple[str, int], Store]] = {}
 
 
 @final
@@ -49,29 +48,25 @@ class Process:
     timeout: timedelta
     # A forked child has a different number.
     pid: int = field(default_factory=os.getpid)
-    #: The number of this start among those of this Python process.
-    start: int = field(default_factory=_starts.__next__)
-    #: ``devices=`` as you passed it, and the devices of this node for it.
+    #: ``devices=`` as you passed it, the devices of this node for it, and this rank's.
     request: object
-    asked: tuple[torch.device, ...]
-    #: The devices of this rank among them.
-    devices: tuple[torch.device, ...]
+    asked: Devices
+    devices: Devices
     group: dist.ProcessGroup | None
     owns_group: bool = False
-    #: accel's own gloo group, for small messages, and the number of messages.
+    #: accel's own gloo group for small messages, and their number.
     control: dist.ProcessGroup | None = None
     rounds: int = 0
     #: The backend of ``group`` if you named it, and its backends by device type.
     requested: str | None = None
     backends: Mapping[str, str]
-    #: The name of this start, for keys in the store of all ranks.
+    #: The store of all ranks, the name of this start in it, and the hosts of all ranks.
+    store: Store | None = None
     token: str = ""
-    #: The hosts of all ranks.
     hosts: list[str] = field(default_factory=list)
     watchdog: Watchdog | None = None
-    #: Why the groups were ended. The watchdog sets it while the training thread waits.
+    #: Why the groups were ended, and if the ranks were at different collectives.
     ended: str = ""
-    #: True if they were ended because the ranks were at different collectives.
     mismatch: bool = False
     #: The accel call in which this rank waits for others, for the watchdog.
     doing: str = ""
@@ -89,6 +84,11 @@ class Process:
         """The first device of this rank."""
         return self.devices[0]
 
+    def select(self) -> None:
+        """Make a GPU the current device, which nccl and plain ``"cuda"`` use."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     @property
     def carrier(self) -> torch.device:
         """The device on which tensors travel between ranks."""
@@ -99,16 +99,15 @@ class Process:
 
     def shares(self, device: torch.device) -> bool:
         """True if several ranks may use this device."""
-        if device.type == "cpu":
-            return True
-        return self.requested is not None and self.backends.get(device.type) == "gloo"
+        return device.type == "cpu" or self.backends.get(device.type) == "gloo"
 
     def end(self, reason: str, mismatch: bool) -> None:
-        """Do the part of an end for any thread, while the training thread waits in a collective."""
-        if not self.ended:
-            self.mismatch, self.ended = mismatch, reason
-            if self.watchdog is not None:
-                self.watchdog.tell_end(reason, mismatch)
+        """End the groups from any thread, while the training thread waits in a collective."""
+        if self.ended:
+            return
+        self.mismatch, self.ended = mismatch, reason
+        if self.watchdog is not None:
+            self.watchdog.tell_end(reason, mismatch)
         disconnect_all()
 
     def release(self, reason: str) -> None:
@@ -125,12 +124,9 @@ class Process:
 
 
 def start(requested: str | None, timeout: timedelta | None, request: object) -> Process:
-    """Start this rank with the arguments of ``accel.init``. Collective.
-
-    If a rank has a problem with its devices, all ranks raise it.
-    """
+    """Start this rank with the arguments of ``accel.init``. Collective."""
     place, group, problem = place_now(), dist.group.WORLD, ""
-    asked: tuple[torch.device, ...] = (torch.device("cpu"),)
+    asked: Devices = (torch.device("cpu"),)
     if group is not None:
         requested = dist.get_backend_config(group)
     backend = requested or "gloo"
@@ -141,7 +137,7 @@ def start(requested: str | None, timeout: timedelta | None, request: object) -> 
     except DeviceError as error:
         if place.world_size == 1:
             raise
-        problem = str(error)
+        problem = str(error)  # all ranks raise it
     process = Process(
         place=place,
         timeout=timeout or distributed_c10d.default_pg_timeout,
@@ -160,7 +156,7 @@ def start(requested: str | None, timeout: timedelta | None, request: object) -> 
                 f"accel did not start process group {backend!r} on {place.world_size} ranks: "
                 f"{error}. On several nodes, set GLOO_SOCKET_IFNAME to a network that they share."
             ) from error
-    select(process.device)
+    process.select()
     return process
 
 
@@ -173,27 +169,25 @@ def place_now() -> Place:
         place = detect(os.environ)
         if (place.rank, place.world_size) == (rank, world):
             return place
-    local_rank = 0 if world == 1 else UNKNOWN
-    return Place("process group", rank, world, local_rank)
-
-
-def select(device: torch.device) -> None:
-    """Make a GPU the current device, which nccl and plain ``"cuda"`` use."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    return Place("process group", rank, world, 0 if world == 1 else UNKNOWN)
 
 
 def _connect(process: Process, backend: str, problem: str) -> None:
     """Start the groups of this rank, unless a rank reports a problem."""
     wait = Wait(process.place, process.timeout)
     store = distributed_c10d._get_default_store() if process.group else open_store(wait)
+    process.store = store
     process.token, reports = meet(store, wait, _report(process, problem))
-    _check_devices(process, reports)
+    try:
+        _check_devices(process, reports)
+    except DeviceError:
+        if process.place.rank == 0:  # the other ranks still read its store
+            time.sleep(2 * _LONGEST_PAUSE)
+        raise
     if process.group is None:
         # Optimizers import it later. Imported now, it can't hold on to the group.
         importlib.import_module("torch.distributed.nn")
-        # A group that is bound to its device connects at once. torch binds only devices that
-        # torch.accelerator knows.
+        # A group that is bound to its device connects at once.
         device, accelerator = process.device, torch.accelerator.current_accelerator()
         is_known = accelerator is not None and device.type == accelerator.type
         binds = is_known and not process.shares(device)
@@ -222,38 +216,31 @@ def _connect(process: Process, backend: str, problem: str) -> None:
 
 def _report(process: Process, problem: str) -> StartReport:
     kind, host = process.asked[0].type, socket.gethostname()
-    # Without a local rank, this rank's place among those of its host says which device it gets.
+    # Without a local rank, the order of the host's ranks says which device each gets.
     devices = process.asked if process.place.local_rank == UNKNOWN else process.devices[:1]
-    names = [] if problem else [identity(device, host) for device in devices]
-    if not problem and kind not in process.backends:
-        problem = f"the process group sends no {kind} tensors, only {dict(process.backends)}"
+    names: list[str] = []
+    for device in () if problem else devices:
+        names.append(uuid_of(device) if kind == "cuda" else f"{device} of {host}")
     return StartReport(host, f"{kind} by {process.backends.get(kind)}", names, problem)
 
 
 def _check_devices(process: Process, reports: list[StartReport]) -> None:
     """Choose the rank's device. All ranks raise if a rank has a problem or two share a device."""
     hosts = process.hosts = [report.host for report in reports]
-    place, problem = process.place, ""
     owners: dict[str, int] = {}
     for rank, report in enumerate(reports):
         if report.problem:
-            problem = f"rank {rank}: {report.problem}"
-            break
+            raise DeviceError(f"rank {rank}: {report.problem}")
+        if report.kind != reports[0].kind:
+            raise DeviceError(f"rank {rank} uses {report.kind}, but rank 0 {reports[0].kind}")
         device = report.devices[hosts[:rank].count(report.host) % len(report.devices)]
         other = owners.setdefault(device, rank)
-        if report.kind != reports[0].kind:
-            problem = f"rank {rank} uses {report.kind}, but rank 0 {reports[0].kind}"
-            break
         if other != rank and not process.shares(process.device):
-            problem = (
+            raise DeviceError(
                 f"ranks {other} and {rank} would share one device ({device}). Start fewer "
-                'processes, set LOCAL_RANK, or call accel.init(process_group="gloo") to share it.'
+                'processes, or call accel.init(process_group="gloo") to share it.'
             )
-            break
-    if problem:
-        if place.rank == 0:  # the store may end with this process, and the others still read it
-            time.sleep(2 * _LONGEST_PAUSE)
-        raise DeviceError(problem)
+    place = process.place
     if place.local_rank == UNKNOWN:
         local_rank = hosts[: place.rank].count(hosts[place.rank])
         local_world_size = hosts.count(hosts[place.rank])
@@ -274,14 +261,11 @@ def give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 @dataclass(frozen=True)
 class StartReport:
-    """The facts about a rank for the others, before the start."""
+    """A rank's host, type of devices, identities of devices, and problem, before the start."""
 
     host: str
-    #: The type of its devices, and the process group backend for them.
     kind: str
-    #: The identities of its devices.
     devices: list[str]
-    #: Why it can't start.
     problem: str
 
 
@@ -303,10 +287,7 @@ class Wait:
         """Log the missing ranks after 10 s, 20 s, 40 s, ... Raise LaunchError at the end."""
         place, limit = self.place, self.limit.total_seconds()
         waited = time.monotonic() - self.begin
-        text = f"rank {place.rank} has waited {waited:.0f} s (of {limit:g}) for rank "
-        text += ", ".join(map(str, missing[:8]))
-        if len(missing) > 8:
-            text += ", ..."
+        text = f"rank {place.rank} has waited {waited:.0f} s (of {limit:g}) for {named(missing)}"
         if place.master_addr is not None:
             text += f" at {place.master_addr}:{place.master_port}"
         if waited >= limit:
@@ -318,7 +299,7 @@ class Wait:
         self.next_log = 2 * waited
 
 
-def open_store(wait: Wait) -> distributed_c10d.Store:
+def open_store(wait: Wait) -> Store:
     """Connect to the job's store. It is in rank 0, or in torchrun's agent."""
     place = wait.place
     if place.master_addr is None or place.master_port is None:
@@ -337,23 +318,18 @@ def open_store(wait: Wait) -> distributed_c10d.Store:
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-        except dist.DistNetworkError as error:
-            if is_server:
-                text = f"rank 0 can't listen at {address[0]}:{address[1]} ({error})"
-                raise LaunchError(f"{text}. Set MASTER_PORT to a free port.") from error
+        except dist.DistNetworkError:
+            if is_server:  # its port is in use
+                raise
             wait.note([0])
     _stores[address].set_timeout(wait.limit)
     return _stores[address]
 
 
-def meet(
-    store: distributed_c10d.Store, wait: Wait, report: StartReport
-) -> tuple[str, list[StartReport]]:
-    """Return a new name for this start, and the reports of all ranks. Collective.
-
-    torchrun's store outlives its restarts, with the keys of processes that are gone. So rank 0
-    makes a new name, and the other ranks accept a name if its reports include their own.
-    """
+def meet(store: Store, wait: Wait, report: StartReport) -> tuple[str, list[StartReport]]:
+    """Return a new name for this start, and the reports of all ranks. Collective."""
+    # torchrun's store outlives its restarts, with the keys of processes that are gone. So rank 0
+    # makes a new name, and the other ranks accept a name if its reports include their own.
     rank, ticket = wait.place.rank, uuid.uuid4().hex
     message = json.dumps([ticket, *astuple(report)])
     if rank == 0:
@@ -367,8 +343,8 @@ def meet(
             everything = f"accel/{name}/all"
             store.set(keys[rank], message)
             if name == ticket and store.check(keys):
-                texts = [message.decode() for message in store.multi_get(keys)]
-                store.set(everything, f"[{','.join(texts)}]")
+                messages = b",".join(store.multi_get(keys)).decode()
+                store.set(everything, f"[{messages}]")
             if store.check([everything]):
                 reports: list[Any] = json.loads(store.get(everything))
                 if reports[rank][0] == ticket:
@@ -380,16 +356,11 @@ def meet(
         pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
-# -- meshes, and the end ---------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def unseen_group() -> Iterator[None]:
-    """Hide the default process group from the imports inside.
-
-    Libraries have the group as a default argument. It would live until the interpreter ends, and
-    with it gloo's threads: a thread that then frees a tensor aborts the process.
-    """
+    """Hide the default process group from imports inside."""
+    # Libraries have the group as a default argument. It would live until the interpreter ends, and
+    # with it gloo's threads: a thread that then frees a tensor aborts the process.
     group, dist.group.WORLD = dist.group.WORLD, None
     try:
         yield
@@ -398,10 +369,7 @@ def unseen_group() -> Iterator[None]:
 
 
 def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
-    """Return the mesh of all ranks with these named axes. Collective if it is new.
-
-    Neighboring ranks are along the last axis.
-    """
+    """Return the mesh of all ranks with these axes. Collective if it is new."""
     key = tuple(axes.items())
     if key not in process.meshes:
         mesh = process.meshes[key] = _new_mesh(process, axes)
@@ -418,17 +386,14 @@ def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     ranks = torch.arange(process.place.world_size, device="cpu").view(*axes.values())
     groups = []
     # init_device_mesh would give the groups torch's timeout.
-    for axis, name in enumerate(axes):
-        lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(
-            lines, process.timeout, group_desc=f"accel {name}"
-        )
+    for axis, size in enumerate(axes.values()):
+        lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(lines, process.timeout)
         give_margin(group, process.timeout)
         groups.append(group)
     process.subgroups += groups
     # DTensor's caches compare meshes by name, and an earlier start's mesh has groups that are gone.
-    suffix = "" if process.start == 1 else f" (start {process.start})"
-    names = tuple(name + suffix for name in axes)
+    names = tuple(f"{name} {process.token[:8]}" for name in axes)
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 

@@ -2,8 +2,7 @@
 
 Every second, each watchdog reads the counter ``alarm`` in the job's store. A rank raises it
 
-- to end the process groups of all ranks (key ``ended``),
-- to say that it won't join any more collectives (key ``left``),
+- to tell that it ended its groups, or won't join any more collectives (key ``news``),
 - to ask all ranks for a report, after it has waited in a collective for some seconds.
 """
 
@@ -20,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("accel")
 
-_INTERVAL: Final = 1.0  # seconds between two looks at the store
 _UNUSED_TAG: Final = 0x5EED  # nobody sends a message with this tag
 _BUSY: Final = 0.05  # share of a CPU. A process that waits in a collective uses less
 
@@ -49,9 +47,6 @@ _REDUCING: Final = {"_engine_run_backward": "backward", "_pre_forward": "forward
 _POINT_TO_POINT: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
-# -- where a rank is -------------------------------------------------------------------------------
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -59,11 +54,9 @@ class Report:
 
     #: The accel call or torch collective in which it waits. Empty outside of collectives.
     place: str
-    #: The line of the user's program.
     line: str = ""
-    #: How many messages of accel it has exchanged with all ranks.
+    #: The number of accel's messages to all ranks, and the seconds in this place.
     rounds: int = 0
-    #: For how many seconds it has waited there.
     waited: float = 0.0
 
     def __str__(self) -> str:
@@ -71,50 +64,37 @@ class Report:
         return f"{text} ({self.line})" if self.line else text
 
 
-#: Path, line and function of a thread's frames, innermost first.
-_Stack: TypeAlias = list[tuple[str, int, str]]
-
-
-def _stack_of(thread: int) -> _Stack:
+def _position(thread: int) -> tuple[str, str]:
+    """Return the name of a thread's torch collective, and the line of the user's program."""
+    collective, in_torch = "", True
     # traceback.extract_stack() would look at all files on the disk.
-    stack: _Stack = []
-    for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
-        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
-    return stack
-
-
-def _collective_of(stack: _Stack) -> str:
-    """Return the name of a thread's torch collective, or an empty string."""
-    collective = ""
-    for depth, (path, _, name) in enumerate(stack):
-        if depth == 0 and path.startswith(_TORCH) and name in _REDUCING:
-            return _REDUCING[name]
-        if not path.startswith(f"{_TORCH}distributed{os.sep}"):
-            break
+    frames = traceback.walk_stack(sys._current_frames().get(thread))
+    for depth, (frame, line) in enumerate(frames):
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if depth == 0 and path.startswith(_TORCH):
+            collective = _REDUCING.get(name, "")
+        in_torch = in_torch and path.startswith(f"{_TORCH}distributed{os.sep}")
         # DTensor waits for its collectives in wait_tensor.
-        if path.endswith("distributed_c10d.py") or name == "wait_tensor":
+        if in_torch and (path.endswith("distributed_c10d.py") or name == "wait_tensor"):
             collective = name
-    return collective
-
-
-def _line_of(stack: _Stack) -> str:
-    """Return the innermost line of the user's program."""
-    for path, line, name in stack:
         if not path.startswith(_LIBRARIES):
-            return f"{os.path.basename(path)}:{line} in {name}"
-    return ""
+            return collective, f"{os.path.basename(path)}:{line} in {name}"
+    return collective, ""
 
 
 def explain(reports: Mapping[int, Report | None]) -> str:
     """Describe where the ranks are. Ranks in the same place share a sentence."""
-    ranks_by_text: dict[str, list[str]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, report in reports.items():
-        ranks_by_text.setdefault(str(report or "does not answer"), []).append(str(rank))
-    sentences = []
-    for text, ranks in ranks_by_text.items():
-        more = ", ..." if len(ranks) > 8 else ""
-        sentences.append(f"rank {', '.join(ranks[:8])}{more} {text}")
-    return "; ".join(sentences)
+        ranks_by_text.setdefault(str(report or "does not answer"), []).append(rank)
+    return "; ".join(f"{named(ranks)} {text}" for text, ranks in ranks_by_text.items())
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return a text such as ``rank 0, 1, 3``, with at most eight ranks."""
+    first, *rest = map(str, ranks)
+    shown = ", ".join([first, *rest[:7]])
+    return f"rank {shown}, ..." if len(rest) > 7 else f"rank {shown}"
 
 
 def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
@@ -128,24 +108,22 @@ def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
     return len(places) > 1
 
 
-# -- the thread ------------------------------------------------------------------------------------
-
-
 @final
 class Watchdog:
-    """A thread beside the training thread."""
+    """A thread that looks at the training thread and at the other ranks."""
 
     def __init__(self, process: Process) -> None:
         #: How ranks have left, by rank. They won't join any more collectives.
         self.left: dict[int, str] = {}
         #: The seconds in a collective after which a rank asks the others where they are.
         self.patience = min(10.0, process.timeout.total_seconds() / 5)
-        self.interval = _INTERVAL
+        #: The seconds between two looks at the store.
+        self.interval = 1.0
         self._process = process
         self._rank, self._world = process.place.rank, process.place.world_size
         self._trainer = threading.get_ident()
         # A connection does one thing at a time, so this thread needs its own.
-        store: Any = distributed_c10d._get_default_store()
+        store: Any = process.store
         path = f"accel/{process.token}/watchdog"
         self._store: Any = distributed_c10d.PrefixStore(path, store.clone())
         self._alarm = 0
@@ -161,27 +139,25 @@ class Watchdog:
     def tell_end(self, reason: str, mismatch: bool) -> None:
         """Tell all ranks why this rank ended the process groups. They end theirs."""
         self._stopped.set()
-        self._tell("has ended its process groups", json.dumps([reason, mismatch]))
+        self._tell(reason, True, mismatch)
 
     def leave(self, how: str) -> None:
         """Stop. Tell all ranks how this rank leaves, if ``tell_end`` hasn't told it."""
         if how:
-            self._tell(how)
+            self._tell(how, False, False)
         # The store may end with rank 0, so the others get 1.5 intervals to hear it.
         deadline = time.monotonic() + 1.5 * self.interval
         with contextlib.suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < deadline:
-                if len(self._store.get("left").splitlines()) >= self._world:
+                if len(self._store.get("news").splitlines()) >= self._world:
                     break
                 time.sleep(0.01)
         self._stopped.set()
         self._thread.join(5)
 
-    def _tell(self, how: str, end: str = "") -> None:
+    def _tell(self, *news: str | bool) -> None:
         def tell() -> None:
-            if end:
-                self._store.compare_set("ended", "", end)
-            self._store.append("left", f"{self._rank} {how}\n")
+            self._store.append("news", json.dumps([self._rank, *news]) + "\n")
             self._store.add("alarm", 1)
 
         _try_for(2, tell)
@@ -198,13 +174,13 @@ class Watchdog:
         if alarm == self._alarm:
             return
         self._asked = time.monotonic()
-        if self._store.check(["ended"]):
-            self._end(*json.loads(self._store.get("ended")))
-            return
-        if self._store.check(["left"]):
-            for line in self._store.get("left").decode().splitlines():
-                rank, _, how = line.partition(" ")
-                self.left[int(rank)] = how
+        news = self._store.get("news") if self._store.check(["news"]) else b""
+        for line in news.splitlines():
+            rank, text, is_end, mismatch = json.loads(line)
+            if is_end:
+                self._end(text, mismatch)
+                return
+            self.left[rank] = text
         report = json.dumps(astuple(self._report()))
         for number in range(self._alarm + 1, alarm + 1):
             self._store.set(f"{number}/{self._rank}", report)
@@ -216,11 +192,11 @@ class Watchdog:
         self._process.end(reason, mismatch)
 
     def _report(self) -> Report:
-        stack = _stack_of(self._trainer)
-        place, rounds = self._process.doing or _collective_of(stack), self._process.rounds
+        collective, line = _position(self._trainer)
+        place, rounds = self._process.doing or collective, self._process.rounds
         is_still = (place, rounds) == (self._last.place, self._last.rounds)
         waited = time.monotonic() - self._since if place and is_still else 0.0
-        return Report(place, _line_of(stack), rounds, waited)
+        return Report(place, line, rounds, waited)
 
     def _look(self) -> None:
         """Ask all ranks where they are if this rank has waited for long."""
@@ -251,9 +227,8 @@ class Watchdog:
             logger.warning(text, self._rank, report.waited, where)
         if are_stuck(reports.values(), self.patience / 2):
             self._end(
-                f"the ranks wait for each other: {where}. Every rank must call its models and "
-                "accel in the same order. Look for a call under accel.is_main(), or for loops "
-                "of different lengths.",
+                f"the ranks wait for each other: {where}. Look for a call under accel.is_main(), "
+                "or for loops of different lengths.",
                 True,
             )
 
@@ -271,8 +246,6 @@ class Watchdog:
             answers = self._store.check([key])
             reports[rank] = Report(*json.loads(self._store.get(key))) if answers else None
         return reports
-
-    # -- why a collective failed, for the training thread --
 
     def reason_of(self, error: RuntimeError) -> str:
         """Return why a collective failed. Wait up to 3 s for other ranks to tell it."""
@@ -306,9 +279,7 @@ class Watchdog:
         if silent:
             why = "it ended or hangs, or the link to it is cut"
             return f"rank {', '.join(silent)} did not answer: {why}"
-        if late:
-            return f"rank {', '.join(map(str, late))} did not come in time: {explain(late)}"
-        return explain(reports)
+        return f"{named(late)} did not come in time: {explain(late)}" if late else explain(reports)
 
     def _who_left(self) -> str:
         texts = []
@@ -342,14 +313,14 @@ def disconnect_all() -> None:
     backends: list[Any] = []
     for group in reversed(groups):
         backends += accelerator_backends(group)
-    backends = [backend for backend in backends if hasattr(backend, "abort")]
-    batch = backends[0] if backends and hasattr(backends[0], "_group_start") else None
-    if batch is not None:
-        batch._group_start()
+    is_batch = bool(backends) and hasattr(backends[0], "_group_start")
+    if is_batch:
+        backends[0]._group_start()
     for backend in backends:
-        backend.abort()
-    if batch is not None:
-        batch._group_end()
+        if hasattr(backend, "abort"):
+            backend.abort()
+    if is_batch:
+        backends[0]._group_end()
 
 
 def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
@@ -364,12 +335,9 @@ def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def _close_gloo(group: dist.ProcessGroup) -> None:
-    """Close a gloo group's connections.
-
-    Aborting or destroying a group doesn't close them while a reducer or a pending operation holds
-    it. A receive that times out does. A receive from a rank that is gone fails earlier and closes
-    nothing, so we try all ranks.
-    """
+    """Close a gloo group's connections."""
+    # Aborting a group doesn't close them while a reducer or a pending operation holds it. A receive
+    # that times out does. One from a rank that is gone closes nothing, so we try all ranks.
     for peer in set(range(group.size())) - {group.rank()}:
         with contextlib.suppress(RuntimeError):
             buffer = [torch.empty(1, device="cpu")]

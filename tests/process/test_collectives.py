@@ -332,13 +332,7 @@ def differences() -> None:
         'on rank 1: data["a"][1] is a str; expected a tensor': lambda: all_reduce({"a": [ones, "3" if rank else ones]}),
         "of shape (2) sent on cpu on rank 0 and a number": lambda: all_reduce([3 if rank else ones]),
         "expected op to be one of sum, mean, max, min, product": lambda: all_reduce(ones, "avg"),
-        "expected src to be a rank from 0 to 1": lambda: broadcast(ones, 2),
         "data is a torch.sparse_coo tensor": lambda: all_gather(ones.to_sparse()),
-        "rank 1: data is a list that cannot be pickled": lambda: all_gather(
-            [lambda: 0] if rank else ["a"],  # type: ignore[call-overload]
-            objects=True,
-        ),
-        "rank 1: a function that cannot be pickled": lambda: broadcast(lambda: 0, 1, objects=True),
         "data[2].loss is a str; expected a tensor, or dicts": lambda: all_gather({2: Output("text")}),
         "a list of objects on rank 0 and an object on rank 1": lambda: all_gather(
             "text" if rank else ["text"], objects=True

@@ -61,12 +61,12 @@ BAD += [[], [4], [-1], [1, 1], [0, True], [None], {0, 1}, torch.device("xpu", 0)
 
 def test_wrong_devices() -> None:
     for bad in BAD:
-        with pytest.raises(DeviceError, match="this machine has cuda:0, cuda:1, cuda:2, cuda:3 and cpu"):
+        with pytest.raises(DeviceError, match="this machine has 4 cuda devices"):
             parse_devices(bad, 4)
     for bad in (1, -1, [0], "0", "cuda:0", "free:1"):
-        with pytest.raises(DeviceError, match="no accelerator, only cpu"):
+        with pytest.raises(DeviceError, match="this machine has no accelerator"):
             parse_devices(bad, 0, "cpu")
-    with pytest.raises(DeviceError, match="this machine has xpu:0 and cpu"):
+    with pytest.raises(DeviceError, match="this machine has 1 xpu devices"):
         parse_devices("cuda:0", 1, "xpu")
 
 
@@ -101,9 +101,9 @@ def test_process_group_backends() -> None:
         default_backend("ipu")
     assert parse_backend("gloo") == parse_backend("GLOO") == {"cpu": "gloo", "cuda": "gloo"}
     assert parse_backend("cpu:gloo,cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
-    for bad in ("", "gluu", "cpu:gloo,gpu", "a:b:gloo", 3):
+    for bad in ("", "gluu", "cpu:gloo,gpu"):
         with pytest.raises(AccelError, match="process_group="):
-            parse_backend(bad)  # type: ignore[arg-type]
+            parse_backend(bad)
 
 
 def test_backends_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:

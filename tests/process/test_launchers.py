@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accel.errors import AccelError
-from accel.process.launchers import ALONE, Place, detect, first_host
+from accel.process.launchers import Place, detect, first_host
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -82,11 +82,11 @@ def test_place_of_launcher(name: str) -> None:
 
 
 def test_no_launcher() -> None:
-    assert Place() == ALONE == detect({})
+    assert Place() == detect({})
     # A shell of an allocation, or a batch script, is not a rank.
     shell = SLURM | {"SLURM_JOB_NAME": "bash", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     for environ in ({"MASTER_ADDR": "host0", "LOCAL_RANK": "0"}, shell, without(SLURM, "SLURM_STEP_ID")):
-        assert detect(environ) == ALONE
+        assert detect(environ) == Place()
 
 
 def test_ports() -> None:

@@ -70,9 +70,6 @@ def test_a_second_init_must_be_equal() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_wrong_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for timeout in (0, float("nan"), float("inf"), "60"):
-        with pytest.raises(AccelError, match="timeout="):
-            process.init(timeout=timeout)  # type: ignore[arg-type]
     with pytest.raises(AccelError, match="process_group='gluu'.*gloo"):
         process.init(process_group="gluu")
     monkeypatch.setenv("ACCEL_DEVICES", "63")
@@ -116,9 +113,6 @@ def test_seed() -> None:
         assert draw() == first
         rng.seed(6)
         assert not set(draw()) & set(first)
-        for bad in (-1, 2**32, 1.0, True):
-            with pytest.raises(AccelError, match=r"expected an integer from 0 to 2\*\*32 - 1"):
-                rng.seed(bad)  # type: ignore[arg-type]
     finally:
         accel.rng_state().load_state_dict(before)
 
@@ -288,18 +282,3 @@ def test_a_start_among_old_keys(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(LaunchError, match=r"rank 0 has waited \d+ s \(of 0.2\) for rank 1, 2. Start as many"):
         meet_as(0, seconds=0.2)
     assert "s (of 0.2) for rank 1, 2. It has not started" in caplog.text
-
-
-AT_EXIT = """
-import atexit, accel
-atexit.register(lambda: accel.all_reduce(2))
-accel.barrier()
-atexit.register(lambda: print(accel.all_reduce(1)))
-"""
-
-
-def test_nothing_starts_after_the_end() -> None:
-    port = free_port()
-    for result in scripts(AT_EXIT, by_hand(0, 2, port), by_hand(1, 2, port)):
-        assert result.stdout == "2\n"
-        assert "the program is ending" in result.stderr

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...process import Process
 from ...process.control import Waiting
-from ...process.packing import broadcast_, writable
+from ...process.packing import broadcast_
 
 _contiguous: Final = operator.methodcaller("is_contiguous")
 _device: Final = operator.attrgetter("device")
@@ -56,7 +56,7 @@ class Buffers:
         with self._waiting:
             devices = set(map(_device, buffers))
             if len(devices) > 1 or not all(map(_contiguous, buffers)):
-                broadcast_(writable(buffers), self._process.group)
+                broadcast_(buffers, self._process.group)
                 return
             # One message of bytes, because not every transport knows every dtype.
             rows = [buffer.detach().view(-1).view(torch.uint8) for buffer in buffers]

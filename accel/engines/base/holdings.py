@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ...errors import BackendError
 from ...process.control import Waiting
-from ...process.packing import broadcast_, writable
+from ...process.packing import broadcast_
 from ...shard import (
     Raw,
     Shard,
@@ -341,7 +341,7 @@ class Holdings(Raw):
                     f"The buffer {name} of {engine.label} is sparse or quantized, "
                     "so it can't be broadcast. Keep it in a plain attribute."
                 )
-        values = inner_tensors(weights) + writable(engine.module.buffers())
+        values = [*inner_tensors(weights), *engine.module.buffers()]
         with Waiting(engine.process, f"the weights of {engine.label}"):
             broadcast_(values, engine.process.group, source)
 

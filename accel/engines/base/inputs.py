@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, final
 from ...errors import RankMismatchError
 from ...precision import here
 from ...process.control import agree
-from ...process.transfer import Prints, find_difference
+from ...process.transfer import find_difference, sums_of
 from ...trees import all_tensors
 from .raw_objects import Args, Kwargs
 
@@ -37,14 +37,14 @@ class SameInputs:
         # A method without inputs may be called on one rank.
         if not tensors:
             return run()
-        # Prints are made first, because a forward may write to its inputs.
-        prints, shapes = Prints(tensors), str([tuple(t.shape) for t in tensors])
+        # A forward may write to its inputs.
+        sums, shapes = sums_of(tensors), str([tuple(t.shape) for t in tensors])
         out = run()
         what = f"the method {method}" if method else "a forward"
         title = f"{what} of {self._label}"
         firsts: dict[Hashable, tuple[int, str]] = {}
         values: defaultdict[Hashable, dict[int, Any]] = defaultdict(dict)
-        by_rank = agree(title, (self._place, shapes, prints.read()))
+        by_rank = agree(title, (self._place, shapes, sums))
         for rank, (place, shapes, read) in enumerate(by_rank):
             first, expected = firsts.setdefault(place, (rank, shapes))
             if shapes != expected:
