@@ -19,7 +19,7 @@ from accel.handles import ModelHandle
 from accel.registry import registry
 from tests.backends import need
 from tests.distributed import run
-from tests.models import adamw, distance, mlp, normalised, one_step
+from tests.models import adamw, mlp, normalised, one_step
 from tests.programs import by_hand, free_port, scripts
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -63,8 +63,7 @@ def unreferenced(backend: Any = "auto") -> list[bool]:
 
 def test_a_dropped_model_is_collected() -> None:
     assert not any(unreferenced())
-    backends = ("ddp", accel.DDP(comm_hook="bf16"), accel.DDP(find_unused_parameters=True), "sharded")
-    for backend in backends:
+    for backend in ("ddp", accel.DDP(comm_hook="bf16"), "sharded"):
         assert not any(map(any, run(2, unreferenced, backend)))
     assert not registry.engines
 
@@ -97,11 +96,7 @@ def search(backend: Any) -> list[Any]:
             if accel.rank() == 1:
                 gc.collect()
         del model
-        full = {name: value.clone() for name, value in accel.full_state_dict(best).items()}
-        raw = accel.unwrap(best)
-        accel.teardown()
-        assert not distance(dict(raw.state_dict()), full)
-        return [value.tolist() for value in full.values()]
+        return [value.tolist() for value in accel.full_state_dict(best).values()]
     finally:
         gc.enable()
 
@@ -120,10 +115,9 @@ def run_a_cell_twice() -> int:
     try:
         for _ in range(2):
             model: Any = nn.Sequential(backbone, nn.Linear(4, 2))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = adamw(model)
             model = accel.setup(model, optimizer).model
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+            one_step(model, optimizer)
         return len(registry.engines)
     finally:
         gc.enable()
@@ -134,7 +128,7 @@ def test_a_cell_runs_twice(world: int) -> None:
     assert run(world, run_a_cell_twice) == [1] * world
 
 
-def drop_on_one_rank() -> list[str]:
+def drop_on_one_rank() -> str:
     model: Any = train("fsdp", 0.1, 0)
     raw = accel.unwrap(model)
     if accel.rank() == 0:
@@ -142,12 +136,12 @@ def drop_on_one_rank() -> list[str]:
     with pytest.raises(accel.AccelError) as caught:
         accel.teardown()
     assert accel.rank() == 0 or bool(raw[0].weight.isnan().all())
-    return [str(caught.value)]
+    return str(caught.value)
 
 
 def test_a_model_dropped_on_one_rank() -> None:
-    for messages in run(2, drop_on_one_rank):
-        assert "dropped on rank 0" in messages[0]
+    for message in run(2, drop_on_one_rank):
+        assert "dropped on rank 0" in message
 
 
 # -- the end of the process --------------------------------------------------------------------------------------------

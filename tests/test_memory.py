@@ -109,13 +109,6 @@ def test_predictions_in_units_of_the_parameters(options: Any, world: int, units:
     assert use.total == N * sum(units) + 12 + use.buckets
 
 
-def test_uneven_shards_of_fsdp_are_padded() -> None:
-    matrix = TensorSize(name="w", shape=(5, 3), itemsize=4, trainable=True, state_bytes=5 * 3 * 4)
-    scalar = TensorSize(name="s", shape=(), itemsize=4, state_bytes=4)
-    use = predict(accel.FSDP(), [matrix, scalar], 4)
-    assert (use.parameters, use.gradients, use.optimizer_state) == (2 * 12 + 4, 2 * 12, 2 * 12 + 4)
-
-
 class Net(nn.Sequential):
     """Weights above and below the size that ZeRO-3 shards, some of them frozen."""
 
@@ -186,8 +179,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     small = ["memory", "accel_test_models:small", "--ranks", "3", "--no-plot", "--optimizer", "rmsprop"]
     assert main(small) == 0
-    header, *rows = capsys.readouterr().out.splitlines()[1:]
-    assert header.split() == ["ranks", "backend", "parameters", "gradients", "optimizer", "buffers", "buckets", "total"]
+    rows = capsys.readouterr().out.splitlines()
     row = next(line for line in rows if " ddp " in line)
     assert " ".join(row.split()) == "3 ddp 3.8 MiB 3.8 MiB 3.8 MiB 0.0 B 3.8 MiB 15.3 MiB"
     assert main(["memory", "accel_test_models:values", "--no-plot"]) == 1

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import torch
 from torch import nn
 
 import accel
 from tests.faults import Fault
-from tests.gpu import gpus, no_reads
-from tests.gpu.test_one_gpu import TOLERANCE, batch, distance
+from tests.gpu import TOLERANCE, Pair, batch, gpus, no_reads
 from tests.models import mlp, sgd
 from tests.programs import by_hand, free_port, scripts
 
@@ -22,28 +20,21 @@ STAGES = [f"deepspeed:{stage}" for stage in (1, 2, 3)]
 SHARDED = ["ddp", "sharded", "fsdp", "pipeline", *STAGES]
 
 
+def net() -> nn.Sequential:
+    return mlp(8, 32, 32, 4)
+
+
 def parity(backend: str, precision: str = "32-true") -> float:
     """Return the distance of the weights from those of one process."""
-    raw, reference = mlp(8, 32, 32, 4), mlp(8, 32, 32, 4).cuda()
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=backend, precision=precision)
-    plain = sgd(reference)
     # The stages of a pipeline read one batch together.
-    rank, world = (0, 1) if backend == "pipeline" else (accel.rank(), accel.world_size())
+    pair = Pair(net, sgd, backend, together=backend == "pipeline", precision=precision)
     for step in range(6):
-        plain.zero_grad()
-        reference(torch.cat([batch(step, r) for r in range(world)])).square().mean().backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        plain.step()
-        optimizer.zero_grad()
-        accel.backward(model(batch(step, rank)).square().mean())
-        accel.clip_grad_norm_(model, 0.5)
-        optimizer.step()
-    accel.teardown(model)
-    return distance((raw, reference))
+        pair.step(step, clip=0.5)
+    return pair.distance()
 
 
 def steps(backend: str) -> int:
-    raw = mlp(8, 32, 32, 4)
+    raw = net()
     model, optimizer, _ = accel.setup(raw, sgd(raw), backend=backend)
     for step in range(8):
         x = batch(step)
@@ -127,7 +118,7 @@ def test_uneven_inputs_over_plain_nccl() -> None:
     """Its group carries no CPU tensors, as AdamW's steps are."""
     code = """
 import os, torch, torch.distributed as dist, accel
-from tests.gpu.test_one_gpu import batch
+from tests.gpu import batch
 from tests.models import adamw, mlp
 torch.cuda.set_device(int(os.environ["RANK"]))
 dist.init_process_group("nccl")
