@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import accel
 from accel.errors import CheckpointError
 from tests.backends import need
-from tests.bench.ranks import restart_peak, status
 from tests.distributed import refusals, run
+from tests.measured import restart_peak, status
 from tests.models import distance
 
 

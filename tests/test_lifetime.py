@@ -20,7 +20,6 @@ from accel.registry import registry
 from tests.backends import need
 from tests.distributed import run
 from tests.models import adamw, mlp, normalised, one_step
-from tests.programs import by_hand, free_port, scripts
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
@@ -142,42 +141,3 @@ def drop_on_one_rank() -> str:
 def test_a_model_dropped_on_one_rank() -> None:
     for message in run(2, drop_on_one_rank):
         assert "dropped on rank 0" in message
-
-
-# -- the end of the process --------------------------------------------------------------------------------------------
-
-PROGRAM = """
-import atexit, gc, os
-import torch
-from torch import nn
-
-def threads():
-    names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
-    print("left:", sum("gloo" in name for name in names))
-
-atexit.register(threads)
-import accel
-kept = []
-for trial in range(9):
-    raw = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    backend = ("sharded", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3))[trial % 3]
-    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend=backend)
-    model(torch.ones(4, 8)).sum().backward()
-    optimizer.step()
-    if trial < 3:
-        kept.append(model)
-gc.disable()
-ring = [torch.distributed.group.WORLD]
-ring.append(ring)
-del ring
-"""
-
-
-def test_no_thread_of_gloo_is_left() -> None:
-    """A thread that frees the last tensor while the interpreter ends aborts the process."""
-    for name in ("fairscale", "deepspeed"):
-        pytest.importorskip(name)
-    port = free_port()
-    environs = [by_hand(rank, 2, port) | {"LOCAL_RANK": str(rank)} for rank in range(2)]
-    for result in scripts(PROGRAM, *environs):
-        assert "left: 0" in result.stdout, result.stdout + result.stderr

@@ -12,9 +12,9 @@ from torch import nn
 
 import accel
 from examples.big import gpt_70b
-from tests.measured import measured
+from tests.measured import measured, restart_peak, status
 
-from .ranks import attempt, restart_peak, status
+from .ranks import attempt
 from .section import Data, Panel, Section, Verdict, judged, table
 from .workloads import adamw
 

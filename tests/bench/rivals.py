@@ -19,9 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from tests.measured import status
+
 from .contenders import LIBRARIES, Counter, Torch, installed_rivals
 from .memory import give_back
-from .ranks import run, scratch, status
+from .ranks import run, scratch
 from .section import Data, Panel, Section, Verdict, brief, judged, table
 from .steps import compare, rows_of
 from .training import library_table
