@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import NamedTuple, TypeVar
 
 from .data import LoaderHandle as LoaderHandle
-from .data.handle import LoaderState
+from .data.iteration import LoaderState
 from .errors import AccelError
 
 # The types of setup's arguments. To type checkers, torch.compile returns a callable.

@@ -1,7 +1,7 @@
 """``accel.launch``: run a function in worker processes, from a script or a notebook cell.
 
-The launching process and its workers share a temporary directory. It holds the function with its
-arguments, and later the trained states, the result, and one file for each worker that raised.
+The launching process and its workers share a temporary directory. It holds the function
+with its arguments, and later the trained states, the result, and exceptions of workers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .data import LoaderHandle, raw_loader
+from .data import raw_loader
 from .errors import LaunchError, whole_number
 from .handles import ModelHandle
 from .handles import raw as raw_of
@@ -58,7 +57,7 @@ _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 
 
 def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None) -> T:
-    """Run ``fn(*args)`` in new processes, one per rank, and return rank 0's result.
+    """Run ``fn(*args)`` in a new process per rank, and return rank 0's result.
 
     You can call it from a script or a notebook cell, and ``fn`` may be defined there. Modules,
     optimizers, schedulers and other objects with ``state_dict`` and ``load_state_dict`` come back:
@@ -74,7 +73,7 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
     Raises:
         LaunchError: an argument can't be pickled (the error says which, by its path), or a worker
             raised or died. The error has the worker's traceback and rank, and its cause is the
-            worker's exception. The other workers have been ended, and your objects are unchanged.
+            worker's exception. All workers have ended, and your objects are unchanged.
     """
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
@@ -89,18 +88,17 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
         )
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     title = f"of {count} in accel.launch({name})"
-    given: tuple[Any, ...] = args
-    stateful = collect_stateful({name: fn, **{f"args[{i}]": arg for i, arg in enumerate(given)}})
+    stateful = collect_stateful(fn, name, args)
     with tempfile.TemporaryDirectory(prefix="accel-launch-") as directory:
         folder = Path(directory)
-        save_by_value((fn, args, stateful), folder / "arguments.pt", "the arguments")
+        save_by_value((fn, args, stateful), folder / "arguments", "the arguments")
         _run_workers(title, count, folder)
-        if not (folder / "result.pt").exists():
+        if not (folder / "result").exists():
             text = "ended with exit status 0 before its function returned"
             raise LaunchError(f"rank 0 {title} {text}.")
-        for item, state in zip(stateful, _load(folder / "states.pt"), strict=True):
+        for item, state in zip(stateful, _load(folder / "states"), strict=True):
             item.load_state_dict(state)
-        result: T = _load(folder / "result.pt")
+        result: T = _load(folder / "result")
         return result
 
 
@@ -108,57 +106,45 @@ def _load(path: Path, *, mmap: bool = False) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
 
 
-def collect_stateful(parts: dict[str, object]) -> list[Any]:
-    """Return the objects in ``parts`` that have a state to load, but no modules inside others."""
+def collect_stateful(fn: object, name: str, args: tuple[Any, ...]) -> list[Any]:
+    """Return the objects with a state to load, but no modules inside others."""
     stateful: dict[int, Any] = {}
-    for name, part in parts.items():
-        stateful.update({id(item): item for item in find_stateful(part, name)})
-    inside: set[int] = set()
-    for item in stateful.values():
-        if isinstance(item, nn.Module):
-            inside |= {id(child) for child in item.modules() if child is not item}
-    return [item for key, item in stateful.items() if key not in inside]
+    for item in (*find_stateful(fn, name), *find_stateful(args, "args")):
+        stateful[id(item)] = item
+    for item in list(stateful.values()):
+        for child in item.modules() if isinstance(item, nn.Module) else ():
+            if child is not item:
+                stateful.pop(id(child), None)
+    return list(stateful.values())
 
 
 # -- the launching process -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The exception of a worker."""
-
-    rank: int
-    time: float
-    trace: str
-    error: bytes  # pickled. Empty if it can't be pickled
-    failed_rank: int | None  # the rank that the exception is about
-
-
 def _run_workers(title: str, count: int, folder: Path) -> None:
-    """Run the saved function in ``count`` workers. Raise LaunchError if one of them fails."""
+    """Run ``count`` workers. Raise LaunchError if a worker fails."""
     # The ranks meet in this store. It takes a free port and keeps it.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
     running: dict[int, subprocess.Popen[bytes]] = {}
+    failed: dict[int, int] = {}
     try:
         for rank in range(count):
             running[rank] = _start(rank, count, store.port, folder)
-        while running:
-            failed = _collect_failed(running)
-            if failed:
-                time.sleep(_GATHER_SECONDS)
-                failed |= _collect_failed(running)
-                _raise_first(title, failed, folder)
+        while running and not failed:
             time.sleep(_POLL_SECONDS)
+            failed |= _collect_failed(running)
+        if failed:
+            time.sleep(_GATHER_SECONDS)
+            _raise_first(title, failed | _collect_failed(running), folder)
     finally:
         for process in running.values():
             _signal(process, signal.SIGTERM)
         deadline = time.monotonic() + _TERMINATE_SECONDS
-        while running and time.monotonic() < deadline:
-            _collect_failed(running)
-            time.sleep(_POLL_SECONDS)
         for process in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0, deadline - time.monotonic()))
             _signal(process, signal.SIGKILL)
             process.wait()
         del store  # the traceback may live longer than the store should
@@ -171,19 +157,20 @@ def _start(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[b
     environment = {
         "OMP_NUM_THREADS": str(max(1, (cores or 1) // count)),
         **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(count),
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         # The store is in this process, as it is in torchrun's agent.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    command = [sys.executable, "-c", _WORKER_CODE, json.dumps(options)]
-    stdin = subprocess.DEVNULL
     # Each worker leads a process group, which also holds its own child processes.
-    return subprocess.Popen(command, env=environment, stdin=stdin, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", _WORKER_CODE, json.dumps(options)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
@@ -192,7 +179,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _collect_failed(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Remove the workers that have ended. Return the exit status of those that failed, by rank."""
+    """Remove ended workers. Return the exit statuses of the failed, by rank."""
     failed = {}
     for rank, process in list(running.items()):
         status = process.poll()
@@ -205,61 +192,58 @@ def _collect_failed(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, in
 
 
 def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
-    """Raise LaunchError for the worker that failed first, not for those that heard of it."""
-    failures: list[_Failure] = []
+    """Raise LaunchError for the first worker to fail, not for its victims."""
+    raised: dict[int, _Failure] = {}
     for rank in failed:
-        path = _failure_file(folder, rank)
-        if path.exists():
-            failures.append(pickle.loads(path.read_bytes()))
-    for rank, status in failed.items():
+        with contextlib.suppress(FileNotFoundError):
+            raised[rank] = pickle.loads((folder / f"failure-{rank}").read_bytes())
+    for rank in failed.keys() - raised.keys():
+        status = failed[rank]
+        end = f"exit status {status}" if status > 0 else signal.Signals(-status).name
+        hint = " Perhaps the machine is out of memory." if end == "SIGKILL" else ""
         # gloo aborts a process if an exception in another one closes its connections.
-        is_first = not failures or status != -signal.SIGABRT
-        if is_first and not _failure_file(folder, rank).exists():
-            raise LaunchError(f"rank {rank} {title} {_describe_death(status)}")
-    failures.sort(key=lambda failure: failure.time)
-    failure = failures[0]
-    for other in failures:
-        if other.rank == failures[0].failed_rank:
-            failure = other
+        if not raised or end != "SIGABRT":
+            raise LaunchError(f"rank {rank} {title} ended with {end}, without an exception.{hint}")
+    first = min(raised, key=lambda rank: raised[rank].time)
+    about = raised[first].failed_rank
+    first = about if about in raised else first
     cause = None
     with contextlib.suppress(Exception):  # a class with an __init__ that takes other arguments
-        cause = pickle.loads(failure.error)
-    text = f"rank {failure.rank} {title} raised; its traceback:\n\n{failure.trace}"
+        cause = pickle.loads(raised[first].error)
+    text = f"rank {first} {title} raised; its traceback:\n\n{raised[first].trace}"
     raise LaunchError(text) from cause
 
 
-def _describe_death(status: int) -> str:
-    if status >= 0:
-        return f"ended with exit status {status}, without an exception."
-    hint = " Perhaps the machine is out of memory." if status == -signal.SIGKILL else ""
-    return f"was ended by {signal.Signals(-status).name}, without an exception.{hint}"
+class _Failure(NamedTuple):
+    """The exception of a worker."""
 
-
-def _failure_file(folder: Path, rank: int) -> Path:
-    return folder / f"failure-{rank}.pickle"
+    time: float
+    trace: str
+    error: bytes  # pickled. Empty if it can't be pickled
+    failed_rank: int | None  # named by the exception
 
 
 # -- a worker --------------------------------------------------------------------------------------
 
 
 def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
-    """Run the function that the launching process saved in ``folder``, and end this process."""
+    """Run the function in ``folder``, and save its result or its exception there."""
     sys.argv[:] = argv
     threading.Thread(target=_end_with_parent, args=(parent, folder), daemon=True).start()
     # A scheduler marks the optimizer's step, and the mark is lost when the optimizer is pickled.
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step.*has been overridden")
     try:
-        fn, args, stateful = _load(Path(folder, "arguments.pt"), mmap=True)
+        fn, args, stateful = _load(Path(folder, "arguments"), mmap=True)
         _publish_main(fn, [*args, *stateful])
         value = fn(*args)
         shut_down("has returned from its function, and does not come")
         if rank == 0:
-            result = map_leaves(_unwrap_handle, value, "result")
             states = [item.state_dict() for item in stateful]
-            save_by_value(states, Path(folder, "states.pt"), "states")
-            save_by_value(result, Path(folder, "result.pt"), "result")
+            save_by_value(states, Path(folder, "states"), "states")
+            result = map_leaves(_unwrap_handle, value, "result")
+            save_by_value(result, Path(folder, "result"), "result")
     except BaseException as error:
-        _write_failure(_failure_file(Path(folder), rank), rank, error)
+        Path(folder, f"failure-{rank}").write_bytes(_pickled_failure(error))
         sys.stdout.flush()
         sys.stderr.flush()
         # The interpreter's exit could wait for ranks that wait for this one.
@@ -277,35 +261,34 @@ def _unwrap_handle(value: Any, path: str) -> Any:
     """Return the raw object of a handle in the result. It has the trained values."""
     if isinstance(value, ModelHandle):
         return raw_of(value)
-    return raw_loader(value) if isinstance(value, LoaderHandle) else value
+    return raw_loader(value)
 
 
 def _publish_main(fn: Any, items: list[Any]) -> None:
-    """Put the functions and classes of the launching ``__main__`` into this process's.
+    """Put the functions and classes of the launching ``__main__`` into this process.
 
-    The user's code may pickle objects of these classes by name.
+    The user's code may pickle their objects by name.
     """
-    names = vars(sys.modules["__main__"])
+    main = vars(sys.modules["__main__"])
     while isinstance(fn, functools.partial):
         fn = fn.func
     for function in (inspect.unwrap(fn), type(fn).__call__):
-        namespace = getattr(function, "__globals__", {})
-        if namespace.get("__name__") == "__main__":
-            names.update(namespace)
+        names = getattr(function, "__globals__", {})
+        if names.get("__name__") == "__main__":
+            main.update(names)
     for item in items:
         for part in item.modules() if isinstance(item, nn.Module) else [item]:
             if type(part).__module__ == "__main__":
-                names.setdefault(type(part).__qualname__, type(part))
+                main.setdefault(type(part).__qualname__, type(part))
 
 
-def _write_failure(path: Path, rank: int, error: BaseException) -> None:
+def _pickled_failure(error: BaseException) -> bytes:
     import cloudpickle
 
     moment = time.time()
-    missing = who_is_missing(error)
-    trace = "\n".join(filter(None, [traceback.format_exc(), missing]))
-    pickled = b""
+    trace = "\n".join(filter(None, [traceback.format_exc(), who_is_missing(error)]))
+    failure = _Failure(moment, trace, b"", getattr(error, "failed_rank", None))
     with contextlib.suppress(Exception):
         pickled = cloudpickle.dumps(error.with_traceback(None))
-    failure = _Failure(rank, moment, trace, pickled, getattr(error, "failed_rank", None))
-    path.write_bytes(pickle.dumps(failure))
+        failure = failure._replace(error=pickled)
+    return pickle.dumps(failure)

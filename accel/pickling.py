@@ -1,4 +1,4 @@
-"""Send objects to other processes, and name by its path each object that can't be pickled."""
+"""Send objects to other processes. Errors name each object by its path."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import inspect
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ from .errors import LaunchError
 from .handles import ModelHandle
 from .handles import raw as raw_of
 
-_MAX_NAMED = 5  # objects that an error names
+_MAX_NAMED = 5  # objects in an error
 
 # A function that uses torch.ops brings it along. Its class isn't a module that pickle knows.
 copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
@@ -41,7 +40,7 @@ def save_by_value(value: object, path: Path, name: str) -> None:
 
 
 def check_picklable(obj: object, name: str = "obj") -> None:
-    """Check that ``obj`` can be pickled, as ``torch.save(obj)`` and spawned loader workers do.
+    """Try to pickle ``obj``, as ``torch.save(obj)`` and spawned loader workers do.
 
     ``accel.launch`` can send more: lambdas, and functions and classes of a notebook or a script.
 
@@ -57,7 +56,7 @@ def check_picklable(obj: object, name: str = "obj") -> None:
 
 
 def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]:
-    """Return the objects that ``obj`` reaches and that have a state to load.
+    """Return the objects with a state to load inside ``obj``.
 
     Args:
         name: the name of ``obj`` in the error.
@@ -77,7 +76,7 @@ def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]
 
 
 def _try_pickle(obj: object, by_name: bool) -> list[Any]:
-    """Pickle an object to nowhere. Return the objects on the way that have a state to load."""
+    """Pickle an object to nowhere. Return the objects with a state to load."""
     import cloudpickle
 
     stateful: dict[int, Any] = {}
@@ -100,7 +99,7 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
 
 
 def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> list[str]:
-    """Return the innermost objects that can't be pickled, with their paths."""
+    """Return texts with the paths of the innermost unpicklable objects."""
     if id(obj) in seen:
         return []
     try:
@@ -111,34 +110,32 @@ def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> lis
     seen.add(id(obj))
     culprits: list[str] = []
     inner = raw_of(obj) if type(obj) is ModelHandle and by_name else obj
-    for suffix, child in _children(inner):
+    for suffix, child in _children(inner).items():
         culprits += _find_culprits(child, path + suffix, by_name, seen)
     return culprits or [text]
 
 
-def _children(obj: Any) -> Iterator[tuple[str, object]]:
-    """Yield the objects that pickle visits inside an object, with the text that leads to each."""
+def _children(obj: Any) -> dict[str, Any]:
+    """Return the objects inside an object, by their ends of the path."""
+    children = dict(getattr(obj, "__dict__", {}))
+    form = ".{}"
     if isinstance(obj, ModelHandle | type | ModuleType):
-        return
-    if isinstance(obj, dict):
-        yield from ((f"[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, list | tuple | set | frozenset):
-        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+        return {}
+    if isinstance(obj, dict | list | tuple | set | frozenset):
+        children = obj if isinstance(obj, dict) else dict(enumerate(obj))
+        form = "[{!r}]"
     elif isinstance(obj, functools.partial | MethodType):
         for name in ("func", "args", "keywords", "__self__"):
-            yield f".{name}", getattr(obj, name, None)
+            children[name] = getattr(obj, name, None)
     elif isinstance(obj, FunctionType):
         used = inspect.getclosurevars(obj)
-        for name, value in {**used.globals, **used.nonlocals}.items():
-            yield f"()'s {name}", value
+        children = {**used.globals, **used.nonlocals}
+        form = "()'s {}"
     elif isinstance(obj, nn.Module):
         # The path of a layer is its name in the model.
-        names = ("_parameters", "_buffers", "_modules")
-        for name, value in vars(obj).items():
-            layers = value if name in names else {name: value}
-            yield from ((f".{key}", child) for key, child in layers.items())
-    else:
-        yield from ((f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items())
+        for name in ("_parameters", "_buffers", "_modules"):
+            children |= children.pop(name, {})
+    return {form.format(name): child for name, child in children.items()}
 
 
 def _describe(obj: Any, error: Exception) -> str:
@@ -146,7 +143,8 @@ def _describe(obj: Any, error: Exception) -> str:
         kind = type(raw_of(obj)).__name__
         return f"ModelHandle; pass the raw {kind}, and call accel.setup in the function"
     if isinstance(obj, FunctionType):
-        place = f"{os.path.basename(obj.__code__.co_filename)}:{obj.__code__.co_firstlineno}"
+        code = obj.__code__
         is_lambda = obj.__name__ == "<lambda>"
-        return f"lambda at {place}" if is_lambda else f"function {obj.__qualname__} at {place}"
+        kind = "lambda" if is_lambda else f"function {obj.__qualname__}"
+        return f"{kind} at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
     return f"{type(obj).__module__}.{type(obj).__qualname__} ({type(error).__name__}: {error})"

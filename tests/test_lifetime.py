@@ -28,6 +28,7 @@ def set_up_often() -> None:
     """Count torch's reducers and hooks. A leaked model would keep its own."""
     raw = mlp(4, 6, 2)
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.01)
+    gc.collect()
     hooks = len(_global_optimizer_pre_hooks)
     for _ in range(3):
         model: Any = accel.setup(raw, optimizer).model

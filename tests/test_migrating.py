@@ -182,7 +182,7 @@ def test_names_of_accel_are_public() -> None:
 
 def test_each_section_is_tested() -> None:
     headings = re.findall(r"^## (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    # tests/checkpoint/test_other_libraries.py and tests/public_loops.py run the last two.
+    # tests/checkpoint/test_other_libraries.py runs the first, tests/public_loops.py the other.
     assert headings == [*PACKAGES, "Load a checkpoint from another library", "Public training scripts"]
 
 

@@ -62,7 +62,7 @@ def right(net: Net, one: AdamW, two: SGD, loader: DataLoader[Tensor], batch: dic
     assert_type(accel.shard_sequence(model, batch), dict[str, Tensor])
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 1}
     accel.save(state, "run/step-1", wait=False).result()
-    accel.save(state, "run/step-2", keep=2).result()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    accel.save(state, "run/step-2", keep=2).result()  # type: ignore[union-attr]  # pyright: ignore[reportOptionalMemberAccess]
     accel.load("run/step-1", state)
     assert_type(accel.unwrap(model), Net)
     assert_type(accel.teardown(model), Net)

@@ -1,4 +1,4 @@
-"""Checkpoints: a file for each rank, and one record that is the commit.
+"""Checkpoints: a file for each rank, and a record as the commit.
 
 The files in the order in which a tensor goes through them:
 

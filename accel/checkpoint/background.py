@@ -33,7 +33,6 @@ class Background:
     def __init__(self) -> None:
         self._future: Future[None] | None = None
         self._blocks: list[torch.Tensor] = []
-        self._is_at_exit = False
 
     def start(self, process: Process, finish: Callable[[], None]) -> Future[None]:
         """Run ``finish`` in a thread."""
@@ -43,14 +42,13 @@ class Background:
         def run() -> None:
             try:
                 finish()
+                future.set_result(None)
             except CheckpointError as error:
                 future.set_exception(error)
             except BaseException as error:
                 wrapped = CheckpointError(f"accel.save in the background: {explain(error)}")
                 wrapped.__cause__ = error
                 future.set_exception(wrapped)
-            else:
-                future.set_result(None)
 
         if self._release not in process.releases:
             process.releases.append(self._release)
@@ -58,8 +56,6 @@ class Background:
         saver = threading.Thread(target=run, name="accel.save")
         saver.start()
         self._future = future
-        if self._is_at_exit:  # the interpreter has waited for its threads already
-            self.wait()
         return future
 
     def wait(self) -> None:
@@ -70,9 +66,8 @@ class Background:
 
     def settle(self) -> None:
         """Wait for the save, and raise if it failed, once."""
-        future, error = self._future, None
-        if future is not None:
-            error = future.exception()
+        future = self._future
+        error = future.exception() if future is not None else None
         self._future = None
         if error is not None:
             raise CheckpointError(f"the background save before this one failed: {error}") from error
@@ -88,7 +83,6 @@ class Background:
 
     def at_exit(self) -> None:
         """Make the failure of a save the failure of the program."""
-        self._is_at_exit = True
         try:
             self.settle()
         except CheckpointError as error:
@@ -101,7 +95,7 @@ class Background:
     # -- the copy ----------------------------------------------------------------------------------
 
     def copy(self, items: Sequence[WriteItem]) -> list[WriteItem]:
-        """Return the items in host memory that training does not change."""
+        """Return the items in host memory, out of the reach of training."""
         devices = {item.tensor.device for item in items if is_remote(item.tensor)}
         if devices and not all(block.is_pinned() for block in self._blocks):
             self._blocks = []

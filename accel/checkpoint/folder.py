@@ -1,4 +1,4 @@
-"""The directories of checkpoints: names, the commit, leftovers of killed saves, the newest one."""
+"""The directories of checkpoints: names, the commit, leftovers of killed saves, the newest."""
 
 from __future__ import annotations
 
@@ -33,17 +33,13 @@ _NUMBER: Final = re.compile(r"\d+\Z")
 
 def named(path: object) -> str:
     """Return a directory or URL as the user means it, or raise for anything else."""
-    if path is None:
-        raise CheckpointError(
-            "expected a directory, found None. accel.latest returns None if there is no checkpoint."
-        )
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
+        advice = "Write accel.save(state, dir) and accel.load(dir, state)."
+        if path is None:
+            advice = "accel.latest returns None if there is no checkpoint."
         kind = "a dict" if isinstance(path, dict) else repr(path)
-        raise CheckpointError(
-            f"expected the path of a directory, found {kind}. "
-            "Write accel.save(state, dir) and accel.load(dir, state)."
-        )
+        raise CheckpointError(f"expected the path of a directory, found {kind}. {advice}")
     if not is_url(text):
         return os.path.expanduser(refuse_url(text, CheckpointError))
     protocol, _, rest = text.partition("://")
@@ -55,7 +51,7 @@ def named(path: object) -> str:
 
 
 def absolute(path: object) -> str:
-    """Return a directory or URL that stays the same if the working directory changes."""
+    """Return a full path or a URL, because the working directory may change."""
     text = named(path)
     return text if is_url(text) else os.path.abspath(text)
 
@@ -70,10 +66,10 @@ def shard_name(save: str, rank: int) -> str:
 
 @final
 class Commit:
-    """Replaces the record that was in a directory at the beginning, and only that one.
+    """Replaces the record in a directory, if it is the same as at the beginning.
 
     Until then the checkpoint before can be loaded. All names of a save are new. So if a save is
-    killed or two jobs save into one directory, the record names files that are all there.
+    killed or two jobs save into one directory, all files in the record exist.
     """
 
     def __init__(self, directory: str) -> None:
@@ -89,7 +85,7 @@ class Commit:
             )
 
     def put(self, record: Record, content: bytes = b"", keep: int | None = None) -> None:
-        """Make a record that of the directory, and remove the files of the one before."""
+        """Write the record, and remove the files of the checkpoint before."""
         names = self._storage.names(self._directory)
         try:
             self._storage.put(self._path, content or encode(record), self._version)
@@ -109,10 +105,10 @@ class Commit:
 
 
 def sweep(directory: str, names: Iterable[str], keep: Iterable[str] = ()) -> None:
-    """Remove those of the files that accel has written, except some."""
-    kept, storage = {*keep}, storage_of(directory)
-    for name in names:
-        if _OURS.fullmatch(name) and name not in kept:
+    """Remove files of accel, except some."""
+    storage = storage_of(directory)
+    for name in sorted({*names}.difference(keep)):
+        if _OURS.fullmatch(name):
             storage.remove(os.path.join(directory, name))
 
 
@@ -147,30 +143,30 @@ def check_keep(directory: str, keep: object) -> None:
         )
 
 
-def _by_age(paths: Iterable[str]) -> list[tuple[float, str]]:
-    """Return directories with records and the times of these files, the newest first."""
-    found = []
+def _by_age(paths: Iterable[str]) -> list[tuple[float, int, str]]:
+    """Return the times of records, the numbers of their directories and these, newest first."""
+    ages = []
     for path in paths:
         time = storage_of(path).modified(os.path.join(path, NAME))
         if time is not None:
             # Times of object stores have whole seconds.
             number = _NUMBER.search(path)
-            found.append((time, int(number[0]) if number else -1, path))
-    return [(time, path) for time, _, path in sorted(found, reverse=True)]
+            ages.append((time, int(number[0]) if number else -1, path))
+    return sorted(ages, reverse=True)
 
 
 def prune(directory: str, keep: int) -> None:
-    """Remove the oldest checkpoints of the series of ``directory``, but never that one itself."""
+    """Remove the oldest checkpoints of the series of ``directory``, but never ``directory``."""
     root, name = os.path.split(directory)
     storage, series = storage_of(root), _NUMBER.sub("", name)
     real, others = storage.real(root), []
     for other in storage.names(root):
         if other not in (name, series) and _NUMBER.sub("", other) == series:
-            path = os.path.join(root, other)
-            # Only directories, not links to a checkpoint that shall stay.
-            if storage.real(os.path.join(real, other)) == os.path.join(real, other):
+            # Only directories, because the user wants to keep the target of a link.
+            path = os.path.join(real, other)
+            if storage.real(path) == path:
                 others.append(path)
-    for _, path in _by_age(others)[keep - 1 :]:
+    for _, _, path in _by_age(others)[keep - 1 :]:
         with contextlib.suppress(CheckpointError):
             remove(path)
 
@@ -179,8 +175,8 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     """Return the newest complete checkpoint in ``root``, or ``root`` itself, or None. Local.
 
     Args:
-        root: a directory of checkpoints, which need not exist. A checkpoint that is damaged or not
-            complete is passed over, with a warning that names it.
+        root: a directory of checkpoints, which need not exist. Damaged and incomplete checkpoints
+            are passed over with a warning.
 
     Raises:
         CheckpointError: ``root`` can't be read.
@@ -189,24 +185,24 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     path = named(root)
     try:
         names = storage_of(path).names(path)
-        newest = _by_age([path, *(os.path.join(path, name) for name in names)])
+        directories = _by_age([path, *(os.path.join(path, name) for name in names)])
     except (FileNotFoundError, NotADirectoryError):
-        newest = []
+        return None
     except OSError as error:
         raise CheckpointError(f"{path} may be a checkpoint: {explain(error)}") from error
-    best: tuple[float, str] | None = None
-    for time, one in newest:
+    newest, newest_time = None, -1.0
+    for time, _, directory in directories:
         # A record is as old as its file or, if it was linked or copied, older.
-        if best is not None and time + 1 < best[0]:
+        if time + 1 < newest_time:
             break
-        record = _complete(one)
-        if record is not None and (best is None or record.time > best[0]):
-            best = record.time, one
-    return None if best is None else best[1]
+        record = _complete(directory)
+        if record is not None and record.time > newest_time:
+            newest, newest_time = directory, record.time
+    return newest
 
 
 def _complete(directory: str) -> Record | None:
-    """Return the record of a checkpoint that can be loaded. Warns of one that can't."""
+    """Return the record of a checkpoint if all its files exist. Warn otherwise."""
     path = os.path.join(directory, NAME)
     version = ""
     try:
@@ -247,9 +243,7 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
 def _link(src: str, dst: str) -> None:
     storage = storage_of(dst)
     if storage_of(src) is not storage:
-        raise CheckpointError(
-            f"{src} can't be linked to {dst}: both must be in one store, or on one file system."
-        )
+        raise CheckpointError(f"{src} and {dst} are not in one store. Link inside a store.")
     record = read(src)
     check_sizes(src, record)
     if storage.real(src) == storage.real(dst):

@@ -1,16 +1,16 @@
-"""The boxes of a tensor in files: even ones by rule, others box by box."""
+"""The boxes of a tensor in files: at equal distances by a rule, others box by box."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..shard import Box, intersection, shape_of
+from ..shard import Box, intersection
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Boxes in files at equal distances, each ``shift`` further along ``dim``; usually one box."""
+    """Boxes in files at equal distances, each ``shift`` further along ``dim``. Often just one."""
 
     file: int
     box: Box
@@ -30,7 +30,7 @@ class Run:
         return self.file + number * self.step, box
 
     def overlaps(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Give the files and boxes that have elements of ``box``."""
+        """Give the files and boxes with elements of ``box``."""
         numbers = range(1)
         if self.count > 1:
             # -(-a // b) rounds up.
@@ -44,16 +44,14 @@ class Run:
 
     def extended(self, file: int, box: Box) -> Run | None:
         """Return the run with one more box, or None if the box is at a different distance."""
-        if self.count > 1:
-            fits = self.at(self.count) == (file, box)
-            return replace(self, count=self.count + 1) if fits else None
-        if shape_of(box) != shape_of(self.box):
-            return None
-        moves = [new[0] - old[0] for new, old in zip(box, self.box, strict=True)]
-        dims = [dim for dim, move in enumerate(moves) if move]
-        if len(dims) != 1 or moves[dims[0]] < 0:
-            return None
-        return Run(self.file, self.box, 2, file - self.file, dims[0], moves[dims[0]])
+        longer = replace(self, count=self.count + 1)
+        if self.count == 1:
+            for dim, (new, old) in enumerate(zip(box, self.box, strict=True)):
+                if new != old:
+                    shift = new[0] - old[0]
+                    longer = Run(self.file, self.box, 2, file - self.file, dim, shift)
+        # Boxes of other sizes, or with several sides that differ, don't end up at ``box``.
+        return longer if longer.shift > 0 and longer.at(self.count) == (file, box) else None
 
 
 def runs_of(cells: Sequence[tuple[int, Box]]) -> list[Run]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import operator
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, final
 from urllib.parse import unquote
 
@@ -22,12 +20,11 @@ from ..errors import CheckpointError
 from ..process import current, rank
 from ..process.control import locked
 from ..shard import Shard
-from . import folder, record
+from . import folder
 from .background import background
 from .match import Match, Summary, report, unfit
 from .objects import (
     ModuleObject,
-    Node,
     OptimizerObject,
     RankObject,
     Stage,
@@ -35,12 +32,21 @@ from .objects import (
     structure_of,
 )
 from .reader import Reader
-from .record import Record, Stored
+from .record import Record, read
 from .shards import BY_NAME
 from .state import OF_VALUES, State
-from .steps import check_arguments, check_equal, digest, exchange, explain, log_end, on_every_rank
+from .steps import (
+    check_arguments,
+    check_equal,
+    digest,
+    exchange,
+    explain,
+    log_end,
+    on_every_rank,
+    paused_collector,
+)
 from .values import Decoder, stored_tensors
-from .weights import choose, is_weights_alone, open_checkpoint
+from .weights import choose, open_checkpoint, weights_at
 
 logger = logging.getLogger("accel")
 
@@ -48,6 +54,7 @@ _PARTLY: Final = "the state may be partly filled: load a whole checkpoint before
 
 
 @locked
+@paused_collector()
 def load(
     dir: str | os.PathLike[str],
     state: dict[Any, Any] | None = None,
@@ -86,23 +93,21 @@ def load(
     def prepare() -> tuple[Loading, Summary]:
         background.wait()
         directory = folder.absolute(dir)
-        record = open_checkpoint(directory, state)
-        loading = Loading(directory, record, state, convert)
-        if record.version and rank() == 0:
-            folder.check_sizes(directory, record)
+        loading = Loading(directory, open_checkpoint(directory, state), state, convert)
+        # 1,000 ranks that ask for the sizes of 1,000 files are slow.
+        if loading.record.version and rank() == 0:
+            folder.check_sizes(directory, loading.record)
         loading.decode()
         loading.summary.arguments = {"strict": strict, "convert": convert}
         return loading, loading.summary
 
     loading, summaries = exchange("accel.load", prepare)
     _check_equal(loading.directory, summaries)
-    nowhere = functools.reduce(operator.and_, [one.unneeded for one in summaries])
-    unneeded = [name for number, name in loading.unneeded.items() if nowhere >> number & 1]
-    report(loading.directory, summaries, unneeded, strict)
-    # Part of the state of an optimizer is of no use.
-    loading.leave_alone(set().union(*(one.unfit_optimizers for one in summaries)))
+    report(loading.directory, summaries, strict)
+    loading.leave_alone(summaries)
     result: dict[Any, Any] = on_every_rank("accel.load (the tensors)", loading.apply)
     for engine in loading.engines:
+        # ZeRO's bf16 weights follow their fp32 copies. An optimizer may have frozen parameters.
         engine.holdings.filled()
         engine.refresh()
     log_end(loading.directory, "loaded", loading.nbytes, begin)
@@ -110,99 +115,89 @@ def load(
 
 
 def _check_equal(directory: str, summaries: list[Summary]) -> None:
-    check_arguments("accel.load", [one.arguments for one in summaries])
+    check_arguments("accel.load", [summary.arguments for summary in summaries])
     check_equal(
         "{name}: the ranks see different checkpoints. "
         "Load after the save is done, from a file system that all ranks see.",
-        [{directory: one.digits} for one in summaries],
+        [{directory: summary.digits} for summary in summaries],
     )
     check_equal(
         "accel.load: the state of rank {rank} has other objects than that of rank 0, "
         "and nothing was changed. Pass the same keys on every rank.",
-        [{"": one.structure} for one in summaries],
+        [{"": summary.structure} for summary in summaries],
     )
-
-
-@dataclass(slots=True)
-class Filling:
-    """An object, and its saved values and tensors."""
-
-    object: StateObject
-    node: Node
-    #: The shards to fill, each under the name of its tensor in the record.
-    slots: list[Shard]
-    #: The argument of ``StateObject.fill``.
-    values: Any = None
 
 
 @final
 class Loading:
-    """One rank's part of a load. ``state`` is None if only plain values are loaded."""
+    """The load on this rank. ``state`` is None if only plain values are loaded."""
 
     def __init__(self, directory: str, record: Record, state: Any, convert: bool) -> None:
         self.directory = directory
-        self._record = record
+        self.record = record
         self._reader = Reader(directory, record)
         self._convert = convert
-        self._value_tensors: dict[str, torch.Tensor] = {}
-        self._decoder = Decoder(self.directory, lambda name: self._value_tensors[name].clone())
-        #: Tensors of the objects that this rank does not read, by their number in the checkpoint.
-        self.unneeded: dict[int, str] = {}
-        self._numbers = {name: number for number, name in enumerate(self._record.tensors)}
+        #: The bytes of the shards on this rank.
+        self.nbytes = 0
+        #: The tensors in plain values.
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._decoder = Decoder(directory, self._tensors.__getitem__)
         given = None if state is None else State(state)
-        self._match = Match(given, self._record.values, self._decoder)
+        self._match = Match(given, record.values, self._decoder)
         self.summary = self._match.summary
-        tensors = self._tensors_of_objects()
-        self._fillings = [
-            self._compare(one, node, tensors[one.name]) for one, node in self._match.objects
-        ]
         self.summary.digits = record.digits
-        self.summary.structure = digest(structure_of([one for one, _ in self._match.objects]))
-        # As bits, because there may be very many ranks.
-        self.summary.unneeded = sum(1 << number for number in self.unneeded)
+        self._objects = self._match.objects
+        self.summary.structure = digest(structure_of(self._objects))
+        names = self._names_of_objects()
+        for entry in self._objects:
+            self._compare(entry, names[entry.name])
 
-    def _tensors_of_objects(self) -> dict[str, dict[str, Stored]]:
-        """Return the saved tensors of each object, by their names in it."""
-        tensors: dict[str, dict[str, Stored]] = {one.name: {} for one, _ in self._match.objects}
-        for name, stored in self._record.tensors.items():
+    def _names_of_objects(self) -> dict[str, dict[str, str]]:
+        """Return the names of tensors in the record, by object and by their names in it."""
+        names: dict[str, dict[str, str]] = {entry.name: {} for entry in self._objects}
+        for name in self.record.tensors:
             owner = name
-            while owner not in tensors and "/" in owner:
+            while owner not in names and "/" in owner:
                 owner = owner.rpartition("/")[0]
-            if owner in tensors:
-                tensors[owner][name[len(owner) + 1 :]] = stored
-        return tensors
+            if owner in names:
+                names[owner][name[len(owner) + 1 :]] = name
+        return names
 
-    def _compare(self, one: StateObject, node: Node, tensors: dict[str, Stored]) -> Filling:
-        """Find the shards of an object that are read, and the differences."""
-        stored_as = {name: f"{one.name}/{name}" if name else one.name for name in tensors}
-        if isinstance(one, ModuleObject):
-            _untie(one, tensors, stored_as)
-            extra, saved_extra = {*shard.extra_modules(one.module)}, {*node["extra"]}
-            self.summary.missing += [f"{one.path}, {name}" for name in sorted(extra - saved_extra)]
-            self.summary.untouched |= {f"{one.path}, {name}" for name in saved_extra - extra}
-        slots, needed = [], set()
-        manifest = {name: (t.shape, BY_NAME[t.dtype]) for name, t in tensors.items()}
-        for name, slot in one.slots(manifest, node):
-            needed.add(name)
-            here = f"{one.path}, {name}" if name else one.path
-            if name not in tensors:
-                self.summary.missing.append(here)
-            elif problem := unfit(tensors[name], slot, self._convert):
-                self.summary.unfit.append(f"{here}: {problem}")
-                if isinstance(one, OptimizerObject):
-                    self.summary.unfit_optimizers.add(one.name)
-            else:
-                slots.append(replace(slot, name=stored_as[name]))
-        for name in tensors.keys() - needed:
-            self.unneeded[self._numbers[stored_as[name]]] = f"{one.path}, {name}"
-        return Filling(one, node, slots)
+    def _compare(self, entry: StateObject, names: dict[str, str]) -> None:
+        """Find the shards of an object to read, and the differences."""
+        summary, tensors = self.summary, self.record.tensors
+        untouched = set[str]()
+        if isinstance(entry, ModuleObject):
+            extra, saved_extra = {*shard.extra_modules(entry.module)}, {*entry.node["extra"]}
+            for name in sorted(extra - saved_extra):
+                summary.missing.append(f"{entry.path}, {name}")
+            untouched = (saved_extra - extra) | (names.keys() - _untie(entry.module, names))
+        manifest = {}
+        for name, saved_name in names.items():
+            stored = tensors[saved_name]
+            manifest[name] = (stored.shape, BY_NAME[stored.dtype])
+        for name, slot in entry.slots(manifest):
+            # Hooks of a module may change the names in its state dict.
+            untouched.discard(name)
+            here = f"{entry.path}, {name}" if name else entry.path
+            if name not in names:
+                summary.missing.append(here)
+                continue
+            problem = unfit(tensors[names[name]], slot, self._convert)
+            if not problem:
+                entry.wanted.append(replace(slot, name=names[name]))
+                continue
+            summary.unfit.append(f"{here}: {problem}")
+            if isinstance(entry, OptimizerObject):
+                summary.unfit_optimizers.add(entry.name)
+        summary.untouched |= {f"{entry.path}, {name}" for name in untouched}
 
     def decode(self) -> None:
-        """Decode all values that are used, before anything is changed."""
-        nodes = [*self._match.plain, *(filling.node for filling in self._fillings)]
-        names = {name for node in nodes for name in stored_tensors(node)}
-        values = [n for n in names if n.startswith(OF_VALUES) and n in self._numbers]
-        self._value_tensors = self._reader.read(sorted(values))
+        """Decode all values to use, before anything is changed."""
+        nodes = [*self._match.plain, *(entry.node for entry in self._objects)]
+        # The names of objects begin otherwise.
+        names = {n for n in stored_tensors(nodes) if n.startswith(OF_VALUES)}
+        self._tensors.update(self._reader.read(sorted(names)))
         self._match.decode()
         left_out = self._match.left_out
         # Optimizers of torch accept a state dict without its tensors, and begin anew.
@@ -214,31 +209,29 @@ class Loading:
                 len(left_out),
                 left_out[0],
             )
-        for filling in self._fillings:
-            one, node = filling.object, filling.node
+        for entry in self._objects:
             # Missing state of optimizers is created later.
-            on_meta = [slot.name for slot in filling.slots if slot.tensor.is_meta]
-            if on_meta and not isinstance(one, OptimizerObject):
-                text = f"{one.path} is on the meta device. Call module.to_empty(device=...) first"
+            on_meta = any(slot.tensor.is_meta for slot in entry.wanted)
+            if on_meta and not isinstance(entry, OptimizerObject):
+                text = f"{entry.path} is on the meta device. Call module.to_empty(device=...) first"
                 self.summary.unfit.append(text)
-            if isinstance(one, RankObject):
-                node = {**node, "ranks": [own[node["name"]] for own in self._record.ranks]}
-            filling.values = one.decode(node, self._decoder)
+            if isinstance(entry, RankObject):
+                entry.node["ranks"] = [own[entry.node["name"]] for own in self.record.ranks]
+            entry.values = entry.decode(self._decoder)
 
-    def leave_alone(self, names: set[str]) -> None:
-        """Do not change the optimizers with these names."""
-        self._fillings = [one for one in self._fillings if one.object.name not in names]
+    def leave_alone(self, summaries: Sequence[Summary]) -> None:
+        """Do not change optimizers with state that doesn't fit on a rank."""
+        # AdamW can't step a parameter with a step counter and no moments.
+        names = set[str]()
+        for summary in summaries:
+            names |= summary.unfit_optimizers
+        self._objects = [one for one in self._objects if one.name not in names]
 
     @property
     def engines(self) -> list[Engine]:
         """The engines of the objects, in the same order on all ranks."""
-        engines = {filling.object.engine for filling in self._fillings}
+        engines = {entry.engine for entry in self._objects}
         return sorted(filter(None, engines), key=lambda engine: engine.serial)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the shards."""
-        return sum(slot.tensor.nbytes for filling in self._fillings for slot in filling.slots)
 
     def apply(self) -> Any:
         """Change the state. If this raises, the state is partly filled, and the error says so."""
@@ -256,14 +249,13 @@ class Loading:
         return result
 
     def _fill(self, stage: Stage) -> None:
-        for filling in self._fillings:
-            if filling.object.stage is stage:
-                filling.object.fill(filling.values)
+        for entry in self._objects:
+            if entry.stage is stage:
+                entry.fill(entry.values)
 
     def _restart_guards(self) -> None:
         """Forget interrupted steps of models that are loaded with all their optimizers."""
-        objects = [filling.object for filling in self._fillings]
-        raws = {id(getattr(one, one.kind, None)) for one in objects}
+        raws = {id(getattr(entry, entry.kind, None)) for entry in self._objects}
         for engine in self.engines:
             if raws.issuperset(map(id, [engine.module, *engine.optimizers])):
                 engine.drift.restart()
@@ -273,12 +265,12 @@ class Loading:
         """Create the missing state of optimizers, and read all shards."""
         # A weight in two models has the values of the first one.
         wanted: dict[tuple[object, ...], Shard] = {}
-        for filling in self._fillings:
-            one = filling.object
-            if isinstance(one, OptimizerObject):
-                filling.slots = one.allocate()
-            for slot in filling.slots:
+        for entry in self._objects:
+            if isinstance(entry, OptimizerObject):
+                entry.wanted = list(entry.allocate())
+            for slot in entry.wanted:
                 tensor = slot.tensor
+                self.nbytes += tensor.nbytes
                 memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
                 wanted.setdefault(memory, slot)
         self._reader.fill(wanted.values())
@@ -286,13 +278,16 @@ class Loading:
         torch.autograd.graph.increment_version([slot.tensor for slot in wanted.values()])
 
 
-def _untie(one: ModuleObject, tensors: dict[str, Stored], stored_as: dict[str, str]) -> None:
-    """Keep the first name of each tied tensor, which may be stored under one of the others."""
-    for first, others in one.tied().items():
+def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
+    """Keep the first name of each tied tensor in ``names``. Return all first names."""
+    # transformers may have stored it under a different name.
+    first_names = set()
+    for first, *others in shard.tensor_names(module).values():
+        first_names.add(first)
         for name in others:
-            if name in tensors and first not in tensors:
-                tensors[first], stored_as[first] = tensors[name], stored_as[name]
-            tensors.pop(name, None)
+            if name in names:
+                names.setdefault(first, names.pop(name))
+    return first_names
 
 
 # -- the first values of a model without memory ----------------------------------------------------
@@ -308,25 +303,20 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     if source is None:
         return None
     background.wait()
-    directory, keys = folder.absolute(source.weights), ["model"]
-    if not is_weights_alone(directory):
-        name, _ = choose(directory, record.read(directory), source.name)
-        keys = name.split("/")
-    elif source.name is not None:
-        raise CheckpointError(
-            f"{directory} has the weights of one model, without a name. Omit name={source.name!r}."
-        )
+    directory, name = folder.absolute(source.weights), "model"
+    if weights_at(directory) is None:
+        name, _ = choose(directory, read(directory), source.name)
 
-    def state_of(model: nn.Module) -> dict[Any, Any]:
+    def state_of(model: nn.Module) -> Any:
         state: Any = model
-        for key in reversed(keys):
+        for key in reversed(name.split("/")):
             state = {unquote(key): state}
-        return dict(state)
+        return state
 
     def fill(handle: nn.Module) -> None:
         load(directory, state_of(handle), convert=True)
 
     state = state_of(module)
     loading = Loading(directory, open_checkpoint(directory, state), state, convert=True)
-    report(directory, [loading.summary], loading.unneeded.values(), strict=True)
+    report(directory, [loading.summary], strict=True)
     return fill

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
@@ -12,7 +12,7 @@ import torch
 from ..errors import CheckpointError
 from ..process import rank
 from ..shard import Shard
-from .objects import Node, StateObject
+from .objects import StateObject
 from .record import Stored
 from .shards import BY_NAME
 from .state import OF_VALUES, Leaf, State
@@ -26,20 +26,18 @@ Apply = Callable[[], Any]
 
 def _is_object(node: Json) -> bool:
     """True if the node can only be filled into an object of a state."""
-    if not isinstance(node, dict):
-        return False
-    if node.get(TAG) == "tensor":
+    tag = node.get(TAG) if isinstance(node, dict) else None
+    if tag == "tensor":
         return not node.get("name", OF_VALUES).startswith(OF_VALUES)
-    return node.get(TAG) in ("module", "optimizer", "stateful", "ranks")
+    return tag in ("module", "optimizer", "stateful", "ranks")
 
 
 def _holds_objects(node: Json) -> bool:
     """True if the node is, or contains, an object."""
     if _is_object(node):
         return True
-    if isinstance(node, dict):
-        node = list(node.values())
-    return isinstance(node, list) and any(map(_holds_objects, node))
+    children = node.values() if isinstance(node, dict) else node
+    return isinstance(node, dict | list) and any(map(_holds_objects, children))
 
 
 def _describe(node: Json) -> str:
@@ -52,15 +50,13 @@ def _describe(node: Json) -> str:
 class Summary:
     """The result of matching a state with a checkpoint on one rank. The ranks exchange it."""
 
-    #: Paths that the checkpoint doesn't have.
+    #: Paths in the state alone.
     missing: list[str] = field(default_factory=list)
     #: Descriptions of both sides.
     unfit: list[str] = field(default_factory=list)
     unfit_optimizers: set[str] = field(default_factory=set)
-    #: Extra state of modules that only the checkpoint has.
+    #: Tensors and extra state of modules in the checkpoint alone.
     untouched: set[str] = field(default_factory=set)
-    #: The numbers of tensors that only the checkpoint has, as bits.
-    unneeded: int = 0
     arguments: dict[str, object] = field(default_factory=dict)
     #: The checksum of the record, and a digest of the objects.
     digits: str = ""
@@ -80,8 +76,8 @@ class Match:
     def __init__(self, state: State | None, saved: Json, decoder: Decoder) -> None:
         self._state = state
         self._decoder = decoder
-        self.objects: list[tuple[StateObject, Node]] = []
-        #: The saved plain values that are used, and the same once decoded.
+        self.objects: list[StateObject] = []
+        #: The saved plain values to use, and the same once decoded.
         self.plain: list[Json] = []
         self._decoded: list[Any] = []
         #: Paths of tensors that a load without a state leaves out.
@@ -114,7 +110,7 @@ class Match:
                 updates[key] = self._visit(item, tree[key], saved[key], place(path, key))
             else:
                 self.summary.missing.append(place(path, key))
-        # A dict of plain values is replaced as a whole: a history may have grown.
+        # A dict of plain values gets new keys: a history may have grown.
         if is_dict and not has_objects and path != "state":
             for key in [key for key in saved if key not in value]:
                 if not _holds_objects(saved[key]):
@@ -126,14 +122,17 @@ class Match:
 
     def _visit_object(self, leaf: Leaf, node: Json) -> None:
         assert self._state is not None
-        one = self._state.object_of(leaf)
-        if not isinstance(node, dict) or node.get(TAG) != one.kind:
-            text = f"{one.path} is a {one.kind}, and in the checkpoint {_describe(node)}"
+        entry = self._state.object_of(leaf)
+        if not isinstance(node, dict) or node.get(TAG) != entry.kind:
+            text = f"{entry.path} is a {entry.kind}, and in the checkpoint {_describe(node)}"
             self.summary.unfit.append(text)
-        elif problem := one.problem(node):
-            self.summary.unfit.append(f"{one.path}: {problem}")
+            return
+        entry.node = node
+        problem = entry.problem()
+        if problem:
+            self.summary.unfit.append(f"{entry.path}: {problem}")
         else:
-            self.objects.append((one, node))
+            self.objects.append(entry)
 
     def _take(self, node: Json) -> Apply:
         """Return a function that gives the decoded value of a node."""
@@ -142,8 +141,9 @@ class Match:
         return lambda: self._decoded[number]
 
     def decode(self) -> None:
-        """Decode all plain values that are used."""
-        self._decoded = [self._decode(node, "state") for node in self.plain]
+        """Decode all plain values to use."""
+        for node in self.plain:
+            self._decoded.append(self._decode(node, "state"))
 
     def _decode(self, node: Json, path: str) -> Any:
         """Return a value without its objects. Dicts leave them out, lists have None instead."""
@@ -164,28 +164,28 @@ class Match:
 
 def _replace(container: Any, updates: dict[Any, Apply]) -> Any:
     """Replace the items of a container, and return it. Of a tuple a new one is returned."""
-    new = {key: update() for key, update in updates.items()}
-    if isinstance(container, tuple):
-        items = [new.get(number, item) for number, item in enumerate(container)]
-        return getattr(container, "_make", type(container))(items)
-    for key, item in new.items():
-        container[key] = item
-    return container
+    items = list(container) if isinstance(container, tuple) else container
+    for key, update in updates.items():
+        items[key] = update()
+    if items is container:
+        return container
+    return getattr(container, "_make", type(container))(items)
 
 
 # -- differences -----------------------------------------------------------------------------------
 
-#: Differences that a message lists.
+#: Differences in a message. A wrong model may differ in thousands of tensors.
 _FIRST: Final = 10
 
 
-def report(
-    directory: str, summaries: Sequence[Summary], unneeded: Iterable[str], strict: bool
-) -> None:
-    """Raise or warn if the state of any rank doesn't fit. No rank reads ``unneeded`` tensors."""
-    missing = dict.fromkeys(path for one in summaries for path in one.missing)
-    untouched = set.intersection(*(one.untouched for one in summaries)).union(unneeded)
-    unfit = dict.fromkeys(text for one in summaries for text in one.unfit)
+def report(directory: str, summaries: Sequence[Summary], strict: bool) -> None:
+    """Raise or warn if the state of a rank doesn't fit."""
+    missing, unfit = dict[str, None](), dict[str, None]()
+    untouched = summaries[0].untouched
+    for summary in summaries:
+        missing |= dict.fromkeys(summary.missing)
+        unfit |= dict.fromkeys(summary.unfit)
+        untouched = untouched & summary.untouched
     lines = [
         *_first("in the state, not in the checkpoint: ", list(missing), ", "),
         *_first("in the checkpoint, not in the state: ", sorted(untouched), ", "),
@@ -206,7 +206,7 @@ def _first(title: str, texts: Sequence[str], between: str) -> list[str]:
 
 
 def unfit(stored: Stored, slot: Shard, convert: bool) -> str:
-    """Return why a saved tensor can't be read into a shard, or an empty string."""
+    """Return the reason for not reading a saved tensor into a shard, or an empty string."""
     dtype, here = BY_NAME[stored.dtype], slot.tensor
     if stored.shape != tuple(slot.shape):
         return f"{list(stored.shape)} in the checkpoint, {list(slot.shape)} here"

@@ -1,12 +1,11 @@
-"""Objects that a load fills in place: modules, optimizers, tensors, anything with a state dict."""
+"""The objects in a state, which a load fills in place: models, optimizers, tensors and others."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import Any, ClassVar, TypeAlias, TypeVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -21,80 +20,78 @@ from ..process.rng import RngState
 from ..registry import Registry, registry, resolve_module
 from ..shard import Manifest, Shard
 from .shards import LocalShard, check_tensor
-from .values import TAG, Decoder, Encoder, Json, Placeholder, place
-
-T = TypeVar("T")
-#: The JSON of an object in the record.
-Node: TypeAlias = Mapping[str, Json]
+from .values import TAG, Decoder, Encoder, Json, Placeholder
 
 
 class Stage(IntEnum):
-    """The order in which a load fills objects. Tensors are read before ``TENSORS``."""
+    """The order in which a load fills objects."""
 
+    #: Loaders check their state before anything is changed.
     LOADERS = 0
     STATE_DICTS = 1
+    #: Modules and optimizers, whose tensors are read just before.
     TENSORS = 2
+    #: Filling the other objects may draw random numbers.
     RANKS = 3
 
 
 class StateObject(Placeholder):
-    """An object of a state. The names of its tensors in the checkpoint begin with ``name``."""
+    """An object of a state."""
 
+    #: The names of its tensors in the checkpoint begin with ``name``, and errors with ``path``.
+    name: str
+    path: str
     kind: ClassVar[str]
-    #: True if the node is made of the ``value`` of all ranks. Otherwise it is rank 0's.
+    #: True if the ``value`` of each rank goes into the node. Otherwise it is rank 0's.
     merged = False
-    #: The key in ``value`` under which each rank has only the entries of its shards.
+    #: The key in ``value`` with the entries of this rank's shards alone.
     divided: ClassVar[str] = ""
     engine: Engine | None = None
     stage = Stage.TENSORS
 
-    def __init__(self, name: str, path: str) -> None:
-        self.name = name
-        self.path = path
-        #: The JSON in the record. ``value`` is added once the ranks have exchanged theirs.
-        self.node = {TAG: self.kind}
+    def __init__(self) -> None:
+        #: The JSON in the record. A save adds ``value`` once the ranks have exchanged theirs.
+        self.node: dict[str, Json] = {TAG: self.kind}
+        #: For a load: the shards to read, named as in the record, and the argument of ``fill``.
+        self.wanted: list[Shard] = []
+        self.values: Any = None
 
     def shards(self) -> Iterator[LocalShard]:
         """Give the shards on this rank. Local."""
         return iter(())
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        """Return everything that is not a shard. Local."""
+        """Return the JSON of everything but the shards. Local."""
         return {"name": self.name}
 
-    def problem(self, node: Node) -> str:
-        """Return why this object can't take a saved node, or an empty string. Local."""
+    def problem(self) -> str:
+        """Return the reason if the node doesn't fit, or an empty string. Local."""
         return ""
 
-    def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        """Return the shards that a load fills, with the names of the saved tensors. Local."""
+    def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
+        """Return the shards to fill, with the names of the saved tensors. Local."""
         return []
 
-    def decode(self, node: Node, decoder: Decoder) -> Any:
+    def decode(self, decoder: Decoder) -> Any:
         """Return the argument of ``fill``. Called before any object is changed."""
-        return None
+        return decoder.decode(self.node.get("state"))
 
     def fill(self, values: Any) -> None:
-        """Load everything that is not a shard. The shards are filled already."""
+        """Load everything but the shards, which are filled already."""
 
     def local_shard(self, own: Shard, equal: bool) -> LocalShard:
         """Return a shard of this object under its name in the checkpoint."""
         return LocalShard(replace(own, name=f"{self.name}/{own.name}"), equal)
 
 
-def call(path: str, method: Callable[..., T], *args: Any) -> T:
-    """Call a method of the object at ``path``. CheckpointError names the object if it raises."""
-    try:
-        return method(*args)
-    except Exception as error:
-        problem = f"{path}.{method.__name__}() raised {text_of_error(error)}"
-        raise CheckpointError(problem) from error
-
-
 def structure_of(objects: Sequence[StateObject]) -> list[list[str]]:
-    """Return a description that ranks compare. Two models of one class differ in their engines."""
-    labels = [one.engine.label if one.engine is not None else "" for one in objects]
-    return [[one.name, one.kind, label] for one, label in zip(objects, labels, strict=True)]
+    """Return a description for a comparison of ranks."""
+    rows = []
+    for entry in objects:
+        # GANs have two models of one class, which differ in the labels of their engines.
+        label = "" if entry.engine is None else entry.engine.label
+        rows.append([entry.name, entry.kind, label])
+    return rows
 
 
 @final
@@ -103,16 +100,15 @@ class TensorObject(StateObject):
 
     kind = "tensor"
 
-    def __init__(self, name: str, path: str, tensor: torch.Tensor) -> None:
-        super().__init__(name, path)
-        check_tensor(tensor, path)
-        self._shard = shard.whole(name, tensor)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
 
     def shards(self) -> Iterator[LocalShard]:
-        yield LocalShard(self._shard, equal=False)
+        yield LocalShard(shard.whole(self.name, self._tensor), equal=False)
 
-    def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        return [("", self._shard)]
+    def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
+        return [("", shard.whole("", self._tensor))]
 
 
 class StatefulObject(StateObject):
@@ -120,25 +116,29 @@ class StatefulObject(StateObject):
 
     kind = "stateful"
 
-    def __init__(self, name: str, path: str, target: Any) -> None:
-        super().__init__(name, path)
+    def __init__(self, target: Any, stage: Stage = Stage.STATE_DICTS) -> None:
+        super().__init__()
         self._target = target
-        # Loaders check their state before anything is changed.
-        self.stage = Stage.LOADERS if isinstance(target, LoaderHandle) else Stage.STATE_DICTS
+        self.stage = stage
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the user's object. CheckpointError names the object if it raises."""
+        try:
+            return method(*args)
+        except Exception as error:
+            problem = f"{self.path}.{method.__name__}() raised {text_of_error(error)}"
+            raise CheckpointError(problem) from error
 
     def state(self, encoder: Encoder) -> Json:
         """Return the state dict as JSON."""
-        state = call(self.path, self._target.state_dict)
+        state = self._call(self._target.state_dict)
         return encoder.encode(state, f"{self.path}.state_dict()")
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"state": self.state(encoder)}
 
-    def decode(self, node: Node, decoder: Decoder) -> Any:
-        return decoder.decode(node["state"])
-
     def fill(self, values: Any) -> None:
-        call(self.path, self._target.load_state_dict, values)
+        self._call(self._target.load_state_dict, values)
 
 
 @final
@@ -146,26 +146,18 @@ class RankObject(StatefulObject):
     """An object with a state for each rank: generators, and loaders that ranks read alone."""
 
     kind = "ranks"
+    value = StateObject.value
 
-    def __init__(self, name: str, path: str, target: RngState | LoaderHandle) -> None:
-        super().__init__(name, path, target)
-        # Filling the other objects may draw random numbers.
-        self.stage = Stage.RANKS
-        self._is_new_rank = False
-
-    def value(self, encoder: Encoder) -> dict[str, Json]:
-        return {"name": self.name}
-
-    def decode(self, node: Node, decoder: Decoder) -> Any:
-        """Decode this rank's entry of ``node["ranks"]``. New ranks take that of another rank."""
-        saved, rank = node["ranks"], process.rank()
-        self._is_new_rank = rank >= len(saved)
-        return decoder.decode(saved[rank % len(saved)])
+    def decode(self, decoder: Decoder) -> Any:
+        """Decode this rank's entry of ``node["ranks"]``. New ranks take another rank's."""
+        saved = self.node["ranks"]
+        return decoder.decode(saved[process.rank() % len(saved)])
 
     def fill(self, values: Any) -> None:
         super().fill(values)
-        if self._is_new_rank and isinstance(self._target, RngState):
-            self._target.diverge(process.rank())
+        rank = process.rank()
+        if rank >= len(self.node["ranks"]) and isinstance(self._target, RngState):
+            self._target.diverge(rank)
 
 
 # -- modules ---------------------------------------------------------------------------------------
@@ -173,15 +165,13 @@ class RankObject(StatefulObject):
 
 @final
 class ModuleObject(StateObject):
-    """A module: raw, of an engine, or the part of an engine's module at ``prefix``."""
+    """A module: raw, of an engine, or the submodule at ``prefix`` of an engine's module."""
 
     kind = "module"
     divided = "extra"
 
-    def __init__(
-        self, name: str, path: str, module: nn.Module, engine: Engine | None, prefix: str
-    ) -> None:
-        super().__init__(name, path)
+    def __init__(self, module: nn.Module, engine: Engine | None = None, prefix: str = "") -> None:
+        super().__init__()
         self.module = module
         self.engine = engine
         self._prefix = prefix
@@ -189,15 +179,18 @@ class ModuleObject(StateObject):
         #: True if all ranks together have one model, for example in a pipeline.
         self.merged = engine is not None and engine.distributed and engine.gradients.spread
 
-    def _shards(self) -> list[tuple[str, Shard]]:
-        """Return the shards under their names in this module, with the names in the engine's."""
-        shards = self._holdings.shards(None)
-        names = {one.name: one.name for one in shards}
-        if self.engine is not None and self._prefix:
-            inner = shard.tensor_names(self.module)
-            outer = shard.tensor_names(self.engine.module)
-            names = {outer[key][0]: inner[key][0] for key in inner}
-        return [(s.name, replace(s, name=names[s.name])) for s in shards if s.name in names]
+    def _shards(self) -> Iterator[tuple[str, Shard]]:
+        """Give the shards under their names in this module, with the names in the engine's."""
+        names: dict[str, str] = {}
+        if self._prefix:
+            outer = shard.tensor_names(self._holdings.module)
+            for key, own_names in shard.tensor_names(self.module).items():
+                names[outer[key][0]] = own_names[0]
+        for local in self._holdings.shards(None):
+            if not self._prefix:
+                yield local.name, local
+            elif local.name in names:
+                yield local.name, replace(local, name=names[local.name])
 
     def shards(self) -> Iterator[LocalShard]:
         # If the module is spread over the ranks, each buffer is on one of them.
@@ -205,49 +198,45 @@ class ModuleObject(StateObject):
         if self.engine is not None and self.engine.synchronizes:
             everything = everything or not self.engine.distributed
             equal = set(self.engine.named)
-        for engine_name, one in self._shards():
-            yield self.local_shard(one, everything or engine_name in equal)
+        for engine_name, local in self._shards():
+            yield self.local_shard(local, everything or engine_name in equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
-        values, prefix = self._holdings.values(None), self._prefix
-        names = [name for name in shard.extra_modules(self.module) if prefix + name in values]
-        extra = {name: values[prefix + name] for name in names}
+        extra = {}
+        for name, value in self._holdings.values(None).items():
+            if name.startswith(self._prefix):
+                extra[name.removeprefix(self._prefix)] = value
         # All ranks must know the tensors in shards, so those of a single rank become JSON.
         encoder = Encoder(None) if self.merged else encoder
         node = {"extra": encoder.encode(extra, f"{self.path}.state_dict()")}
         return node if self.engine is None else {**node, "backend": self.engine.name}
 
-    def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
-        return [(one.name, one) for _, one in self._shards()]
+    def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
+        return [(local.name, local) for _, local in self._shards()]
 
-    def tied(self) -> dict[str, list[str]]:
-        """Return the other names of tied tensors by their first name, which checkpoints use."""
-        all_names = shard.tensor_names(self.module).values()
-        return {names[0]: names[1:] for names in all_names if len(names) > 1}
-
-    def decode(self, node: Node, decoder: Decoder) -> Any:
-        return decoder.decode(node["extra"])
+    def decode(self, decoder: Decoder) -> Any:
+        return decoder.decode(self.node["extra"])
 
     def fill(self, values: Any) -> None:
         shard.fill_module_values(self.module, values)
 
 
-def _module_object(module: nn.Module, name: str, path: str) -> StateObject:
+def _module_object(module: nn.Module) -> StateObject:
     module, _ = resolve_module(module)
     engine = Registry.engine(module)
     if engine is not None:
-        return ModuleObject(name, path, module, engine, "")
+        return ModuleObject(module, engine)
     for engine in registry.in_order():
         for prefix, part in engine.module.named_modules():
             if part is module:
-                return ModuleObject(name, path, module, engine, f"{prefix}.")
+                return ModuleObject(module, engine, f"{prefix}.")
         shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
         if shared or any(type(part) is ModelHandle for part in module.modules()):
             raise CheckpointError(
-                f"{path}: this {type(module).__name__} holds parameters of a model that is set up "
+                f"this {type(module).__name__} holds parameters of a model that is set up "
                 f"({', '.join(shared[:3])}). Save the model that accel.setup returned."
             )
-    return ModuleObject(name, path, module, None, "")
+    return ModuleObject(module)
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -266,138 +255,124 @@ class OptimizerObject(StateObject):
     divided = "state"
 
     def __init__(
-        self,
-        name: str,
-        path: str,
-        optimizer: Optimizer,
-        engine: Engine | None,
-        names: Mapping[int, str] | None,
+        self, optimizer: Optimizer, engine: Engine | None, names: Mapping[int, str] | None
     ) -> None:
-        super().__init__(name, path)
+        super().__init__()
         self.optimizer = optimizer
         self.engine = engine
         self._has_names = names is not None
-        held = shard.parameters_of(optimizer)
-        names = {id(p): str(i) for i, p in enumerate(held)} if names is None else names
-        for parameter in held:
+        parameters = shard.parameters_of(optimizer)
+        if names is None:
+            names = {id(parameter): str(i) for i, parameter in enumerate(parameters)}
+        #: The parameters by name, in the order of the groups.
+        self._parameters: dict[str, nn.Parameter] = {}
+        for parameter in parameters:
             if id(parameter) not in names:
                 raise CheckpointError(
-                    f"{path}: this {type(optimizer).__name__} holds a parameter of shape "
+                    f"this {type(optimizer).__name__} holds a parameter of shape "
                     f"{tuple(parameter.shape)} that is not of its model. Make it part of the model."
                 )
-        self._parameters = {names[id(p)]: p for p in held}
+            self._parameters[names[id(parameter)]] = parameter
         self._holdings = shard.Raw(None, names) if engine is None else engine.holdings
-        #: The saved tensors of the state under their names here, and their saved names.
-        self._manifest: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._saved_names: dict[str, str] = {}
 
     def shards(self) -> Iterator[LocalShard]:
         equal = self.engine is not None and self.engine.synchronizes
-        for one in self._holdings.shards(self.optimizer):
-            yield self.local_shard(one, equal)
+        for local in self._holdings.shards(self.optimizer):
+            yield self.local_shard(local, equal)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         values, engine = self._holdings.values(self.optimizer), self.engine
-        groups, state = [], {}
-        for i, group in enumerate(values["groups"]):
-            groups.append(encoder.encode(group, place(f"{self.path}.param_groups", i)))
-        for name, own in values["state"].items():
-            state[name] = encoder.encode(own, place(f"{self.path}.state", name))
         scaled = engine is not None and engine.precision.scaled
         return {
             "class": type(self.optimizer).__name__,
             "named": self._has_names,
-            "groups": groups,
-            "state": state,
+            "groups": encoder.encode(values["groups"], f"{self.path}.param_groups"),
+            "state": encoder.encode(values["state"], f"{self.path}.state"),
             "frozen": sorted(name for name, p in self._parameters.items() if not p.requires_grad),
             "scale": [*engine.loss_scale.state()] if engine is not None and scaled else None,
         }
 
-    def _group_names(self) -> list[list[str]]:
-        return [group["params"] for group in self._holdings.values(self.optimizer)["groups"]]
-
-    def _names_here(self, node: Node) -> dict[str, str]:
-        """Return the names here by the saved names. They differ without the names of a model."""
-        saved = [name for group in node["groups"] for name in group["params"]]
-        if node["named"] and self._has_names:
-            return {name: name for name in saved}
-        return dict(zip(saved, itertools.chain(*self._group_names()), strict=True))
-
-    def problem(self, node: Node) -> str:
-        kind = type(self.optimizer).__name__
+    def problem(self) -> str:
+        node, kind = self.node, type(self.optimizer).__name__
         if node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
-        here, saved = self._group_names(), [group["params"] for group in node["groups"]]
-        sizes, saved_sizes = [*map(len, here)], [*map(len, saved)]
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        saved_sizes = [len(group["params"]) for group in node["groups"]]
         if sizes != saved_sizes:
             return f"the checkpoint has groups of {saved_sizes} parameters, and not of {sizes}"
-        if node["named"] and self._has_names:
-            pairs = zip(itertools.chain(*saved), itertools.chain(*here), strict=True)
-            for saved_name, name in pairs:
-                if saved_name != name:
-                    return f"a parameter is {saved_name} in the checkpoint and {name} here"
+        for saved_name, name in self._names_here().items():
+            if saved_name != name and node["named"] and self._has_names:
+                return f"a parameter is {saved_name} in the checkpoint and {name} here"
         return ""
 
-    def slots(self, manifest: Manifest, node: Node) -> list[tuple[str, Shard]]:
+    def _names_here(self) -> dict[str, str]:
+        """Return the names here by the saved names."""
+        saved = [name for group in self.node["groups"] for name in group["params"]]
+        return dict(zip(saved, self._parameters, strict=True))
+
+    def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
         """Return the shards to fill. State that doesn't exist yet is on the meta device."""
-        names_here = self._names_here(node)
-        self._manifest, self._saved_names = {}, {}
+        names = self._names_here()
+        #: The saved names of the parameters by their names here.
+        self._saved_names = dict(zip(names.values(), names, strict=True))
+        #: The saved tensors of the state under their names here.
+        self._manifest: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for saved_name, form in manifest.items():
-            parameter, _, key = saved_name.rpartition("/")
-            if parameter in names_here:
-                name = f"{names_here[parameter]}/{key}"
-                self._saved_names[name], self._manifest[name] = saved_name, form
+            if saved_name.rpartition("/")[0] in names:
+                self._manifest[_renamed(saved_name, names)] = form
         slots = self._holdings.slots(self.optimizer, self._manifest, create=False)
-        return [(self._saved_names[slot.name], slot) for slot in slots]
+        return [(_renamed(slot.name, self._saved_names), slot) for slot in slots]
 
-    def allocate(self) -> list[Shard]:
-        """Create the state that doesn't exist yet. Return the shards under their saved names."""
-        slots = self._holdings.slots(self.optimizer, self._manifest)
-        return [replace(s, name=f"{self.name}/{self._saved_names[s.name]}") for s in slots]
+    def allocate(self) -> Iterator[Shard]:
+        """Create the state that doesn't exist yet. Give the shards under their saved names."""
+        for slot in self._holdings.slots(self.optimizer, self._manifest):
+            saved_name = _renamed(slot.name, self._saved_names)
+            yield replace(slot, name=f"{self.name}/{saved_name}")
 
-    def decode(self, node: Node, decoder: Decoder) -> Any:
-        decoded = {"groups": decoder.decode(node["groups"]), "state": decoder.decode(node["state"])}
-        return {**node, **decoded, "names": self._names_here(node)}
+    def decode(self, decoder: Decoder) -> Any:
+        names, state = self._names_here(), decoder.decode(self.node["state"])
+        state = {names[saved_name]: entries for saved_name, entries in state.items()}
+        return {"groups": decoder.decode(self.node["groups"]), "state": state}
 
     def fill(self, values: Any) -> None:
-        names, engine = values["names"], self.engine
-        groups = []
-        for group in values["groups"]:
-            groups.append({**group, "params": [names[name] for name in group["params"]]})
-        state = {names[name]: own for name, own in values["state"].items()}
-        self._holdings.fill(self.optimizer, {"groups": groups, "state": state})
-        if values.get("scale") and engine is not None and engine.precision.scaled:
-            engine.loss_scale.restore(*values["scale"])
-        frozen = set(values["frozen"])
-        for saved_name, name in names.items():
+        self._holdings.fill(self.optimizer, values)
+        engine, scale = self.engine, self.node.get("scale")
+        if scale and engine is not None and engine.precision.scaled:
+            engine.loss_scale.restore(*scale)
+        frozen = set(self.node["frozen"])
+        for saved_name, name in self._names_here().items():
             parameter, trainable = self._parameters[name], saved_name not in frozen
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
 
 
-def _optimizer_object(
-    optimizer: Optimizer, name: str, path: str, modules: Sequence[nn.Module]
-) -> StateObject:
+def _renamed(tensor: str, names: Mapping[str, str]) -> str:
+    """Return the name of a tensor of the state with another name of its parameter."""
+    parameter, _, key = tensor.rpartition("/")
+    return f"{names[parameter]}/{key}"
+
+
+def _optimizer_object(optimizer: Optimizer, modules: Sequence[nn.Module]) -> StateObject:
     engine = Registry.find_engine_of(optimizer)
     if type(optimizer).state_dict is not Optimizer.state_dict:
         # A class around another optimizer, for example. Only its load_state_dict takes them.
-        entries = call(path, optimizer.state_dict).keys() - {"state", "param_groups"}
+        entries = optimizer.state_dict().keys() - {"state", "param_groups"}
         if entries and engine is not None and engine.holdings.partial(optimizer):
             raise CheckpointError(
-                f"{path}: the state_dict() of this {type(optimizer).__name__} has its own entries "
+                f"the state_dict() of this {type(optimizer).__name__} has its own entries "
                 f"{sorted(map(str, entries))[:5]}, which backend {engine.name!r} can't shard. "
                 "Use a backend that keeps full optimizers."
             )
         if entries:
-            return StatefulObject(name, path, optimizer)
+            return StatefulObject(optimizer)
     if engine is not None:
-        return OptimizerObject(name, path, optimizer, engine, engine.holdings.parameter_names)
-    held = {id(parameter) for parameter in shard.parameters_of(optimizer)}
+        return OptimizerObject(optimizer, engine, engine.holdings.parameter_names)
+    ids = set(map(id, shard.parameters_of(optimizer)))
     for module in [*modules, *(engine.module for engine in registry.in_order())]:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        if held <= names.keys():
-            return OptimizerObject(name, path, optimizer, None, names)
-    return OptimizerObject(name, path, optimizer, None, None)
+        if ids <= names.keys():
+            return OptimizerObject(optimizer, None, names)
+    return OptimizerObject(optimizer, None, None)
 
 
 # -- every object ----------------------------------------------------------------------------------
@@ -405,20 +380,24 @@ def _optimizer_object(
 
 def make_object(value: Any, name: str, path: str, modules: Sequence[nn.Module]) -> StateObject:
     """Return the object of a value. The parameters of raw optimizers have names in ``modules``."""
-    if isinstance(value, StateObject):
-        value.name, value.path = name, path
-        return value
+    if isinstance(value, torch.Tensor):
+        check_tensor(value, path)
     try:
-        if isinstance(value, RngState) or (isinstance(value, LoaderHandle) and value._accel.part):
-            return RankObject(name, path, value)
-        if isinstance(value, nn.Module):
-            return _module_object(value, name, path)
-        if isinstance(value, Optimizer):
-            return _optimizer_object(value, name, path, modules)
-        if isinstance(value, torch.Tensor):
-            return TensorObject(name, path, value)
-    except CheckpointError:
-        raise
+        entry = value if isinstance(value, StateObject) else _object_of(value, modules)
     except AccelError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return StatefulObject(name, path, value)
+    entry.name, entry.path = name, path
+    return entry
+
+
+def _object_of(value: Any, modules: Sequence[nn.Module]) -> StateObject:
+    if isinstance(value, nn.Module):
+        return _module_object(value)
+    if isinstance(value, Optimizer):
+        return _optimizer_object(value, modules)
+    if isinstance(value, torch.Tensor):
+        return TensorObject(value)
+    is_loader = isinstance(value, LoaderHandle)
+    if isinstance(value, RngState) or (is_loader and value._accel.part):
+        return RankObject(value, Stage.RANKS)
+    return StatefulObject(value, Stage.LOADERS if is_loader else Stage.STATE_DICTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -42,10 +43,13 @@ def runs_of(
     is_cut = "cuts" in value
     blocks: Iterator[Box] = iter([((0, math.prod(shape)),)])
     if is_cut:
-        cuts = zip(value["cuts"], shape, strict=True)
-        blocks = itertools.product(*(itertools.pairwise([0, *own, size]) for own, size in cuts))
+        sides = []
+        for cuts, size in zip(value["cuts"], shape, strict=True):
+            sides.append(itertools.pairwise([0, *cuts, size]))
+        blocks = itertools.product(*sides)
     runs, aliases = [], {}
-    begin = end = 0  # of the block on the line
+    # The block on the line, and its range.
+    begin = end = 0
     block: Box = ()
     for file, start, count, files in value["parts"]:
         for number in range(files):
@@ -53,21 +57,23 @@ def runs_of(
             while first >= end:
                 block = next(blocks)
                 begin, end = end, end + math.prod(shape_of(block))
-            sides = f"[{','.join(f'{low}:{high}' for low, high in block)}]" if is_cut else ""
-            is_part = count != end - begin
-            part = f"[{first - begin}:{first - begin + count}]" if is_part else ""
+            low, high = first - begin, first - begin + count
+            key = name
+            if is_cut:
+                key += f"[{','.join(itertools.starmap('{}:{}'.format, block))}]"
+            if count != end - begin:
+                key += f"[{low}:{high}]"
             offset = 0
-            for box in divided(block, first - begin, first - begin + count):
+            for box in divided(block, low, high):
                 runs.append(Run(file + number, box))
-                aliases[file + number, box] = f"{name}{sides}{part}", offset
+                aliases[file + number, box] = key, offset
                 offset += math.prod(shape_of(box))
     return runs, aliases
 
 
 def data_checksums(header: bytes, written: Written, path: str) -> Sequence[str]:
-    """Return the checksums of each chunk behind a header, once the header is known to be right."""
-    found = [checksum(header[at : at + CHUNK]) for at in range(0, len(header), CHUNK)]
-    if found != list(written.checksums):
+    """Return the checksums of the chunks behind a header, or raise if the header is damaged."""
+    checksums = [checksum(header[at : at + CHUNK]) for at in range(0, len(header), CHUNK)]
+    if checksums != list(written.checksums):
         raise CheckpointError(f"{path} is damaged in its header. Load another checkpoint.")
-    digits = json.loads(header[8:])[METADATA]["xxh3"]
-    return [digits[at : at + 16] for at in range(0, len(digits), 16)]
+    return re.findall("." * 16, json.loads(header[8:])[METADATA]["xxh3"])

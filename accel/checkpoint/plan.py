@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -45,7 +46,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All shards on one rank. Ranks that differ only in the boxes have equal tables."""
+    """All shards on one rank. Ranks with the same names and other boxes have equal tables."""
 
     table: Table
     kinds: tuple[Kind, ...]
@@ -71,26 +72,21 @@ def list_shards(shards: Sequence[LocalShard]) -> Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Tensors that lie alike on all ranks, and the boxes of each that have one writer."""
-
-    names: Sequence[str]
-    dtype: str
-    shape: tuple[int, ...]
-    alone: Sequence[tuple[int, Box]]
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a shared box: rows of its first long side, for the rank at ``place``."""
+    """A part of a box, for the rank at ``place`` of a set."""
 
-    group: int
     name: str
-    place: int
-    dim: int
-    rows: tuple[int, int]
+    #: The first tensor of those with equal boxes.
+    like: str
+    place: int = 0
+    dim: int = 0
+    #: Begin and end along ``dim``. None: the full box.
+    rows: tuple[int, int] | None = None
 
     def of(self, box: Box) -> Box:
+        """Return this part of a box."""
+        if self.rows is None:
+            return box
         begin, _ = box[self.dim]
         side = (begin + self.rows[0], begin + self.rows[1])
         return (*box[: self.dim], side, *box[self.dim + 1 :])
@@ -98,11 +94,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Sets of ranks that hold boxes of the same sizes, so each set divides them in the same way."""
+    """Sets of ranks with boxes of the same sizes, so each set divides them in the same way."""
 
     sets: Sequence[tuple[int, ...]]
-    #: For each group a box of each set.
-    boxes: dict[int, list[Box]]
+    #: A box for each set, by ``Piece.like``.
+    boxes: Mapping[str, Sequence[Box]]
     pieces: Sequence[Piece]
 
 
@@ -110,45 +106,40 @@ class Sharing:
 class Plan:
     """The tensors of a checkpoint and their writers."""
 
-    names: Sequence[str]
-    groups: Sequence[Group]
+    #: The dtype and shape of each tensor are in its kind.
+    kinds: Mapping[str, Kind]
     sharings: Sequence[Sharing]
 
     def entries(self, rank: int) -> Iterator[Entry]:
-        """Give the elements that a rank writes."""
-        for group in self.groups:
-            for writer, box in group.alone:
-                for name in group.names if writer == rank else ():
-                    yield Entry(name, group.dtype, group.shape, box)
+        """Give the elements to write on a rank."""
         for sharing in self.sharings:
             for number, ranks in enumerate(sharing.sets):
-                place = ranks.index(rank) if rank in ranks else -1
-                for piece in sharing.pieces if place >= 0 else ():
+                if rank not in ranks:
+                    continue
+                place = ranks.index(rank)
+                for piece in sharing.pieces:
                     if piece.place == place:
-                        group = self.groups[piece.group]
-                        box = piece.of(sharing.boxes[piece.group][number])
-                        yield Entry(piece.name, group.dtype, group.shape, box)
+                        kind = self.kinds[piece.name]
+                        box = piece.of(sharing.boxes[piece.like][number])
+                        yield Entry(piece.name, kind.dtype, kind.shape, box)
 
     def stored(self, files: Mapping[int, int]) -> dict[str, Stored]:
         """Return the tensors of the record. ``files`` gives the numbers of the ranks' files."""
-        found: dict[str, list[Run]] = {name: [] for name in self.names}
-        forms = {}
-        for group in self.groups:
-            alone = runs_of([(files[writer], box) for writer, box in group.alone])
-            for name in group.names:
-                found[name] += alone
-                forms[name] = group
+        found: dict[str, list[Run]] = defaultdict(list)
         for sharing in self.sharings:
-            known: dict[tuple[int, int], list[Run]] = {}
+            known: dict[tuple[str, int], list[Run]] = {}
             for piece in sharing.pieces:
-                key = piece.group, piece.place
+                key = piece.like, piece.place
                 if key not in known:
                     writers = [files[ranks[piece.place]] for ranks in sharing.sets]
-                    known[key] = runs_of(
-                        list(zip(writers, sharing.boxes[piece.group], strict=True))
-                    )
-                found[piece.name] += [replace(r, box=piece.of(r.box)) for r in known[key]]
-        return {n: Stored(forms[n].dtype, forms[n].shape, tuple(runs)) for n, runs in found.items()}
+                    known[key] = runs_of([*zip(writers, sharing.boxes[piece.like], strict=True)])
+                for run in known[key]:
+                    part = run if piece.rows is None else replace(run, box=piece.of(run.box))
+                    found[piece.name].append(part)
+        tensors = {}
+        for name, kind in self.kinds.items():
+            tensors[name] = Stored(kind.dtype, kind.shape, tuple(found[name]))
+        return tensors
 
 
 @functools.lru_cache(2)  # most saves of a job have the same shards
@@ -158,57 +149,67 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
     Raises:
         CheckpointError: the shards of a tensor overlap or don't cover it.
     """
-    tables: dict[Table, list[int]] = {}
+    tables: dict[Table, list[int]] = defaultdict(list)
     for rank, listing in enumerate(listings):
-        tables.setdefault(listing.table, []).append(rank)
-    sources: dict[str, list[tuple[Table, int]]] = {}
+        tables[listing.table].append(rank)
+    sources: dict[str, list[tuple[Table, int]]] = defaultdict(list)
     for table in tables:
-        for name, kind in table.rows:
-            sources.setdefault(name, []).append((table, kind))
-    alike: dict[tuple[tuple[Table, int], ...], list[str]] = {}
+        for name, number in table.rows:
+            sources[name].append((table, number))
+    alike: dict[tuple[tuple[Table, int], ...], list[str]] = defaultdict(list)
     for name, own in sources.items():
-        alike.setdefault(tuple(own), []).append(name)
-    groups: list[Group] = []
-    shared: dict[tuple[int, ...], dict[int, list[Box]]] = {}
+        alike[tuple(own)].append(name)
+    kinds: dict[str, Kind] = {}
+    names_of: dict[str, list[str]] = {}
+    sharings: list[Sharing] = []
+    shared: dict[tuple[int, ...], dict[str, list[Box]]] = {}
     for places, names in alike.items():
-        held = []
+        like, held = names[0], []
         for table, number in places:
-            held += [(rank, listings[rank].kinds[number]) for rank in tables[table]]
-        first, alone = held[0][1], []
-        for box, writers in _holders(names[0], held).items():
-            if len(writers) == 1 or first.lead:
-                alone.append((min(writers), box))
+            for rank in tables[table]:
+                held.append((rank, listings[rank].kinds[number]))
+        kind = held[0][1]
+        kinds |= dict.fromkeys(names, kind)
+        names_of[like] = names
+        sets, boxes = [], []
+        for box, ranks in _holders(like, held).items():
+            if len(ranks) == 1 or kind.lead:
+                sets.append((min(ranks),))
+                boxes.append(box)
             else:
-                own_boxes = shared.setdefault(tuple(sorted(writers)), {})
-                own_boxes.setdefault(len(groups), []).append(box)
-        groups.append(Group(names, first.dtype, first.shape, alone))
-    return Plan(list(sources), groups, _share(groups, shared))
+                shared.setdefault(tuple(sorted(ranks)), {}).setdefault(like, []).append(box)
+        sharings.append(Sharing(sets, {like: boxes}, [Piece(name, like) for name in names]))
+    sharings += _share(shared, names_of, kinds)
+    # Exported files and readers have the tensors in the order of the state.
+    return Plan({name: kinds[name] for name in sources}, sharings)
 
 
 def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]]:
-    """Return the ranks that hold each box of a tensor, once they are known to cover it."""
+    """Return the ranks with each box of a tensor, once they are known to cover it."""
     first = held[0][1]
     shape = first.shape
-    full = [kind for _, kind in held if all(begin < end for begin, end in kind.box)]
-    is_flat = all(len(kind.box) == 1 for kind in full)
-    whole: Box = ((0, math.prod(shape)),) if is_flat else tuple((0, size) for size in shape)
-    holders: dict[Box, list[int]] = {}
+    full = []
     for rank, kind in held:
         if (kind.dtype, kind.shape) != (first.dtype, shape):
             raise CheckpointError(
                 f"{name} is {first.dtype} {list(shape)} on one rank and "
                 f"{kind.dtype} {list(kind.shape)} on rank {rank}. Save the same tensor on all."
             )
-        if all(begin < end for begin, end in kind.box):
-            for box in [kind.box] if is_flat else expanded(kind.box, shape):
-                holders.setdefault(box, []).append(rank)
+        if math.prod(shape_of(kind.box)):
+            full.append((rank, kind.box))
+    is_flat = all(len(box) == 1 for _, box in full)
+    sizes = (math.prod(shape),) if is_flat else shape
+    holders: dict[Box, list[int]] = {}
+    for rank, held_box in full:
+        for box in [held_box] if is_flat else expanded(held_box, shape):
+            holders.setdefault(box, []).append(rank)
     # Engines give disjoint or identical boxes. So boxes inside the tensor with as many elements as
     # the tensor are all of it.
     count, is_inside = 0, True
     for box in holders:
         count += math.prod(shape_of(box))
-        for (begin, end), (_, size) in zip(box, whole, strict=True):
-            is_inside = is_inside and begin >= 0 and end <= size
+        for (begin, end), size in zip(box, sizes, strict=True):
+            is_inside = is_inside and 0 <= begin <= end <= size
     if not is_inside or count != math.prod(shape):
         raise CheckpointError(
             f"the shards of {name} {list(shape)} overlap or leave a hole. "
@@ -218,44 +219,51 @@ def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]
 
 
 def _share(
-    groups: Sequence[Group], shared: dict[tuple[int, ...], dict[int, list[Box]]]
-) -> list[Sharing]:
-    """Divide the boxes that several ranks hold."""
-    alike: dict[tuple[object, ...], list[tuple[tuple[int, ...], dict[int, list[Box]]]]] = {}
+    shared: Mapping[tuple[int, ...], Mapping[str, list[Box]]],
+    names_of: Mapping[str, Sequence[str]],
+    kinds: Mapping[str, Kind],
+) -> Iterator[Sharing]:
+    """Divide the boxes of several ranks."""
+    alike: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
     for ranks, boxes in shared.items():
-        sizes = [(group, *map(shape_of, own)) for group, own in boxes.items()]
-        alike.setdefault((len(ranks), *sizes), []).append((ranks, boxes))
-    sharings = []
-    for members in alike.values():
-        sets = [ranks for ranks, _ in members]
-        _, first = members[0]
+        sizes = [(like, *map(shape_of, own)) for like, own in boxes.items()]
+        alike.setdefault((len(ranks), *sizes), []).append(ranks)
+    for sets in alike.values():
+        first = shared[sets[0]]
         # Usually a set has one box of a tensor.
         for number in range(max(map(len, first.values()))):
-            chosen = [group for group, own in first.items() if len(own) > number]
-            boxes = {group: [own[group][number] for _, own in members] for group in chosen}
-            pieces = list(_deal(groups, {g: b[0] for g, b in boxes.items()}, len(sets[0])))
-            sharings.append(Sharing(sets, boxes, pieces))
-    return sharings
+            boxes = {}
+            for like, own in first.items():
+                if number < len(own):
+                    boxes[like] = [shared[ranks][like][number] for ranks in sets]
+            yield Sharing(sets, boxes, [*_deal(boxes, names_of, kinds, len(sets[0]))])
 
 
-def _deal(groups: Sequence[Group], boxes: dict[int, Box], number: int) -> Iterator[Piece]:
+def _deal(
+    boxes: Mapping[str, Sequence[Box]],
+    names_of: Mapping[str, Sequence[str]],
+    kinds: Mapping[str, Kind],
+    number: int,
+) -> Iterator[Piece]:
     """Cut the boxes, one after the other, into shares of equal bytes."""
-    nbytes = {g: math.prod(shape_of(b)) * ITEM_BYTES[groups[g].dtype] for g, b in boxes.items()}
-    total = sum(size * len(groups[group].names) for group, size in nbytes.items())
+    nbytes, total = {}, 0
+    for like, (box, *_) in boxes.items():
+        nbytes[like] = math.prod(shape_of(box)) * ITEM_BYTES[kinds[like].dtype]
+        total += nbytes[like] * len(names_of[like])
     done, place = 0, 0
-    for group, box in boxes.items():
+    for like, (box, *_) in boxes.items():
         sizes = shape_of(box)
         dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
-        row_bytes = max(1, nbytes[group] // sizes[dim])
-        for name in groups[group].names:
+        row_bytes = nbytes[like] // sizes[dim]
+        for name in names_of[like]:
             row = 0
             while row < sizes[dim]:
-                limit = total * (place + 1) // number
-                rows = min(sizes[dim], row + max(0, limit - done) // row_bytes)
-                if place == number - 1:
-                    rows = sizes[dim]
+                rows = sizes[dim]
+                if place < number - 1:
+                    limit = total * (place + 1) // number
+                    rows = min(rows, row + max(0, limit - done) // row_bytes)
                 if rows > row:
-                    yield Piece(group, name, place, dim, (row, rows))
+                    yield Piece(name, like, place, dim, (row, rows))
                     done += (rows - row) * row_bytes
                     row = rows
                 if row < sizes[dim]:

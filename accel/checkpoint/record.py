@@ -1,4 +1,4 @@
-"""The record: one JSON file that names everything in a checkpoint, and is its commit."""
+"""The record: a JSON file with the names of everything in a checkpoint, and its commit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a checkpoint: its dtype, its shape, and the files that have its elements."""
+    """A tensor in a checkpoint: its dtype, its shape, and the files with its elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,11 +49,11 @@ class Stored:
         return all(len(run.box) == 1 for run in self.runs)
 
     def overlaps(self, box: Box) -> Iterable[tuple[int, Box]]:
-        """Return the files and stored boxes that have elements of a box."""
-        boxes = list(expanded(box, self.shape))
+        """Return the files and stored boxes with elements of a box."""
+        boxes = expanded(box, self.shape)
         if self.is_flat:
             # A box of columns is in all files from its first element to its last one.
-            boxes = [flattened(box, self.shape) or (span(box, self.shape),)]
+            boxes = iter([flattened(box, self.shape) or (span(box, self.shape),)])
         found: dict[tuple[int, Box], None] = {}
         for one in boxes:
             for run in self.runs:
@@ -99,17 +99,19 @@ class Record:
 
 def encode(record: Record) -> bytes:
     """Return the content of the file."""
-    files = [{"name": f.name, "size": f.size, "xxh3": f.checksums} for f in record.files]
-    tensors = {}
+    body: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+    for name in _PLAIN:
+        body[name] = getattr(record, name)
+    body["files"] = files = []
+    for file in record.files:
+        files.append({"name": file.name, "size": file.size, "xxh3": file.checksums})
+    body["tensors"] = tensors = {}
     for name, stored in record.tensors.items():
         parts = []
         for run in stored.runs:
             rule = [run.count, run.step, run.dim, run.shift] if run.count > 1 else []
             parts.append([run.file, *zip(*run.box, strict=True), *rule])
         tensors[name] = {"dtype": stored.dtype, "shape": stored.shape, "parts": parts}
-    body = {"format": FORMAT, "version": VERSION}
-    body |= {name: getattr(record, name) for name in _PLAIN}
-    body |= {"files": files, "tensors": tensors}
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")[:-1]
     return b"".join([text, _END, checksum(text).encode("ascii"), b'"}'])
 
@@ -184,7 +186,6 @@ def parse(content: bytes, path: str) -> Record:
 
 
 def _build(body: Mapping[str, Any], digits: str) -> Record:
-    """Return a record from its JSON."""
     is_old = body["version"] != VERSION
     files = []
     for file in body["files"]:
@@ -194,7 +195,6 @@ def _build(body: Mapping[str, Any], digits: str) -> Record:
         files.append(Written(file["name"], file["size"], tuple(checksums)))
     tensors = {}
     for name, value in body["tensors"].items():
-        shape = tuple(value["shape"])
         runs: list[Run] = []
         aliases: dict[tuple[int, Box], tuple[str, int]] = {}
         if is_old:
@@ -202,6 +202,6 @@ def _build(body: Mapping[str, Any], digits: str) -> Record:
         else:
             for file, low, high, *rule in value["parts"]:
                 runs.append(Run(file, tuple(zip(low, high, strict=True)), *rule))
-        tensors[name] = Stored(value["dtype"], shape, tuple(runs), aliases)
-    plain = {name: body[name] for name in _PLAIN}
-    return Record(files=files, tensors=tensors, version=body["version"], digits=digits, **plain)
+        tensors[name] = Stored(value["dtype"], tuple(value["shape"]), tuple(runs), aliases)
+    plain = {name: body[name] for name in (*_PLAIN, "version")}
+    return Record(files=files, tensors=tensors, digits=digits, **plain)

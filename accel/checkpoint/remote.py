@@ -1,4 +1,4 @@
-"""Object stores: every store that fsspec has a file system for, by URL. Nothing is cached."""
+"""Object stores: every store with a file system in fsspec, by URL. Nothing is cached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 from ..errors import CheckpointError
-from .storage import Content, File, StoreError, check_size
+from .storage import CHUNK, Content, File, StoreError, check_size, replaced
 
 #: Bytes of a request that puts an object on a condition, which can't have parts.
 _LARGEST: Final = 5 << 30
@@ -68,10 +68,6 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     return StoreError(0, f"{text}; {advice}", url)
 
 
-def _replaced(path: str) -> FileExistsError:
-    return FileExistsError(errno.EEXIST, "another record was written", path)
-
-
 @final
 class Remote:
     """A file system of fsspec, with the methods of ``storage.Local``.
@@ -85,7 +81,7 @@ class Remote:
         self._is_flat = protocol in _FLAT
         # Those that are not asynchronous are for one thread: memory's files have one position.
         self._lock: Any = contextlib.nullcontext() if fs.async_impl else threading.RLock()
-        self.in_flight = 8 if fs.async_impl else 1
+        self._in_flight = 8 if fs.async_impl else 1
 
     @contextlib.contextmanager
     def _request(self, url: str) -> Iterator[str]:
@@ -166,7 +162,26 @@ class Remote:
         found = int(info["size"]) if info.get("type") == "file" else -1
         if found < 0 or size is not None:
             check_size(path, found, size or 0)
-        yield _Object(self, path, found)
+        fill = functools.partial(self._fill, path)
+        yield File(path, found, fill, step=CHUNK, in_flight=self._in_flight, tries=2)
+
+    def _fill(self, path: str, offset: int, views: Sequence[memoryview]) -> None:
+        count = sum(map(len, views))
+        if not count:
+            return
+        ask = functools.partial(self.ask, "cat_file", path, start=offset, end=offset + count)
+        try:
+            content = ask()
+        except StoreError:  # bytes that the network changed, for example
+            content = ask()
+        if len(content) != count:
+            raise CheckpointError(
+                f"{path} has {len(content)} bytes from byte {offset} on, not {count}. "
+                "Load another checkpoint."
+            )
+        for view in views:
+            view[:] = content[: len(view)]
+            content = content[len(view) :]
 
     def create(self, path: str, size: int, content: Content) -> None:
         block = -(-max(_BLOCK, size // 9000) >> 18 << 18)
@@ -185,8 +200,13 @@ class Remote:
 
     def put(self, path: str, content: bytes, version: str) -> None:
         problem: OSError | None = None
+        conditions: dict[str, Any] = {} if version else {"mode": "create"}
         try:
-            self._put_if(path, content, version)
+            if version and self._is_s3:
+                conditions = {"IfMatch": version, "chunksize": _LARGEST}
+            elif self.version(path) != version:
+                raise replaced(path)
+            self.ask("pipe_file", path, content, **conditions)
         except OSError as error:
             problem = error
         # A failure may be that of the answer alone, and a proxy may answer for the store.
@@ -197,15 +217,7 @@ class Remote:
         problem = problem or StoreError(0, text, path)
         if isinstance(problem, StoreError) and self.version(path) == version:
             raise problem
-        raise _replaced(path) from problem
-
-    def _put_if(self, path: str, content: bytes, version: str) -> None:
-        conditions: dict[str, Any] = {} if version else {"mode": "create"}
-        if version and self._is_s3:
-            conditions = {"IfMatch": version, "chunksize": _LARGEST}
-        elif self.version(path) != version:
-            raise _replaced(path)
-        self.ask("pipe_file", path, content, **conditions)
+        raise replaced(path) from problem
 
     def link(self, old: str, new: str) -> None:
         self.ask("cp_file", old, self._fs._strip_protocol(new))
@@ -217,32 +229,3 @@ class Remote:
     def remove(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.ask("rm_file", path)
-
-
-@final
-class _Object(File):
-    """An object, read by ranges."""
-
-    tries = 2
-
-    def __init__(self, store: Remote, path: str, size: int) -> None:
-        super().__init__(path, size)
-        self._store, self.in_flight = store, store.in_flight
-
-    def fill(self, offset: int, views: Sequence[memoryview]) -> None:
-        count = sum(map(len, views))
-        if not count:
-            return
-        options = {"start": offset, "end": offset + count}
-        try:
-            content = self._store.ask("cat_file", self.path, **options)
-        except StoreError:  # bytes that the network changed, for example
-            content = self._store.ask("cat_file", self.path, **options)
-        if len(content) != count:
-            raise CheckpointError(
-                f"{self.path} has {len(content)} bytes from byte {offset} on, not {count}. "
-                "Load another checkpoint."
-            )
-        for view in views:
-            view[:] = content[: len(view)]
-            content = content[len(view) :]

@@ -33,20 +33,12 @@ from .steps import (
     exchange,
     log_end,
     on_every_rank,
+    paused_collector,
 )
 from .storage import storage_of
 from .values import Encoder, Json
 
 
-@overload
-def save(
-    state: dict[Any, Any],
-    dir: str | os.PathLike[str],
-    *,
-    wait: Literal[True] = ...,
-    keep: int | None = ...,
-    filter: Callable[[str], bool] | None = ...,
-) -> None: ...
 @overload
 def save(
     state: dict[Any, Any],
@@ -61,11 +53,12 @@ def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],
     *,
-    wait: bool,
+    wait: bool = ...,
     keep: int | None = ...,
     filter: Callable[[str], bool] | None = ...,
 ) -> Future[None] | None: ...
 @locked
+@paused_collector()
 def save(
     state: dict[Any, Any],
     dir: str | os.PathLike[str],
@@ -98,8 +91,8 @@ def save(
         CheckpointError: something can't be stored, another job saves there, the disk or memory
             fails, or the background save before this one failed. It is raised on every rank.
     """
-    process = current()
-    rank, begin = process.place.rank, time.monotonic()
+    process, begin = current(), time.monotonic()
+    rank = process.place.rank
 
     def prepare() -> tuple[tuple[Contents, folder.Commit | None], Message]:
         background.settle()
@@ -150,13 +143,15 @@ class Message:
 class Contents:
     """The content of a save on one rank."""
 
-    #: The state as JSON. The nodes of merged objects in it are filled in by ``complete``.
+    #: The state as JSON. Nodes of merged objects have this rank's entries until ``complete``.
     values: dict[str, Json]
     objects: list[StateObject]
-    #: The objects whose nodes are made of all ranks' nodes, with this rank's.
-    merged: list[tuple[StateObject, dict[str, Json]]]
     shards: list[LocalShard]
     listing: Listing
+
+    @property
+    def merged(self) -> list[StateObject]:
+        return [one for one in self.objects if one.merged]
 
     def message(self, arguments: dict[str, object]) -> Message:
         lead = sorted(one.shard.name for one in self.shards if not one.equal)
@@ -171,7 +166,7 @@ class Contents:
             save=secrets.token_hex(6),
             arguments=arguments,
             structure=digest([structure_of(self.objects), lead]),
-            nodes=digest([node for _, node in self.merged]),
+            nodes=digest([one.node for one in self.merged]),
             progress=progress,
             table=self.listing.table.digest,
             kinds=self.listing.kinds,
@@ -180,69 +175,68 @@ class Contents:
 
     def complete(self, messages: Sequence[Message], rank: int) -> tuple[Listing, ...]:
         """Merge the nodes of all ranks if they differ, and return all listings. Collective."""
-        tables = [message.table for message in messages]
-        has_one_table = len({*tables}) == 1
-        has_equal_nodes = len({message.nodes for message in messages}) == 1
-        # Of ranks with the same table the first one sends it.
-        sends = not has_one_table and tables.index(tables[rank]) == rank
-        rows = self.listing.table.rows if sends else None
-        entries = [node[one.divided] for one, node in self.merged]
-        everyone: list[Any] = [(None, entries)]
-        if not (has_one_table and has_equal_nodes):
-            details = (rows, None if has_equal_nodes else entries)
-            everyone = agree("accel.save (details)", details)
-        known = {self.listing.table.digest: self.listing.table}
-        for name, (rows, _) in zip(tables, everyone, strict=False):
-            if rows is not None:
-                known[name] = Table(name, rows)
-        for number, (one, node) in enumerate(self.merged):
-            one.node.update(node)
-            for _, entries in reversed(everyone):
-                one.node[one.divided] |= entries[number] if entries is not None else {}
-        return tuple(Listing(known[message.table], message.kinds) for message in messages)
+        table, nodes = self.listing.table, set()
+        holders: dict[str, int] = {}
+        for number, message in enumerate(messages):
+            holders.setdefault(message.table, number)
+            nodes.add(message.nodes)
+        tables = {table.digest: table}
+        # With DDP all ranks are equal. In a pipeline each has its own parameters.
+        if len(holders) > 1 or len(nodes) > 1:
+            # Of ranks with the same table the first one sends it.
+            rows = table.rows if holders[table.digest] == rank else ()
+            entries = [one.node[one.divided] for one in self.merged]
+            everyone = agree("accel.save (details)", (rows, entries))
+            for name, holder in holders.items():
+                tables[name] = Table(name, everyone[holder][0])
+            for number, one in enumerate(self.merged):
+                # The entries of rank 0 are the last ones, so they win.
+                for _, others in reversed(everyone):
+                    one.node[one.divided] |= others[number]
+        return tuple(Listing(tables[message.table], message.kinds) for message in messages)
 
 
 def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
-    """Take a state apart, or raise with the path of something that can't be stored. Local."""
+    """Take a state apart. Errors name the path of an object without a stored form. Local."""
     local_shards: list[LocalShard] = []
 
     def store(tensor: torch.Tensor, path: str) -> str:
-        """Store a tensor that is part of a plain value."""
+        """Store a tensor inside a plain value."""
         name = f"{OF_VALUES}{len(local_shards)}/{name_of([path])}"
         local_shards.append(LocalShard(shard.whole(name, tensor), equal=False))
         return name
 
     encoder = Encoder(store)
     values, objects = State(state).encode(encoder)
-    merged = []
     for one in objects:
-        node = one.value(encoder)
-        if one.merged:
-            merged.append((one, node))
-        else:
-            one.node.update(node)
+        one.node.update(one.value(encoder))
     for one in objects:
         for local in one.shards():
             name = local.shard.name
             if filter is None or isinstance(one, OptimizerObject) or filter(name):
                 check_tensor(local.shard.tensor, f"{one.path}, {name}")
                 local_shards.append(local)
-    return Contents(values, objects, merged, local_shards, list_shards(local_shards))
+    return Contents(values, objects, local_shards, list_shards(local_shards))
 
 
 def _check_equal(messages: Sequence[Message]) -> None:
-    check_arguments("accel.save", [message.arguments for message in messages])
+    arguments, structures, progress = [], [], []
+    for message in messages:
+        arguments.append(message.arguments)
+        structures.append({"": message.structure})
+        progress.append(message.progress)
+    check_arguments("accel.save", arguments)
     check_equal(
         "accel.save: the state of rank {rank} has other objects or tensors than that of rank 0. "
         "Pass the same keys in the same order on every rank.",
-        [{"": message.structure} for message in messages],
+        structures,
     )
     check_equal(
         # A signal handler runs on each rank at its own time.
         "accel.save: {name} is after {first} on rank 0 and after {other} on rank {rank}. "
         "Stop all ranks after the same step with accel.any_rank(flag). "
         "To go on, load an earlier checkpoint.",
-        [message.progress for message in messages],
+        progress,
     )
 
 
@@ -251,7 +245,7 @@ def _check_equal(messages: Sequence[Message]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """The part of a save that may run in a thread."""
+    """The part of a save for a thread, if it runs in the background."""
 
     directory: str
     rank: int
@@ -292,16 +286,23 @@ class Writing:
         on_every_rank("accel.save (the record)", replace_record, gather)
 
     def _record(self, files: Sequence[Written | None]) -> Record:
-        written = {rank: file for rank, file in enumerate(files) if file is not None}
-        own = [message.own for message in self.messages]
+        numbers: dict[int, int] = {}
+        written: list[Written] = []
+        own = []
+        for rank, file in enumerate(files):
+            if file is not None:
+                numbers[rank] = len(written)
+                written.append(file)
+            if self.messages[rank].own:
+                own.append(self.messages[rank].own)
         return Record(
             id=self.messages[0].save,
             time=time.time(),
             world_size=len(files),
-            files=list(written.values()),
-            tensors=self.plan.stored({rank: number for number, rank in enumerate(written)}),
+            files=written,
+            tensors=self.plan.stored(numbers),
             values=self.values,
-            ranks=own if any(own) else [],
+            ranks=own,
         )
 
 

@@ -17,7 +17,7 @@ import xxhash
 from ..errors import CheckpointError
 from ..process.packing import row_of
 from ..process.transfer import PIECE, on_host
-from ..shard import Box, Shard, divided, flattened, relative, shape_of, slices
+from ..shard import Box, Shard, divided, flattened, intersection, relative, shape_of, slices
 from .storage import CHUNK, storage_of
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ BY_NAME: Final[dict[str, torch.dtype]] = {
     "C128": torch.complex128,
 }
 NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in BY_NAME.items()}
-ITEM_BYTES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in BY_NAME.items()}
+ITEM_BYTES: Final[dict[str, int]] = {name: dtype.itemsize for dtype, name in NAMES.items()}
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -62,14 +62,9 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def to_bytes(tensor: torch.Tensor) -> bytes:
-    """Return a copy of the bytes of a contiguous CPU tensor."""
-    return bytes(memory(tensor.resolve_conj().resolve_neg()))
-
-
 def check_tensor(value: torch.Tensor, path: str) -> None:
-    """Raise for a tensor that is more than its elements."""
-    if value.layout is not torch.strided or value.is_nested:
+    """Raise for a tensor with more than its elements."""
+    if value.is_nested or value.layout is not torch.strided:
         problem = f"of layout {'nested' if value.is_nested else value.layout}"
     elif value.dtype not in NAMES:
         problem = f"of dtype {value.dtype}"
@@ -124,20 +119,6 @@ class Entry:
     def nbytes(self) -> int:
         return math.prod(shape_of(self.box)) * ITEM_BYTES[self.dtype]
 
-    @property
-    def key(self) -> str:
-        """The name in the file."""
-        return key_of(self.name, self.shape, self.box)
-
-    def described(self, offset: int) -> dict[str, Any]:
-        """Return the description in the header, if the data begins at ``offset``."""
-        whole = self.key == self.name
-        dtype, shape = self.dtype, list(self.shape if whole else shape_of(self.box))
-        if dtype == "C128":  # safetensors has no such dtype
-            dtype, shape = "F64", [*shape, 2]
-        offsets = [offset, offset + self.nbytes]
-        return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
 
 def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
     """Return the name of a box in a file: ``name[0:5,3:6]``, or ``name`` of the full tensor."""
@@ -148,7 +129,7 @@ def key_of(name: str, shape: tuple[int, ...], box: Box) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """An entry to write, and the tensor that has its elements from ``start`` on."""
+    """An entry to write, and the tensor with its elements from ``start`` on."""
 
     entry: Entry
     tensor: torch.Tensor
@@ -176,7 +157,7 @@ class WriteItem:
 
 
 def items_of(entries: Iterable[Entry], shards: Sequence[LocalShard]) -> list[WriteItem]:
-    """Return the entries of this rank with the shards that hold them."""
+    """Return the entries of this rank with the shards around them."""
     held: dict[str, list[Shard]] = {}
     for one in shards:
         held.setdefault(one.shard.name, []).append(one.shard)
@@ -187,15 +168,13 @@ def _item(entry: Entry, shards: Sequence[Shard]) -> WriteItem:
     flat = flattened(entry.box, entry.shape)
     for shard in shards:
         region = shard.region
-        if len(region) == 1 and flat is not None:
-            start = flat[0][0] - region[0][0]
-            if start >= 0 and flat[0][1] <= region[0][1]:
-                return WriteItem(entry, shard.tensor, start)
-        elif len(region) == len(entry.box):
-            inner = relative(entry.box, region)
-            sizes = shape_of(region)
-            if all(a >= 0 and b <= size for (a, b), size in zip(inner, sizes, strict=True)):
-                return WriteItem(entry, shard.tensor.view(sizes)[slices(inner)], 0)
+        box = flat if len(region) == 1 and flat is not None else entry.box
+        if len(region) != len(box) or intersection(box, region) != box:
+            continue
+        if box is flat:
+            return WriteItem(entry, shard.tensor, box[0][0] - region[0][0])
+        inner = slices(relative(box, region))
+        return WriteItem(entry, shard.tensor.view(shape_of(region))[inner], 0)
     raise AssertionError(f"{entry} is not on this rank")
 
 
@@ -213,11 +192,15 @@ def build_header(entries: Iterable[Entry]) -> bytes:
     table: dict[str, Any] = {METADATA: {"format": "pt"}}
     offset = 0
     for entry in entries:
-        key = entry.key
+        key, dtype = key_of(entry.name, entry.shape, entry.box), entry.dtype
         if key in table:
             raise CheckpointError(f"Two tensors have the name {key!r} in a checkpoint. Rename one.")
-        table[key] = entry.described(offset)
-        offset += entry.nbytes
+        shape = entry.shape if key == entry.name else shape_of(entry.box)
+        if dtype == "C128":  # safetensors has no such dtype
+            dtype, shape = "F64", (*shape, 2)
+        end = offset + entry.nbytes
+        table[key] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
+        offset = end
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % _ALIGN)
     return len(text).to_bytes(8, "little") + text
@@ -249,12 +232,14 @@ def write(directory: str, name: str, items: Sequence[WriteItem]) -> Written:
     # Wide elements are first, so all are aligned.
     items = sorted(items, key=lambda item: -ITEM_BYTES[item.entry.dtype])
     header = build_header(item.entry for item in items)
-    size = len(header) + sum(item.entry.nbytes for item in items)
+    size = len(header)
+    for item in items:
+        size += item.entry.nbytes
     checksums: list[str] = []
 
     def content() -> Iterator[bytes | bytearray | memoryview]:
         digest, at = xxhash.xxh3_64(), 0
-        tensors = on_host(chain.from_iterable(item.pieces() for item in items))
+        tensors = on_host(chain.from_iterable(map(WriteItem.pieces, items)))
         for block in blocks(chain([memoryview(header)], map(memory, tensors))):
             digest.update(block)
             at += len(block)
@@ -275,12 +260,13 @@ def blocks(parts: Iterable[memoryview]) -> Iterator[bytearray | memoryview]:
             block = part[: _PART - at % _PART]
             part = part[len(block) :]
             at += len(block)
-            if len(block) < _SMALL:
+            is_large = len(block) >= _SMALL
+            if not is_large:
                 small += block
-            if small and (len(block) >= _SMALL or at % _PART == 0):
+            if small and (is_large or at % _PART == 0):
                 yield small
                 small = bytearray()
-            if len(block) >= _SMALL:
+            if is_large:
                 yield block
     if small:
         yield small

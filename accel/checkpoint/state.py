@@ -50,7 +50,7 @@ def is_object(value: Any) -> bool:
 
 @final
 class Leaf(Placeholder):
-    """An object and its keys in the state, from the outermost dict inwards."""
+    """An object and its keys in the state, from the outermost dict on."""
 
     def __init__(self, value: Any, keys: tuple[object, ...]) -> None:
         self.value = value
@@ -87,29 +87,26 @@ class State:
             return self.leaves[-1]
         if not isinstance(value, dict | list | tuple):
             return value
-        changed = {}
+        tree, is_changed = {}, False
         for key, item in items_of(value):
             # Histories are long lists of numbers.
-            child = item if type(item) in PLAIN else self._flatten(item, (*keys, key))
-            if child is not item:
-                changed[key] = child
-        if not changed:
-            return value
-        if isinstance(value, dict):
-            return {**value, **changed}
-        items = [changed.get(number, item) for number, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
+            tree[key] = item if type(item) in PLAIN else self._flatten(item, (*keys, key))
+            is_changed = is_changed or tree[key] is not item
+        if not is_changed or isinstance(value, dict):
+            return tree if is_changed else value
+        return tuple(tree.values()) if isinstance(value, tuple) else list(tree.values())
 
     def object_of(self, leaf: Leaf) -> StateObject:
-        """Return the object that saves and fills a leaf."""
+        """Return the object to save or fill for a leaf."""
         path = "state"
         for key in leaf.keys:
             path = place(path, key)
         return make_object(leaf.value, name_of(leaf.keys), path, self._modules)
 
     def encode(self, encoder: Encoder) -> tuple[dict[str, Json], list[StateObject]]:
-        """Return the state as JSON and its objects, whose nodes in the JSON are filled in later."""
-        objects = [self.object_of(leaf) for leaf in self.leaves]
-        for leaf, one in zip(self.leaves, objects, strict=True):
-            leaf.node = one.node
+        """Return the state as JSON, and its objects. The caller fills their nodes in the JSON."""
+        objects = []
+        for leaf in self.leaves:
+            objects.append(self.object_of(leaf))
+            leaf.node = objects[-1].node
         return encoder.encode(self.tree, "state"), objects

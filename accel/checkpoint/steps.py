@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import hashlib
 import json
 import logging
@@ -36,19 +37,19 @@ def exchange(
     CheckpointError is raised on every rank. ``step`` names it in errors.
     """
     problem: AccelError | None = None
-    answer: tuple[T, M] | None = None
+    answer: Any = (None, None)
     try:
+        # A rank that raises here must still answer, because the others wait for it.
         answer = act()
     except AccelError as error:
         problem = error
     except Exception as error:
         problem = CheckpointError(f"{step}: {explain(error)}")
         problem.__cause__ = error
-    message = None if answer is None else answer[1]
-    replies = gather(step, (str(problem) if problem else "", message))
-    raise_together(step, problem, [text for text, _ in replies], CheckpointError)
-    assert answer is not None
-    return answer[0], [message for _, message in replies]
+    replies = gather(step, (str(problem or ""), answer[1]))
+    problems, messages = zip(*replies, strict=True)
+    raise_together(step, problem, problems, CheckpointError)
+    return answer[0], list(messages)
 
 
 def on_every_rank(step: str, act: Callable[[], T], gather: Gather = agree) -> T:
@@ -59,14 +60,11 @@ def on_every_rank(step: str, act: Callable[[], T], gather: Gather = agree) -> T:
 def on_running_ranks(function: str, act: Callable[[int, int], None]) -> None:
     """Run ``act`` with the rank and the world size, on all ranks if accel runs on several."""
     process = running()
-    if process is not None and process.place.world_size > 1:
+    if process is None:
+        on_every_rank(function, lambda: act(0, 1), lambda step, value: [value])
+    else:
         place = process.place
         on_every_rank(function, lambda: act(place.rank, place.world_size))
-        return
-    try:
-        act(0, 1)
-    except OSError as error:
-        raise CheckpointError(f"{function}: {explain(error)}") from error
 
 
 def check_arguments(function: str, by_rank: Sequence[Mapping[str, object]]) -> None:
@@ -80,17 +78,29 @@ def check_arguments(function: str, by_rank: Sequence[Mapping[str, object]]) -> N
 
 def check_equal(text: str, by_rank: Sequence[Mapping[str, object]]) -> None:
     """Raise if a rank has other values than rank 0. ``text`` gets the first difference."""
-    for number, values in enumerate(by_rank):
-        for name, value in values.items():
-            first = by_rank[0][name]
-            if value != first:
-                message = text.format(name=name, first=first, other=value, rank=number)
-                raise CheckpointError(message)
+    for name, first in by_rank[0].items():
+        for number, values in enumerate(by_rank):
+            other = values[name]
+            if other != first:
+                raise CheckpointError(text.format(name=name, first=first, other=other, rank=number))
 
 
 def digest(value: Any) -> str:
     """Return a short name of a JSON value."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+@contextlib.contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause garbage collection, which looks through all objects of the program again and again."""
+    # A save of 3,000 tensors makes many small objects, and took twice the time.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 # -- exchanges in a thread, while the main thread trains -------------------------------------------
@@ -100,8 +110,10 @@ def background_gather(process: Process) -> Gather:
     """Return a gather for a thread, on a process group of its own. Collective."""
     if process.control is None:
         return lambda step, value: [value]
-    group = next((g for g in process.subgroups if g.group_desc == _GROUP), None)
-    if group is None:
+    for group in process.subgroups:
+        if group.group_desc == _GROUP:
+            break
+    else:
         group = dist.new_group(timeout=process.timeout, backend="gloo", group_desc=_GROUP)
         process.subgroups.append(group)
 
@@ -114,6 +126,7 @@ def background_gather(process: Process) -> Gather:
     return gather
 
 
+#: The name of the process group of the thread.
 _GROUP: Final = "accel background"
 
 
@@ -134,23 +147,14 @@ def explain(error: BaseException) -> str:
     return text
 
 
-#: The errors of code that gets unexpected data.
-MALFORMED: Final = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
 @contextlib.contextmanager
 def parsing(problem: str) -> Iterator[None]:
-    """Raise CheckpointError with ``problem`` for data that the code does not expect."""
+    """Raise CheckpointError with ``problem`` if code does not expect the data."""
     try:
         yield
-    except MALFORMED as error:
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:
         raise CheckpointError(f"{problem} ({type(error).__name__}: {error})") from error
 
 

@@ -12,9 +12,9 @@ import errno
 import os
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from ..errors import CheckpointError, is_url
@@ -36,7 +36,7 @@ _START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def storage_of(path: str) -> Storage:
-    """Return the storage of a path."""
+    """Return the disk or object store of a path."""
     if not is_url(path):
         return _local
     # fsspec is not always installed.
@@ -52,7 +52,7 @@ def read_whole(path: str) -> bytes:
 
 
 def check_size(path: str, size: int, written: int) -> None:
-    """Raise for a file that doesn't have the size in the record. -1: there is none."""
+    """Raise for a file of another size than in the record. -1: there is none."""
     if size < 0:
         raise CheckpointError(
             f"{path} is missing: the checkpoint is not complete, or a save has replaced it. "
@@ -66,26 +66,28 @@ def check_size(path: str, size: int, written: int) -> None:
 
 
 class StoreError(OSError):
-    """A failure of a store that says nothing about its content."""
+    """A failure of a store, which may still have the file."""
 
 
-class File(ABC):
+def replaced(path: str) -> FileExistsError:
+    """Return the error for a record by another job, written in between."""
+    return FileExistsError(errno.EEXIST, "another record was written", path)
+
+
+@dataclass(frozen=True, slots=True)
+class File:
     """A file that is open for reading. Threads may share it."""
 
-    #: Bytes to read before they are hashed.
-    step = CHUNK
+    path: str
+    size: int
+    #: Fills memory with the bytes from an offset on. Raises if the file is too short.
+    fill: Callable[[int, Sequence[memoryview]], None]
+    #: Bytes to read before they are hashed. By default they stay in the caches of a core.
+    step: int = 256 << 10
     #: Threads that read at a time. 0: as many as the rank has cores.
-    in_flight = 0
+    in_flight: int = 0
     #: How often a chunk with a wrong checksum is read, because a network may have changed it.
-    tries = 1
-
-    def __init__(self, path: str, size: int) -> None:
-        self.path = path
-        self.size = size
-
-    @abstractmethod
-    def fill(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill memory with the bytes from ``offset`` on. Raises if the file is too short."""
+    tries: int = 1
 
     def read(self, offset: int, count: int) -> bytearray:
         """Return some bytes."""
@@ -111,7 +113,7 @@ class Local:
         return os.path.realpath(path)
 
     def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
-        """Return the sizes of files, and -1 for those that are missing."""
+        """Return the sizes of files, and -1 for each missing one."""
         sizes = []
         for name in names:
             path = os.path.join(directory, name)
@@ -121,7 +123,7 @@ class Local:
     def modified(self, path: str) -> float | None:
         """Return the time of a file in seconds, or None if there is no such file."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return os.lstat(path).st_mtime_ns / 1e9
+            return os.lstat(path).st_mtime
         return None
 
     def version(self, path: str) -> str:
@@ -161,7 +163,7 @@ class Local:
             found = os.fstat(fd).st_size
             if size is not None:
                 check_size(path, found, size)
-            yield _LocalFile(path, found, fd)
+            yield File(path, found, partial(_fill, fd, path))
         finally:
             os.close(fd)
 
@@ -195,7 +197,7 @@ class Local:
         os.utime(passing, ns=(now, now))
         if self.version(path) != version:
             os.unlink(passing)
-            raise FileExistsError(errno.EEXIST, "another record was written", path)
+            raise replaced(path)
         os.replace(passing, path)
         self.sync(directory)
 
@@ -216,31 +218,23 @@ class Local:
             os.rmdir(directory)
 
 
-@final
-class _LocalFile(File):
-    step = 256 << 10  # which stays in the caches of the core that reads it
-
-    def __init__(self, path: str, size: int, fd: int) -> None:
-        super().__init__(path, size)
-        self._fd = fd
-
-    def fill(self, offset: int, views: Sequence[memoryview]) -> None:
-        left = [view for view in views if view]
-        while left:
-            try:
-                count = os.preadv(self._fd, left[:_MAX_VECTORS], offset)
-            except OSError as error:
-                error.filename = self.path
-                raise CheckpointError(explain(error)) from error
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.path} ends at byte {offset}, inside a tensor. Load another checkpoint."
-                )
-            offset += count
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if count:  # a view was filled in part
-                left[0] = left[0][count:]
+def _fill(fd: int, path: str, offset: int, views: Sequence[memoryview]) -> None:
+    left = [view for view in views if view]
+    while left:
+        try:
+            count = os.preadv(fd, left[:_MAX_VECTORS], offset)
+        except OSError as error:
+            error.filename = path
+            raise CheckpointError(explain(error)) from error
+        if count == 0:
+            raise CheckpointError(
+                f"{path} ends at byte {offset}, inside a tensor. Load another checkpoint."
+            )
+        offset += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:  # a view was filled in part
+            left[0] = left[0][count:]
 
 
 @cache

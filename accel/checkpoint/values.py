@@ -1,7 +1,7 @@
-"""Plain Python values as JSON that keeps their types.
+"""Plain Python values as JSON with their types.
 
-Decoding builds only the types in ``_KINDS``, tensors and numpy arrays. It never imports or calls
-anything that a file names.
+Decoding builds only the types in ``_KINDS``, tensors and numpy arrays, never a class by its name
+in the file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..errors import CheckpointError
-from .shards import BY_NAME, NAMES, check_tensor, to_bytes
+from .shards import BY_NAME, NAMES, check_tensor, memory
 from .steps import parsing
 
-#: A JSON object with this key is a value of the type that it names. Other JSON objects are dicts.
+#: A JSON object with this key is a value of the type there. Other JSON objects are dicts.
 TAG: Final = "!"
 #: Larger tensors and arrays are stored in the shards.
 INLINE_BYTES: Final = 1024
@@ -48,7 +48,7 @@ def items_of(container: Any) -> list[tuple[Any, Any]]:
 class Kind(NamedTuple):
     """How the values of a type are stored: ``{"!": tag, key: content}``.
 
-    The content under "items" is a list of values, or of pairs for types in ``_WITH_PAIRS``.
+    The content under "items" is a list of values, or of pairs if ``take_apart`` returns a dict.
     """
 
     type: type
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     rebuild: Callable[[Any], Any]
 
 
-def _to_base64(data: bytes) -> str:
+def _to_base64(data: bytes | memoryview) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
@@ -67,7 +67,11 @@ def _from_base64(text: str) -> bytearray:
 
 
 _DTYPES: Final = {str(v)[6:]: v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-_FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool)}
+#: The default factories by the names in the JSON of a defaultdict.
+_FACTORIES: Final[dict[str | None, type | None]] = {
+    None: None,
+    **{kind.__name__: kind for kind in (list, dict, set, int, float, str, bool)},
+}
 _KINDS: Final = (
     # Only numbers that JSON doesn't have. Its readers in other languages know 64-bit integers.
     Kind(int, "int", "value", hex, lambda text: int(text, 16)),
@@ -118,17 +122,13 @@ class Placeholder:
 
 
 class Encoder:
-    """Turns values into JSON.
-
-    Args:
-        store: takes tensors of more than ``INLINE_BYTES``. None: all tensors become JSON.
-    """
+    """Turns values into JSON. ``store`` takes large tensors. None: all tensors become JSON."""
 
     def __init__(self, store: Store | None) -> None:
         self._store = store
 
     def encode(self, value: Any, path: str) -> Json:
-        """Return the JSON of a value. Errors name the path of a part that can't be stored."""
+        """Return the JSON of a value. Errors name the path of a part without a stored form."""
         if is_json(value):
             return value
         if isinstance(value, Placeholder):
@@ -144,12 +144,12 @@ class Encoder:
         return [v if is_json(v) else self.encode(v, place(path, k)) for k, v in items]
 
     def _encode_tagged(self, value: Any, path: str) -> dict[str, Json]:
+        kind = _BY_TYPE.get(type(value))
         factory = value.default_factory if type(value) is defaultdict else None
-        if type(value) in _BY_TYPE and (factory is None or factory in _FACTORIES.values()):
-            kind = _BY_TYPE[type(value)]
+        if kind is not None and factory in _FACTORIES.values():
             tagged = {TAG: kind.tag, kind.key: self._encode_content(kind, value, path)}
             if kind.type is defaultdict:
-                tagged["factory"] = None if factory is None else factory.__name__
+                tagged["factory"] = factory and factory.__name__
             return tagged
         if isinstance(value, torch.Tensor):
             return self._encode_tensor(value, path)
@@ -170,11 +170,13 @@ class Encoder:
             return content
         if not isinstance(content, dict):
             return self._encode_items(enumerate(content), path)
-        if any(key != key for key in content):
-            raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
-        keys = [self.encode(key, f"the key {key!r} of {path}") for key in content]
-        items = self._encode_items(content.items(), path)
-        return [list(pair) for pair in zip(keys, items, strict=True)]
+        pairs = []
+        for key, item in content.items():
+            if key != key:
+                raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
+            name = self.encode(key, f"the key {key!r} of {path}")
+            pairs.append([name, self.encode(item, place(path, key))])
+        return pairs
 
     def _encode_tensor(self, value: torch.Tensor, path: str) -> dict[str, Json]:
         check_tensor(value, path)
@@ -185,8 +187,9 @@ class Encoder:
         if value.is_leaf and value.requires_grad:
             tagged["requires_grad"] = True
         data = self._encode_data(value.detach(), path)
-        form = {"dtype": NAMES[value.dtype], "shape": [*value.shape]} if "data" in data else {}
-        return {**tagged, **form, **data}
+        if "data" in data:
+            tagged |= {"dtype": NAMES[value.dtype], "shape": [*value.shape]}
+        return tagged | data
 
     def _encode_numpy(self, value: Any, path: str) -> dict[str, Json]:
         import numpy
@@ -195,24 +198,20 @@ class Encoder:
         if isinstance(value, numpy.ndarray):
             tagged |= {TAG: "ndarray", "shape": [*value.shape]}
         data = numpy.array(value, order="C").reshape(-1).view(numpy.uint8)
-        return {**tagged, **self._encode_data(torch.from_numpy(data), path)}
+        return tagged | self._encode_data(torch.from_numpy(data), path)
 
     def _encode_data(self, tensor: torch.Tensor, path: str) -> dict[str, Json]:
         if self._store is not None and tensor.nbytes > INLINE_BYTES:
             return {"name": self._store(tensor, path)}
-        return {"data": _to_base64(to_bytes(tensor.cpu().contiguous()))}
+        plain = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+        return {"data": _to_base64(memory(plain))}
 
 
 # -- JSON to values --------------------------------------------------------------------------------
 
 
 class Decoder:
-    """Turns the JSON of ``Encoder`` into values.
-
-    Args:
-        source: the path of the file, for errors.
-        fetch: returns a stored tensor by its name.
-    """
+    """Turns the JSON in a file into values. ``fetch`` returns a stored tensor by its name."""
 
     def __init__(self, source: str, fetch: Callable[[str], torch.Tensor]) -> None:
         self._source = source
@@ -244,21 +243,19 @@ class Decoder:
             return self._decode_tensor(data) if data[TAG] == "tensor" else self._decode_numpy(data)
         kind = _BY_TAG[data[TAG]]
         content = data[kind.key]
-        value = kind.rebuild(self._decode(content) if kind.key == "items" else content)
+        if kind.key == "items":
+            content = self._decode(content)
+        value = kind.rebuild(content)
         if kind.type is defaultdict:
-            factory = data["factory"]
-            return defaultdict(None if factory is None else _FACTORIES[factory], value)
+            return defaultdict(_FACTORIES[data["factory"]], value)
         return value
 
     def _decode_tensor(self, data: dict[str, Json]) -> torch.Tensor:
         if "name" in data:
             tensor = self._fetch(data["name"])
         else:
-            content, dtype = _from_base64(data["data"]), BY_NAME[data["dtype"]]
-            tensor = torch.empty(0, dtype=dtype, device="cpu")
-            if content:  # frombuffer takes no empty buffer
-                tensor = torch.frombuffer(content, dtype=dtype)
-            tensor = tensor.reshape(data["shape"])
+            tensor = torch.empty(data["shape"], dtype=BY_NAME[data["dtype"]], device="cpu")
+            memory(tensor)[:] = _from_base64(data["data"])
         requires_grad = data.get("requires_grad", False)
         if data.get("class") == "Parameter":
             return torch.nn.Parameter(tensor, requires_grad)
@@ -272,7 +269,7 @@ class Decoder:
             raise TypeError(f"a numpy array of dtype {dtype}")
         content = _from_base64(data.get("data", ""))
         if "name" in data:
-            content = bytearray(to_bytes(self._fetch(data["name"])))
+            content = bytearray(memory(self._fetch(data["name"])))
         # An empty array takes no buffer.
         array: Any = numpy.ndarray(data.get("shape", ()), dtype, content or None)
         return array if data[TAG] == "ndarray" else array[()]

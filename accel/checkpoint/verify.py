@@ -30,6 +30,7 @@ def verify(dir: str | os.PathLike[str]) -> None:
         found = record.read(directory)
         folder.check_sizes(directory, found)
         reader = Reader(directory, found)
+        # Each rank takes every so-many-th chunk of each file, as sizes of files differ.
         for file in range(len(found.files)):
             reader.verify(file, rank, world)
         done = f"1 of {world} parts verified" if world > 1 else "verified"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -16,7 +17,6 @@ from torch import nn
 from ..errors import CheckpointError
 from ..precision import dtype_of
 from ..process.control import locked
-from ..shard import Shard, flat_shard
 from . import folder, record, shards
 from .background import background
 from .layout import Run
@@ -33,8 +33,8 @@ STEMS: Final = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 _WEIGHTS: Final = re.compile(
     rf"({'|'.join(STEMS.values())})(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
-#: Bytes that an export reads at a time.
-_PIECE: Final = 32 << 20
+#: Bytes of tensors that an export reads at a time.
+_BATCH: Final = 32 << 20
 
 
 # -- read ------------------------------------------------------------------------------------------
@@ -42,112 +42,100 @@ _PIECE: Final = 32 << 20
 
 def open_checkpoint(directory: str, state: Any) -> Record:
     """Return a record, or weights as a record of the only model in ``state``."""
-    if not is_weights_alone(directory):
+    entrance = weights_at(directory)
+    if entrance is None:
         return record.read(directory)
-    name, values = "model", dict[Any, Json]()
-    if state is not None:
-        models = [leaf for leaf in State(state).leaves if isinstance(leaf.value, nn.Module)]
-        if len(models) != 1:
-            raise CheckpointError(
-                f"{directory} has the weights of one model, and the state has {len(models)} "
-                'models. Load them into {"model": model}.'
-            )
-        name, values = name_of(models[0].keys), {TAG: "module", "extra": {}}
-        for key in reversed(models[0].keys):
-            values = {key: values}
+    name, values = _model_in(state, directory)
     files: list[Written] = []
     tensors = {}
-    for path, keys in _files(directory):
+    for path in _files(entrance):
         size, entries = _read_header(path)
-        for key in entries:
-            if keys is not None and key not in keys:
-                continue
-            dtype, shape = entries[key]["dtype"], tuple(entries[key]["shape"])
+        for key, entry in entries.items():
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
             if dtype not in BY_NAME:
-                raise CheckpointError(f"{path}: {key!r} has dtype {dtype}, which accel can't load.")
+                raise CheckpointError(f"{path}: accel can't load {key!r} of dtype {dtype}.")
             box = ((0, math.prod(shape)),)
             runs = (Run(len(files), box),) if math.prod(shape) else ()
             tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, {(len(files), box): (key, 0)})
         files.append(Written(path, size, ()))
-    seen = repr([[(file.name, file.size) for file in files], tensors])
-    return Record(
-        id="",
-        time=0.0,
-        world_size=1,
-        files=files,
-        tensors=tensors,
-        values=values,
-        version=0,
-        digits=shards.checksum(seen.encode()),
-    )
+    digits = shards.checksum(repr((files, tensors)).encode())
+    form: dict[str, Any] = {"id": "", "time": 0.0, "world_size": 1, "version": 0}
+    return Record(files=files, tensors=tensors, values=values, digits=digits, **form)
 
 
-def is_weights_alone(path: str) -> bool:
-    """True for a directory with weights and no checkpoint, a file of weights, or an index."""
-    return not record.exists(path) and _entrance(path) is not None
+def _model_in(state: Any, directory: str) -> tuple[str, Json]:
+    """Return the name of the only model in a state, and the values of a checkpoint with it."""
+    if state is None:
+        return "", {}
+    models = [leaf for leaf in State(state).leaves if isinstance(leaf.value, nn.Module)]
+    if len(models) != 1:
+        raise CheckpointError(
+            f"{directory} has the weights of one model, and the state has {len(models)} models. "
+            'Load them into {"model": model}.'
+        )
+    values: Json = {TAG: "module", "extra": {}}
+    for key in reversed(models[0].keys):
+        values = {key: values}
+    return name_of(models[0].keys), values
 
 
-def _entrance(path: str) -> str | None:
-    """Return the file or the index of the weights at a path, or None."""
+def weights_at(path: str) -> str | None:
+    """Return the file or the index of weights at a path, or None if there is a checkpoint."""
     storage = storage_of(path)
+    if record.exists(path):
+        return None
     if path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME:
         return path if storage.exists(path) and not storage.is_directory(path) else None
-    names = [f"{stem}.safetensors{end}" for end in (".index.json", "") for stem in STEMS.values()]
-    names = [name for name in names if storage.exists(os.path.join(path, name))]
-    if len(names) > 1:
+    entrances = []
+    for stem in STEMS.values():
+        for name in (f"{stem}.safetensors.index.json", f"{stem}.safetensors"):
+            if storage.exists(os.path.join(path, name)):
+                entrances.append(os.path.join(path, name))
+    if len(entrances) > 1:
         raise CheckpointError(
-            f"{path} has both {names[0]} and {names[1]}. "
+            f"Found both {entrances[0]} and {entrances[1]}. "
             "Pass one of these files, or remove the other."
         )
-    return os.path.join(path, names[0]) if names else None
+    return entrances[0] if entrances else None
 
 
-def _files(path: str) -> Iterator[tuple[str, set[str] | None]]:
-    """Give the paths of the files, each with the names of the tensors to read. None: all."""
-    entrance = _entrance(path)
-    assert entrance is not None
+def _files(entrance: str) -> list[str]:
+    """Return the paths of the files with weights."""
     # The cache of the Hugging Face hub consists of links.
-    real = storage_of(path).real
+    real = storage_of(entrance).real
     if entrance.endswith(".safetensors"):
-        yield real(entrance), None
-        return
-    by_file: dict[str, set[str]] = {}
+        return [real(entrance)]
     with parsing(f"{entrance} is not an index of weights"):
-        for key, name in json.loads(read_whole(real(entrance)))["weight_map"].items():
-            by_file.setdefault(os.path.join(os.path.dirname(entrance), name), set()).add(key)
-    for name, keys in sorted(by_file.items()):
-        yield real(name), keys
+        names = set(json.loads(read_whole(real(entrance)))["weight_map"].values())
+        return [real(os.path.join(os.path.dirname(entrance), name)) for name in sorted(names)]
 
 
 def _read_header(path: str) -> tuple[int, Mapping[str, dict[str, Any]]]:
     """Return the size of a file and its entries."""
     with storage_of(path).open(path) as file, parsing(f"{path} is not a whole safetensors file"):
-        length = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
+        end = length = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
         entries = shards.parse_header(file.read(0, min(length, file.size)))
-        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        if length + end != file.size:
-            raise ValueError(f"its tensors end at byte {length + end}, and the file at {file.size}")
+        for entry in entries.values():
+            end = max(end, length + entry["data_offsets"][1])
+        if end != file.size:
+            raise ValueError(f"its tensors end at byte {end}, and the file at {file.size}")
         return file.size, entries
 
 
 # -- export ----------------------------------------------------------------------------------------
 
 
-def choose(directory: str, found: Record, name: str | None) -> tuple[str, Mapping[str, Json]]:
+def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mapping[str, Json]]:
     """Return the name and the node of a saved model. ``name`` may be None if there is only one."""
     tensors: dict[str, torch.Tensor] = {}
-    models = dict(_models(found.values, Decoder(directory, tensors.__getitem__), ()))
-    names = ", ".join(map(repr, models))
-    if not models:
-        raise CheckpointError(f"{directory} has no model.")
-    if name is None and len(models) > 1:
-        raise CheckpointError(
-            f"{directory} has {len(models)} models ({names}). "
-            f"Choose with name={next(iter(models))!r}."
-        )
-    name = next(iter(models)) if name is None else name
-    if name not in models:
-        raise CheckpointError(f"{directory} has no model {name!r}. It has {names}.")
+    models = dict(_models(saved.values, Decoder(directory, tensors.__getitem__), ()))
+    first = next(iter(models), None)
+    if name is None and len(models) == 1:
+        name = first
+    if name is None or name not in models:
+        problem = f"{len(models)} models" if name is None else f"no model {name!r}"
+        names = ", ".join(map(repr, models)) or "none"
+        raise CheckpointError(f"{directory} has {problem} ({names}). Choose with name={first!r}.")
     return name, models[name]
 
 
@@ -197,36 +185,11 @@ def export(
         if rank == 0:
             begin = time.monotonic()
             model = _Model(folder.absolute(dir), name, dtype)
-            contents = model.files(_parse_size(max_shard_size), library)
-            _write(folder.absolute(out), contents, overwrite)
+            files = model.files(_parse_size(max_shard_size), library)
+            _write(folder.absolute(out), files, overwrite)
             log_end(folder.absolute(out), "exported", model.nbytes, begin)
 
     on_running_ranks("accel.export", act)
-
-
-def _write(out: str, contents: Mapping[str, Content], overwrite: bool) -> None:
-    """Write files, and remove the weights that are there."""
-    storage = storage_of(out)
-    names = storage.names(out) if storage.is_directory(out) else []
-    # The names that libraries look for are first.
-    old = sorted(filter(_WEIGHTS.fullmatch, names), key=lambda name: "-of-" in name)
-    if old and not overwrite:
-        raise CheckpointError(
-            f"{out} has weights already ({old[0]}). overwrite=True replaces them."
-        )
-    storage.make(out)
-    temporary = {os.path.join(out, f".{new}.tmp"): new for new in contents}
-    for path, new in temporary.items():
-        storage.remove(path)  # of an export that failed
-        storage.create(path, 0, contents[new])
-    storage.sync(out)
-    # A library never sees old files next to new ones: the name that it opens is removed first
-    # and added last.
-    for new in old:
-        storage.remove(os.path.join(out, new))
-    for path, new in temporary.items():
-        storage.rename(path, os.path.join(out, new))
-    storage.sync(out)
 
 
 class _Model:
@@ -245,40 +208,33 @@ class _Model:
 
     def files(self, limit: int, library: str) -> dict[str, Content]:
         """Return the content of each file, the index last."""
-        if library not in STEMS:
-            raise CheckpointError(f"library={library!r}: expected {' or '.join(map(repr, STEMS))}.")
-        stem = STEMS[library]
-        files = list(batched(self._entries, lambda entry: entry.nbytes, limit))
-        contents: dict[str, Content] = {}
+        base = f"{STEMS[library]}.safetensors"
+        batches = list(batched(self._entries, lambda entry: entry.nbytes, limit))
+        if len(batches) == 1:
+            return {base: functools.partial(self._content, batches[0])}
+        files: dict[str, Content] = {}
         weight_map: dict[str, str] = {}
-        for number, entries in enumerate(files):
-            end = f"-{number + 1:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-            # Wide elements are first, so all are aligned.
-            entries.sort(key=lambda entry: -ITEM_BYTES[entry.dtype])
-            contents[f"{stem}{end}.safetensors"] = self._content_of(entries)
-            weight_map |= {entry.name: f"{stem}{end}.safetensors" for entry in entries}
-        if len(files) > 1:
-            index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
-            text = f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
-            contents[f"{stem}.safetensors.index.json"] = lambda: [text]
-        return contents
+        for number, entries in enumerate(batches, 1):
+            name = f"{STEMS[library]}-{number:05d}-of-{len(batches):05d}.safetensors"
+            files[name] = functools.partial(self._content, entries)
+            weight_map |= dict.fromkeys((entry.name for entry in entries), name)
+        index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
+        text = f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
+        return {**files, f"{base}.index.json": lambda: [text]}
 
-    def _content_of(self, entries: list[Entry]) -> Content:
+    def _content(self, entries: list[Entry]) -> Iterator[bytearray | memoryview]:
+        """Give the bytes of a file."""
+        # safetensors needs aligned elements, so wide ones are first.
+        entries = sorted(entries, key=lambda entry: -ITEM_BYTES[entry.dtype])
+
         def parts() -> Iterator[memoryview]:
             yield memoryview(shards.build_header(entries))
-            for batch in batched(self._pieces(entries), lambda one: one.tensor.nbytes, _PIECE):
-                self._reader.fill(batch)
-                yield from (shards.memory(piece.tensor) for piece in batch)
+            for batch in batched(entries, lambda entry: entry.nbytes, _BATCH):
+                tensors = self._reader.read([self._prefix + entry.name for entry in batch])
+                for tensor, entry in zip(tensors.values(), batch, strict=True):
+                    yield shards.memory(tensor.to(BY_NAME[entry.dtype]))
 
-        return lambda: shards.blocks(parts())
-
-    def _pieces(self, entries: list[Entry]) -> Iterator[Shard]:
-        for entry in entries:
-            dtype, total = BY_NAME[entry.dtype], math.prod(entry.shape)
-            step = _PIECE // dtype.itemsize
-            for start in range(0, total, step):
-                room = torch.empty(min(step, total - start), dtype=dtype, device="cpu")
-                yield flat_shard(self._prefix + entry.name, entry.shape, start, room)
+        return shards.blocks(parts())
 
 
 def _entries(saved: Record, prefix: str, dtype: str | None) -> list[Entry]:
@@ -286,13 +242,38 @@ def _entries(saved: Record, prefix: str, dtype: str | None) -> list[Entry]:
     entries = []
     for name, stored in saved.tensors.items():
         if name.startswith(prefix):
-            kind, new_dtype = BY_NAME[stored.dtype], stored.dtype
+            old, new = BY_NAME[stored.dtype], stored.dtype
             # 8-bit formats belong to a library, and are kept.
-            if dtype and kind.is_floating_point and kind.itemsize > 1:
-                new_dtype = dtype
-            box = ((0, stored.numel),)
-            entries.append(Entry(name[len(prefix) :], new_dtype, stored.shape, box))
+            if dtype and old.is_floating_point and old.itemsize > 1:
+                new = dtype
+            name = name.removeprefix(prefix)
+            entries.append(Entry(name, new, stored.shape, ((0, stored.numel),)))
     return entries
+
+
+def _write(out: str, files: Mapping[str, Content], overwrite: bool) -> None:
+    """Write files, and remove the weights that are there."""
+    storage = storage_of(out)
+    names = storage.names(out) if storage.is_directory(out) else []
+    # The names for libraries are first.
+    old = sorted(filter(_WEIGHTS.fullmatch, names), key=lambda name: "-of-" in name)
+    if old and not overwrite:
+        raise CheckpointError(
+            f"{out} has weights already ({old[0]}). overwrite=True replaces them."
+        )
+    storage.make(out)
+    for name, content in files.items():
+        path = os.path.join(out, f".{name}.tmp")
+        storage.remove(path)  # of an export that failed
+        storage.create(path, 0, content)
+    storage.sync(out)
+    # A library never sees old files next to new ones: the file or index to open is removed first
+    # and added last.
+    for name in old:
+        storage.remove(os.path.join(out, name))
+    for name in files:
+        storage.rename(os.path.join(out, f".{name}.tmp"), os.path.join(out, name))
+    storage.sync(out)
 
 
 def _parse_size(size: int | str) -> int:

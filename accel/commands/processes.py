@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..checkpoint.reader import cores
 from ..engines import ENGINES, resolve
 from ..errors import AccelError, LaunchError
 from ..memory import memory_report
@@ -32,12 +33,6 @@ def _positive(text: str) -> int:
 
 def _positives(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
-
-
-def _cores() -> int:
-    # macOS has no sched_getaffinity.
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 # -- env -------------------------------------------------------------------------------------------
@@ -64,7 +59,7 @@ def _machine() -> dict[str, str]:
     groups = filter(dist.is_backend_available, ("gloo", "mpi", "nccl", "ucc"))
     rows = {
         "python": f"{platform.python_version()} ({sys.executable})",
-        "system": f"{platform.platform()}, {_cores()} of {os.cpu_count()} cores",
+        "system": f"{platform.platform()}, {cores()} of {os.cpu_count()} cores",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}",
         "accel": sys.modules[__name__.partition(".")[0]].__version__,
         "devices": f"{count} x {kind}" if count else "no accelerator, only cpu",
@@ -182,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
         resolve(args.backend)
         os.environ["ACCEL_BACKEND"] = args.backend
     # torchrun would give each process one thread.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // args.processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // args.processes)))
     # torchrun's store keeps the addresses of ended processes, and restarted ones would use them.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     hosts = args.hosts.split(",") if args.hosts else []

@@ -1,18 +1,18 @@
-"""Dataloaders: each rank gets its share of every epoch on its device, and the position is saved.
+"""Dataloaders: each rank gets its share of every epoch, and the position is saved.
 
-metrics > handle (an epoch, and groups of batches) > streams > readers (the items of an
-epoch, and the stand-ins for a loader's sampler or dataset) > checks > sampling (who gets what)
+metrics, groups (for accumulate) > handle > iteration (an epoch) > streams > readers
+(stand-ins for a sampler or dataset) > checks > sampling (who gets what)
 """
 
 from .checks import LoaderOptions as LoaderOptions
 from .checks import LoaderPlace as LoaderPlace
 from .checks import check as check
 from .checks import describe as describe
-from .handle import Accumulation as Accumulation
+from .groups import Accumulation as Accumulation
 from .handle import LoaderHandle as LoaderHandle
 from .handle import effective_batch_size as effective_batch_size
-from .handle import forget as forget
 from .handle import raw_loader as raw_loader
+from .iteration import forget as forget
 from .metrics import gather_for_metrics as gather_for_metrics
 from .sampling import first_sample as first_sample
 from .sampling import length_of as length_of

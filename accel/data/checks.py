@@ -1,4 +1,4 @@
-"""Options of loaders, and checks that a loader can be sharded and is the same on all ranks."""
+"""Options of loaders, and checks before a loader is sharded."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class LoaderOptions:
     """Options for how ``setup`` shards dataloaders.
 
     Args:
-        shard: give each rank its share of every epoch. False leaves samplers and datasets as they
-            are, so each rank reads the loader as in raw PyTorch.
-        even_batches: pad the last batch from the start of the epoch, so that all ranks get equally
-            many samples. False splits it as it is: ranks may differ by one sample or one batch.
+        shard: give each rank its share of every epoch. False leaves samplers and
+            datasets as they are, so each rank reads the loader as in raw PyTorch.
+        even_batches: pad the last batch from the start of the epoch, so that all ranks
+            get equally many samples. False splits it as it is: ranks may differ by one
+            sample or one batch.
         dispatch: let rank 0 read an iterable dataset and send each rank its batches.
         split_batches: treat a loader's ``batch_size`` as that of all ranks together.
         move: move batches to the rank's device.
-        seed: the seed of every epoch's order. None takes rank 0's ``torch.initial_seed()``, and in
-            one process draws as raw PyTorch does.
+        seed: the seed of every epoch's order. None takes rank 0's
+            ``torch.initial_seed()``, and in one process draws as raw PyTorch does.
     """
 
     shard: bool = True
@@ -50,7 +51,7 @@ class LoaderPlace(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sampler and batch size of a loader; with ``units`` an item of the sampler stays whole."""
+    """The sampler and batch size. With ``units`` an item of the sampler stays whole."""
 
     sampler: Any
     batch: int
@@ -59,7 +60,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(loader: DataLoader[Any]) -> Shape:
-    """Return the shape of a loader. Its batch sampler may be changed by the program."""
+    """Read the shape each time, because a program may change its batch sampler."""
     batcher: Any = loader.batch_sampler
     if batcher is None:
         return Shape(loader.sampler, 1, False, True)
@@ -75,44 +76,41 @@ def has_own_iter(loader: DataLoader[Any]) -> bool:
 
 
 def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
-    """Raise LoaderError if a loader can't be sharded in this way over ``world`` ranks."""
+    """Raise LoaderError if a loader can't be sharded over ``world`` ranks."""
     shape = shape_of(loader)
+    even = options.even_batches
+    is_uneven = not even and not shape.drop_last and world > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
-    is_uneven = options.shard and not options.even_batches and not shape.drop_last
-    off = "or LoaderOptions(shard=False)"
+    off = "Use a plain DataLoader, or LoaderOptions(shard=False)."
     problem = ""
-    if options.dispatch and not (is_stream and options.shard and options.even_batches):
+    if options.dispatch and not (is_stream and options.shard and even):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
     elif options.split_batches and shape.batch % world:
-        problem = (
-            f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple of it."
-        )
-    elif is_uneven and is_stream and loader.num_workers and world > 1:
+        problem = f"batch_size={shape.batch} does not divide over {world} ranks. Use a multiple."
+    elif not options.shard:
+        return
+    elif is_stream and has_own_iter(loader):
+        kind = type(loader).__qualname__
+        problem = f"{kind} reads an iterable dataset in its own __iter__. {off}"
+    elif is_stream and loader.num_workers and is_uneven:
         # Each worker has its own last step, so the ranks' loops would be at different samples.
         problem = (
-            "even_batches=False needs num_workers=0 for an iterable dataset. Use "
-            "even_batches=True or drop_last=True."
-        )
-    elif options.shard and is_stream and has_own_iter(loader):
-        problem = (
-            f"{type(loader).__qualname__} has its own __iter__, which accel can't shard over an "
-            f"iterable dataset. Use a plain DataLoader, {off}."
+            "even_batches=False needs num_workers=0 for an iterable dataset. "
+            "Use even_batches=True or drop_last=True."
         )
     for part in (*parts_of(loader.batch_sampler), *parts_of(loader.sampler)):
         # Accelerate and others name it num_processes.
-        ranks = {getattr(part, name, None) for name in ("num_replicas", "num_processes")}
-        is_distributed = isinstance(part, torch_data.DistributedSampler) or ranks - {None, 1}
-        if options.shard and isinstance(part, Sampler) and is_distributed:
-            problem = (
-                f"The loader is distributed already, by a {type(part).__qualname__}. Use the "
-                f"loader of one process, {off}."
-            )
+        ranks = getattr(part, "num_replicas", None) or getattr(part, "num_processes", None)
+        is_distributed = isinstance(part, torch_data.DistributedSampler) or ranks not in (None, 1)
+        if isinstance(part, Sampler) and is_distributed:
+            kind = type(part).__qualname__
+            problem = f"The loader is distributed already, by a {kind}. {off}"
     if problem:
         raise LoaderError(problem)
 
 
 def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
-    """Return everything that must be equal on all ranks, by name. Local."""
+    """Return the facts of a loader, to compare them over the ranks. Local."""
     facts = asdict(options)
     if not options.shard:
         return facts
@@ -124,6 +122,7 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
         "batch size": shape.batch,
         "drop_last": shape.drop_last,
         "custom batches": shape.units,
+        "workers of the stream": isinstance(dataset, IterableDataset) and loader.num_workers,
     }
     if isinstance(dataset, torch_data.Subset):
         # random_split with a different seed on each rank mixes training and validation data.
@@ -131,6 +130,4 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
         if hasattr(indices, "tolist"):
             indices = indices.tolist()
         facts["checksum of the Subset's indices"] = mix(indices)
-    if isinstance(dataset, IterableDataset):
-        facts["num_workers"] = loader.num_workers
     return facts

@@ -11,13 +11,15 @@ from ..errors import AccelError, LoaderError, described, text_of_error
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
 from ..process.control import agree, locked
-from ..process.transfer import Prints, other_values
-from ..trees import walk
-from .handle import LoaderHandle, latest
-from .readers import WHOLE, RealRows
-from .sampling import Division, has_parts, length_of
+from ..process.transfer import Prints, find_difference
+from ..trees import all_tensors, walk
+from .handle import LoaderHandle
+from .iteration import latest
+from .readers import WHOLE
+from .sampling import Share, has_parts, length_of
 
 T = TypeVar("T")
+Replica = tuple[int, int]
 
 
 @locked
@@ -30,25 +32,26 @@ def gather_for_metrics(
 ) -> T:
     """Return ``data`` of all ranks without the padding of the last batch. Collective.
 
-    The rows are in the order of the dataset. If several ranks hold one model together, as the
-    stages of a pipeline do, their equal rows come once. In one process ``data`` comes back.
+    The rows are in the order of the dataset. If several ranks hold one model together, as
+    the stages of a pipeline do, their equal rows come once. In one process ``data`` comes
+    back.
 
     Args:
         data: nested tensors with this rank's batch as dimension 0.
-        loader: the loader that gave the batch, or the items that ``split`` has cut, with one row in
-            ``data`` for each. By default the loader that gave the last batch.
+        loader: the loader that gave the batch, or the items that ``split`` has cut, with a
+            row in ``data`` for each. By default the loader that gave the last batch.
         pad: a value that fills the other dimensions to equal sizes, as in ``all_gather``.
-        objects: also take lists of any objects, such as texts, with one for each sample.
+        objects: also take lists of any objects, such as texts, one for each sample.
 
     Raises:
-        LoaderError: no loader gave a batch, or dimension 0 isn't the batch. The other ranks raise
-            it too, or an AccelError that names the rank.
+        LoaderError: no loader gave a batch, or dimension 0 isn't the batch. The other
+            ranks raise it too, or an AccelError that names the rank.
     """
     rows, replica, error = data, latest.replica, None
     try:
-        real, replica = _real_rows(loader, data, objects)
-        if real.pads:
-            rows = walked(lambda _, leaf: _trim(leaf, real, objects), data, objects)
+        share, replica = _share_of(loader, data, objects)
+        if share is not WHOLE:
+            rows = walked(lambda _, leaf: _trim(leaf, share, objects), data, objects)
     except LoaderError as caught:
         error = caught
     try:
@@ -61,77 +64,69 @@ def gather_for_metrics(
     return gathered
 
 
-def _real_rows(loader: Any, data: Any, objects: bool) -> tuple[RealRows, tuple[int, int] | None]:
-    """Return the real rows of a batch or of a ``split``, and the replica that it was for."""
-    rows, replica = latest.rows, latest.replica
+def _share_of(loader: Any, data: Any, objects: bool) -> tuple[Share, Replica | None]:
+    """Return this rank's share of a batch or of a ``split``, and its replica."""
+    share, replica = latest.rows, latest.replica
     if isinstance(loader, LoaderHandle):
-        loader._accel.check_process()
-        rows, replica = loader._accel.rows, loader._accel.place[:2]
+        state = loader._accel
+        state.check_process()
+        share, replica = state.rows, state.place[:2]
     elif loader is not None:
         sizes: list[Any] = []
-        walk(lambda path, leaf: sizes.append(length_of(leaf)), loader, "items", has_parts)
-        division = _division_of_split(sizes[0], data, objects) if sizes else None
-        rows = None
+        rows: list[Any] = []
+        walk(lambda _, leaf: sizes.append(length_of(leaf)), loader, "", has_parts)
+        walked(lambda _, leaf: rows.append(length_of(leaf)), data, objects)
+        key: Any = (*sizes[:1], *rows[:1])
+        division = latest.divisions.get(key)
+        share = None
         if division is not None:
             share = division.share(sizes[0])
-            rows, replica = RealRows(True, share.size, share.real), (division.rank, division.world)
-    if rows is None and world_size() == 1 and not isinstance(loader, DataLoader):
-        rows = WHOLE
-    if rows is None:
+            replica = division.rank, division.world
+    if share is None and world_size() == 1 and not isinstance(loader, DataLoader):
+        share = WHOLE
+    if share is None:
         raise LoaderError(
-            "gather_for_metrics: no loader has given these rows since the last accel.split. Pass "
-            "the loader of accel.setup or the items of accel.split, or use accel.all_gather."
+            "gather_for_metrics: no loader has given these rows since the last "
+            "accel.split. Pass the loader of accel.setup or the items of accel.split."
         )
-    return rows, replica
+    return share, replica
 
 
-def _division_of_split(size: Any, data: Any, objects: bool) -> Division | None:
-    """Return how ``split`` has cut ``size`` items into the rows of ``data``."""
-    rows: list[int | None] = []
-    walked(lambda path, leaf: rows.append(length_of(leaf)), data, objects)
-    padded, plain = (latest.divisions.get((size, pad)) for pad in (True, False))
-    if plain is None or (padded is not None and [padded.share(size).size] == rows[:1]):
-        return padded
-    return plain
-
-
-def _trim(leaf: Any, real: RealRows, objects: bool) -> Any:
-    """Return the rows of a batch that are not padding."""
+def _trim(leaf: Any, share: Share, objects: bool) -> Any:
+    """Return the rows of a batch without padding."""
     if leaf is None and not objects:
         return None
-    shape = (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
-    if not shape or real.rows not in (None, shape[0]):
-        size = f" of {real.rows}" if real.rows else ""
+    shape = tuple(getattr(leaf, "shape", ()))
+    if isinstance(leaf, list):
+        shape = (len(leaf),)
+    is_sized = share.size >= 0
+    if not shape or (is_sized and shape[0] != share.size):
+        size = f" of {share.size}" if is_sized else ""
         kind = "" if isinstance(leaf, torch.Tensor) else f"{described(leaf)} of "
         raise LoaderError(
-            f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found {kind}shape "
-            f"{shape}. Pass a row for each sample, or use accel.all_gather."
+            f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found "
+            f"{kind}shape {shape}. Pass a row for each sample, or use accel.all_gather."
         )
-    return leaf[: real.real] if real.rows is not None else leaf[: shape[0] * real.real]
+    return leaf[: share.real if is_sized else shape[0] * share.real]
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:
-    """Return no rows on all but the first rank of each replica, and a problem. Collective."""
-    tensors: list[torch.Tensor] = []
-
-    def collect(path: str, leaf: Any) -> None:
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-
-    walked(collect, data, objects)
+    """Keep the rows of the first rank of each replica, and return a problem. Collective."""
+    tensors = [tensor for _, tensor in all_tensors(data)]
     answers = agree("gather_for_metrics", (replica, problem or Prints(tensors).read()))
     sums = {n: sums for n, (place, sums) in enumerate(answers) if place == replica}
     has_problem = any(isinstance(text, str) for text in sums.values())
-    if not has_problem and other_values(sums):
+    if not has_problem and find_difference(sums):
         # With sequence_parallel each rank has a share of the sequence.
         problem = (
-            "gather_for_metrics: ranks with the same batch have different rows. Reduce over the "
-            "sequence first, or use accel.all_gather."
+            "gather_for_metrics: ranks with the same batch have different rows. Reduce "
+            "over the sequence first, or use accel.all_gather."
         )
 
     def rows_of(path: str, leaf: Any) -> Any:
-        rows = leaf[None] if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf
-        is_first = rank() == min(sums)
-        return rows if is_first or not isinstance(rows, torch.Tensor | list) else rows[:0]
+        if isinstance(leaf, torch.Tensor) and not leaf.dim():
+            leaf = leaf[None]
+        is_cut = rank() != min(sums) and isinstance(leaf, torch.Tensor | list)
+        return leaf[:0] if is_cut else leaf
 
     return walked(rows_of, data, objects), problem

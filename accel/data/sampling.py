@@ -1,12 +1,13 @@
-"""The division of an epoch over the ranks, its generators, and checksums of samples."""
+"""The division of an epoch over the ranks, generators, and checksums of samples."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,10 @@ from ..trees import walk
 
 
 class Share(NamedTuple):
-    """A rank's ``size`` samples of a global step from ``offset``, ``real`` before padding."""
+    """A rank's ``size`` samples of a global step from ``offset``, ``real`` before padding.
+
+    If the size isn't known, it is -1, and ``real`` is 1 or 0.
+    """
 
     offset: int
     size: int
@@ -30,7 +34,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """The division of global steps of ``world * batch`` consecutive samples over the ranks."""
+    """The division of ``world * batch`` consecutive samples over the ranks."""
 
     rank: int
     world: int
@@ -58,31 +62,29 @@ class Division:
         return Share(offset, size, size)
 
     def local_steps(self, remaining: int) -> int:
-        """Return the number of batches that this rank gets from ``remaining`` samples."""
+        """Return the number of this rank's batches of ``remaining`` samples."""
         full, tail = divmod(remaining, self.width)
         return full + (not self.drop_last and self.share(tail).size > 0)
 
 
 def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
-    """Return one rank's share of a global step, padded from ``head``."""
+    """Return a rank's share of a global step, padded from ``head``."""
     if len(chunk) < division.width and division.drop_last:
         return []
     share = division.share(len(chunk))
-    padding = [
-        head[(share.offset + i - len(chunk)) % len(head)] for i in range(share.real, share.size)
-    ]
-    return chunk[share.offset : share.offset + share.real] + padding
+    end = share.offset + share.size
+    padding = islice(cycle(head), max(0, end - len(chunk)))
+    return [*chunk, *padding][share.offset : end]
 
 
 def divide(
-    read: Callable[[int], list[Any]], division: Division, head: list[Any]
+    order: Iterator[Any], division: Division, head: list[Any]
 ) -> Iterator[tuple[list[Any], list[Any]]]:
     """Yield this rank's share and all items of each global step.
 
-    ``read(count)`` returns fewer items only at the end. ``head`` holds the first items of the
-    epoch, at most ``division.world - 1``, which are the padding.
+    ``head`` holds the first items of the epoch, for padding.
     """
-    while chunk := read(division.width):
+    while chunk := list(islice(order, division.width)):
         head += chunk[: division.world - 1 - len(head)]
         yield portion(chunk, division, head), chunk
 
@@ -106,7 +108,7 @@ def length_of(sized: Any) -> int | None:
 
 
 def mix(*values: Any) -> int:
-    """Return a seed of 63 bits that depends on all of the plain values."""
+    """Hash plain values to a seed of 63 bits."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -126,13 +128,15 @@ def parts_of(sampler: Any) -> list[Any]:
 def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the generators of a loader and of its samplers, by name."""
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    candidates = (loader.generator, *parts_of(sampler))
-    generators = {id(part): part for part in candidates if is_generator(part)}
-    return {f"own {number}": part for number, part in enumerate(generators.values())}
+    found: dict[str, Any] = {}
+    for part in (loader.generator, *parts_of(sampler)):
+        if is_generator(part) and part not in found.values():
+            found[f"own {len(found)}"] = part
+    return found
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
-    """Return the seed of a loader's orders. ``place`` is the loader's number in its ``setup``."""
+    """Return the seed of all epochs of the loader number ``place`` in a ``setup``."""
     if seed is not None:
         return mix(seed, place)
     own = [seed_of(generator) for generator in own_generators(loader).values()]
@@ -141,7 +145,7 @@ def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """Return a context in which torch draws on the CPU, also after ``set_default_device``."""
+    """Let torch draw on the CPU, also after ``torch.set_default_device``."""
     # Workers that start inside a device context stay in it, and each call of torch gets slower.
     is_cpu = torch.get_default_device().type == "cpu"
     return nullcontext() if is_cpu else torch.device("cpu")
@@ -151,27 +155,27 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 
 def identity(items: Any) -> int:
-    """Return a checksum of nested items, which is equal in every process for equal items.
+    """Return a checksum of nested items, the same in every process.
 
-    It covers integers and texts. If there are none, it covers the other values, although random
-    augmentation may change them.
+    It covers integers and texts, because random augmentation may change the other values. Those
+    are covered if there are no others.
     """
     checksums = [0, 0]
 
     def visit(path: str, leaf: Any) -> Any:
         is_text = isinstance(leaf, int | str | bytes)
-        # Labels and tokens have wide integers, and pixels have bytes.
         dtype = str(getattr(leaf, "dtype", ""))
-        is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
         content: Any = b""
         if isinstance(leaf, torch.Tensor):
-            if is_dense(leaf) and leaf.numel() > 0:
+            if is_dense(leaf) and leaf.numel():
                 content = to_bytes(bytes_of(leaf, torch.device("cpu")))
         elif is_text or isinstance(leaf, float):
             content = repr(leaf).encode()
         elif hasattr(leaf, "tobytes") and dtype != "object":
             # An array of objects holds their addresses.
             content = leaf.tobytes()
+        # Labels and tokens have wide integers, and pixels have bytes.
+        is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
         checksums[is_name] = zlib.crc32(content, checksums[is_name])
         return leaf
 
@@ -180,7 +184,7 @@ def identity(items: Any) -> int:
 
 
 def first_sample(dataset: Any) -> str:
-    """Return a checksum of the first sample of a dataset in memory, or "" for all others."""
+    """Return a checksum of the first sample of a dataset in memory, otherwise ""."""
     index = 0
     while type(dataset) is torch_data.Subset and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]

@@ -1,4 +1,4 @@
-"""The backends by name. Each file or folder of this package is one, except ``base``."""
+"""The backends by name: files and folders, except ``base``."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _WRAPPERS: Final = re.compile(
 
 
 def refuse_foreign(module: nn.Module) -> None:
-    """Raise BackendError for a module that another library distributes or shards."""
+    """Raise BackendError for a module of another distributed library."""
     for name, child in module.named_modules():
         for kind in type(child).__mro__:
             if _WRAPPERS.fullmatch(f"{kind.__module__}.{kind.__qualname__}"):
                 raise BackendError(
-                    f"{name or 'The model'} is already wrapped by {kind.__name__}. Pass the module "
-                    "inside."
+                    f"{name or 'The model'} is already wrapped by {kind.__name__}. "
+                    "Pass the module inside."
                 )
-    for name, parameter in module.named_parameters():
+    for name, p in module.named_parameters():
         # DeepSpeed-MoE marks experts, and puts the same ones on every rank if ep_size is 1.
-        is_expert = getattr(parameter, "allreduce", True) is False
-        if is_expert and getattr(parameter, "group_name", "") != "ep_size_1":
+        is_expert = getattr(p, "allreduce", True) is False
+        if is_expert and getattr(p, "group_name", "") != "ep_size_1":
             raise BackendError(f"Ranks have different experts in {name}. Use ep_size=1.")
-        if hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id"):
+        if hasattr(p, "full_tensor") or hasattr(p, "ds_id"):
             raise BackendError(
-                f"{name} is already sharded ({type(parameter).__name__}). Call accel.setup instead "
-                "of fully_shard, parallelize_module or deepspeed.zero.Init."
+                f"{name} is already sharded ({type(p).__name__}). "
+                "Call accel.setup on the plain model."
             )
 
 
@@ -103,7 +103,7 @@ def engine_of(options: Options) -> type[Engine]:
 
 
 def resolve(backend: object) -> tuple[type[Engine], Any]:
-    """Return the engine and options for an options object or "fsdp:replicas=2", or raise."""
+    """Return the engine and options of an object or of "fsdp:replicas=2"."""
     name = backend.partition(":")[0] if isinstance(backend, str) else ""
     if isinstance(backend, Options):
         engine, options = engine_of(backend), backend
@@ -129,19 +129,20 @@ def _parse(kind: type[Options], text: str) -> Options:
     items = re.findall(r"(?:\[[^]]*\]|\([^)]*\)|[^,])+", text.partition(":")[2])
     for item in map(str.strip, items):
         name, separator, value = item.partition("=")
-        if not separator:  # deepspeed:3
+        # ACCEL_BACKEND=deepspeed:3
+        if not separator:
             name, value = kind.leading, item
         if name not in types or name in values:
             raise BackendError(
-                f"backend={text!r} can't be read at {item!r}. Write name:option=value,option=value "
-                f"with the options {', '.join(types)}."
+                f"backend={text!r} can't be read at {item!r}. Write "
+                f"name:option=value with the options {', '.join(types)}."
             )
         values[name] = _value(value, is_dtype="dtype" in types[name])
     return kind(**values)
 
 
 def _value(text: str, is_dtype: bool) -> Any:
-    """Return the Python value of a text, or the text itself, such as "bf16"."""
+    """Return the Python value of a text, or the text itself: "bf16"."""
     dtype = dtype_of(text) if is_dtype else None
     if dtype is not None:
         return dtype

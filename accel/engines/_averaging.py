@@ -1,8 +1,7 @@
-"""Gradients averaged by accel itself, for backends without their own reducer."""
+"""Gradients averaged by accel, for backends without a reducer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from ..gradients.totals import average_gradients_
 from .base.engine import Engine
 from .base.gradients import Gradients, refuse_inside_backward
 from .base.options import LayerOptions
+from .base.raw_objects import Args, Function, Kwargs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,9 @@ class AveragingOptions(LayerOptions):
 class AveragedGradients(Gradients):
     """Gradients averaged at the step, in clipping and in ``teardown``.
 
-    Until then they are local, so every way to accumulate them is right. A missing gradient counts
-    as zero. Averaging again is harmless, because equal gradients stay equal.
+    Until then they are local, so every way to accumulate them is right. A
+    missing gradient counts as zero. Averaging again is harmless, because
+    equal gradients stay equal.
     """
 
     reduced = deferred = True
@@ -52,12 +53,13 @@ class AveragedGradients(Gradients):
         return waiting and any(p.grad is not None for p in self.engine.parameters)
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Average all gradients, also on a rank without gradients. Collective."""
+        """Average all gradients, unless they are ``final``. Collective."""
         if not self.engine.distributed:
             return
         is_first = False
         if optimizer is not None:
-            if _current_graph_task_id() != -1:  # inline, because every step comes here
+            # `runs_backward` without its call, because every step comes here.
+            if _current_graph_task_id() != -1:
                 refuse_inside_backward()
             if id(optimizer) in self.stepped:
                 # The loop may have assigned gradients, because no backward ran since its last step.
@@ -70,7 +72,7 @@ class AveragedGradients(Gradients):
             self.buffers.synchronize()
 
     def average(self) -> bool:
-        """Average all gradients, and return True if any rank has a gradient. Collective."""
+        """Average gradients. Return True if any rank has some. Collective."""
         engine = self.engine
         what = f"the reduction of gradients ({engine.label})"
         parameters, names = engine.parameters, engine.names
@@ -88,9 +90,7 @@ class AveragingEngine(Engine):
     #: Sums a tensor over the ranks in place, if not by the process group. Collective.
     add: Any = None
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         if self.gradients.stepped and torch.is_grad_enabled():
             # The loop may assign gradients of torch.autograd.grad.
             self.gradients.final = False

@@ -1,10 +1,10 @@
-"""``ddp``: ``DistributedDataParallel``, and averages of the gradients its reducer misses."""
+"""``ddp``: torch's ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Final, Literal, final
@@ -24,6 +24,7 @@ from ._averaging import AveragedGradients, AveragingEngine
 from .base.engine import Context, Engine
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
+from .base.raw_objects import Args, Function, Kwargs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +32,17 @@ class DDP(SequenceOptions):
     """Options of ``ddp``. They are those of ``DistributedDataParallel`` if it has the name.
 
     Args:
-        find_unused_parameters: allow ranks to use different parameters in a step.
-        gradient_as_bucket_view: make gradients views of the reducer's buckets, which saves a copy
-            of them. The next backward then overwrites a ``p.grad`` that you keep.
-        batched_grad_copy: copy gradients into a bucket together. Needs torch 2.13.
+        find_unused_parameters: allow ranks to use different parameters.
+        gradient_as_bucket_view: make gradients views of the reducer's
+            buckets, which saves a copy of them. The next backward then
+            overwrites a ``p.grad`` that you keep.
+        batched_grad_copy: copy gradients together. Needs torch 2.13.
         bucket_cap_mb: size of a bucket in MiB. None: torch's default.
         broadcast_buffers: all ranks take rank 0's buffers once a step.
-        sync_batchnorm: compute BatchNorm over the batches of all ranks. Needs an accelerator.
-        comm_hook: compress gradients on the wire with "fp16", "bf16" or "powersgd" (Vogels et al.,
-            arXiv 1905.13727).
+        sync_batchnorm: compute BatchNorm over the batches of all ranks.
+            Needs an accelerator.
+        comm_hook: compress gradients on the wire with "fp16", "bf16" or
+            "powersgd" (Vogels et al., arXiv 1905.13727).
         powersgd_rank: rank of PowerSGD's approximation.
     """
 
@@ -66,7 +69,7 @@ DDP.approximate = (DDP(comm_hook="powersgd"),)
 
 
 def _build_ddp(core: nn.Module, options: DDP, process: Process) -> DistributedDataParallel:
-    """Return a DistributedDataParallel of the trainable parameters. Collective."""
+    """Return a reducer of the trainable parameters. Collective."""
     known = inspect.signature(DistributedDataParallel).parameters
     given: dict[str, Any] = {"process_group": process.group, "init_sync": False}
     for name in ("find_unused_parameters", "gradient_as_bucket_view", "bucket_cap_mb"):
@@ -107,9 +110,10 @@ _NOTHING: Final = Look([], [])
 class DDPGradients(AveragedGradients):
     """Gradients averaged by torch's reducer during a backward.
 
-    A forward *arms* the reducer for the next backward. The reducer misses the gradients of a second
-    backward of the same forward, of a method, and of a raw submodule. accel averages them at the
-    end of their backward. It averages gradients of ``no_sync`` later.
+    A forward *arms* the reducer for the next backward. The reducer misses
+    the gradients of a second backward of the same forward, of a method, and
+    of a raw submodule. accel averages them at the end of their backward. It
+    averages gradients of ``no_sync`` later.
     """
 
     deferred = False
@@ -132,7 +136,7 @@ class DDPGradients(AveragedGradients):
         self._look = _NOTHING
 
     def build(self, core: nn.Module) -> None:
-        """Build a reducer of the trainable parameters, around ``core``. Collective."""
+        """Build a reducer of trainable parameters. Collective."""
         self.let_go()
         self._trained, self._others = [], []
         for index, p in enumerate(self.engine.parameters):
@@ -168,13 +172,13 @@ class DDPGradients(AveragedGradients):
         self._look = Look(gradients, versions)
 
     def _separate_versions(self) -> None:
-        """Replace gradients by aliases. Views of a bucket share a version. Aliases don't."""
-        for parameter in self.engine.parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.data
+        """Replace gradients by aliases, because views share a version."""
+        for p in self.engine.parameters:
+            if p.grad is not None:
+                p.grad = p.grad.data
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        """Average gradients the reducer missed. Collective if the backward has completed."""
+        """Average gradients the reducer missed. Collective if ``completed``."""
         if not outermost or self._look is _NOTHING:
             return
         waits = False
@@ -194,19 +198,21 @@ class DDPGradients(AveragedGradients):
                 self.armed = False
                 self.final = self.plain = True
                 self.stepped.clear()
-                self._look = _NOTHING  # It would keep gradients alive that the loop drops.
+                # It would keep gradients alive that the loop drops.
+                self._look = _NOTHING
                 if not self.engine.optimizers:
                     self._count_backward()
                 return
         self._judge(completed, waits)
 
     def _judge(self, completed: bool, waits: bool) -> None:
-        """Average the new gradients, unless the reducer has averaged them. Collective."""
+        """Average new gradients, unless the reducer did. Collective."""
         engine = self.engine
         indices = set(written(self._look, look(engine.parameters)))
         self._look = _NOTHING
         if not indices and not waits:
-            return  # a backward of a different model
+            # A backward of a different model.
+            return
         self.plain = True
         self.final = False
         self.stepped.clear()
@@ -226,7 +232,7 @@ class DDPGradients(AveragedGradients):
                 self._count_backward()
 
     def _count_backward(self) -> None:
-        """Count a step and synchronize buffers, for a model without optimizers. Collective."""
+        """Count a step of a model without optimizers. Collective."""
         self.engine.drift.count()
         self.buffers.synchronize()
 
@@ -250,10 +256,10 @@ class DDPGradients(AveragedGradients):
 
         def mark_ready(_: torch.Tensor) -> None:
             for index in missing:
-                parameter = engine.parameters[index]
-                if parameter.grad is None:
-                    empty.append(parameter)
-                    parameter.grad = torch.zeros_like(parameter)
+                p = engine.parameters[index]
+                if p.grad is None:
+                    empty.append(p)
+                    p.grad = torch.zeros_like(p)
                 reducer._autograd_hook(self._trained.index(index))
 
         # The reducer waits for its buckets in a callback, which only a backward has.
@@ -261,12 +267,12 @@ class DDPGradients(AveragedGradients):
         end = start.clone()
         end.register_hook(mark_ready)
         torch.autograd.grad(end, start)
-        for parameter in empty:
+        for p in empty:
             # AdamW would decay a weight that has a gradient of zeros.
-            parameter.grad = None
+            p.grad = None
 
     def recover(self) -> None:
-        """Build a new reducer after an interruption, if gradients were dropped. Collective."""
+        """Build a new reducer after dropped gradients. Collective."""
         for p in self.engine.parameters:
             if p.grad is not None and p.grad.any():
                 self._refuse_incomplete()
@@ -279,8 +285,8 @@ class DDPGradients(AveragedGradients):
 
     def _refuse_incomplete(self) -> None:
         raise BackendError(
-            f"An exception ended a backward of {self.engine.label}, so gradients are incomplete. "
-            "Call optimizer.zero_grad(), then run forward and backward again."
+            f"An exception ended a backward of {self.engine.label}, so gradients "
+            "are incomplete. Call optimizer.zero_grad(), then run forward and backward again."
         )
 
     def average(self) -> bool:
@@ -297,7 +303,7 @@ class DDPGradients(AveragedGradients):
 
 
 class DDPEngine(AveragingEngine):
-    """Runs forwards through a DistributedDataParallel, rebuilt if parameters are frozen."""
+    """Runs forwards through a reducer, rebuilt if parameters are frozen."""
 
     name = "ddp"
     options_type = DDP
@@ -320,7 +326,7 @@ class DDPEngine(AveragingEngine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
-        """Count the gradients twice, unless they are views of the reducer's buckets."""
+        """Count gradients twice, unless they are views of buckets."""
         use = add_uses(map(TensorSize.use, tensors))
         copied = world_size > 1 and not options.gradient_as_bucket_view
         return replace(use, buckets=use.gradients) if copied else use
@@ -342,13 +348,11 @@ class DDPEngine(AveragingEngine):
         self.gradients.let_go()
 
     def abandon(self, reason: str) -> None:
-        """Free the reducer too. Peers in it wake only if nothing holds the group."""
+        """Free the reducer, so ranks which wait in it wake up."""
         super().abandon(reason)
         self.gradients.let_go()
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         gradients, trains = self.gradients, torch.is_grad_enabled()
         if trains:
             if gradients.interrupted:
@@ -359,7 +363,8 @@ class DDPEngine(AveragingEngine):
         if function is not self.entry:
             return function(*args, **kwargs)
         ddp = gradients.ddp
-        if ddp is None or torch.compiler.is_exporting():  # DDP.forward can't be traced.
+        # torch.export can't trace DDP.forward.
+        if ddp is None or torch.compiler.is_exporting():
             return self._core(*args, **kwargs)
         out = ddp(*args, **kwargs)
         if trains and not gradients.accumulating:
@@ -368,7 +373,7 @@ class DDPEngine(AveragingEngine):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """``DistributedDataParallel.join``: ranks without inputs mirror the others' reductions."""
+        """Let ranks without inputs mirror the others' reductions."""
         gradients = self.gradients
         if gradients.ddp is None:
             yield
@@ -389,7 +394,7 @@ class DDPEngine(AveragingEngine):
         self.holdings.synchronize(source)
         for optimizer in self.optimizers:
             if self.process.place.rank != source:
-                for parameter in self.parameters:
-                    optimizer.state.pop(parameter, None)
+                for p in self.parameters:
+                    optimizer.state.pop(p, None)
             self.holdings.give_back("the end of accel.join", optimizer, self.named)
         self.drift.restart()

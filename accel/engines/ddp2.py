@@ -1,4 +1,4 @@
-"""``ddp2``: ``DataParallel`` inside a node and ``DistributedDataParallel`` across nodes."""
+"""``ddp2``: ``DataParallel`` in nodes, ``ddp`` between them."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,9 +15,10 @@ from .dp import Replicas
 class DDP2(DDP):
     """Options of ``ddp2``: those of ``accel.DDP``.
 
-    Start one process on each node. It splits its batch over all devices of the node and gathers the
-    outputs, so the loss sees the node's full batch. Gradients are averaged over the nodes. With
-    fewer than two devices in each process it is ``ddp``.
+    Start one process on each node. It splits its batch over all devices of
+    the node and gathers the outputs, so the loss sees the node's full
+    batch. Gradients are averaged over the nodes. With fewer than two
+    devices in each process it is ``ddp``.
     """
 
 
@@ -34,8 +35,8 @@ class DDP2Engine(DDPEngine):
         several = len(process.devices) > 1
         if options.sequence_parallel > 1 or (options.sync_batchnorm and several):
             raise BackendError(
-                "DDP2 can't have sequence_parallel, or sync_batchnorm with several devices in a "
-                "process. Start one process for each device with backend=accel.DDP(...)."
+                "DDP2 can't have sequence_parallel, or sync_batchnorm with several "
+                "devices. Start a process for each device with accel.DDP(...)."
             )
 
     def wrap(self) -> None:

@@ -1,10 +1,10 @@
-"""``dp``: ``torch.nn.DataParallel`` over this process's devices, for notebooks."""
+"""``dp``: ``torch.nn.DataParallel`` over devices, for notebooks."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -14,6 +14,7 @@ from torch import nn
 from ..process.devices import available
 from .base.engine import Engine
 from .base.options import LayerOptions
+from .base.raw_objects import Args, Function, Kwargs
 
 logger = logging.getLogger("accel")
 
@@ -25,7 +26,7 @@ class DP(LayerOptions):
 
 @final
 class Replicas(nn.DataParallel[nn.Module]):
-    """``nn.DataParallel`` with the caller's autocast dtype in its threads."""
+    """``nn.DataParallel`` with the caller's autocast in its threads."""
 
     def parallel_apply(
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
@@ -45,7 +46,7 @@ class Replicas(nn.DataParallel[nn.Module]):
 
 @final
 class DPEngine(Engine):
-    """Splits each batch over the devices, and gathers the outputs on the first device."""
+    """Splits batches over devices, and gathers outputs on the first."""
 
     name = "dp"
     options_type = DP
@@ -63,7 +64,5 @@ class DPEngine(Engine):
             text = "backend 'dp' with one device (%s) runs as 'single': no batch is split"
             logger.warning(text, self.process.device)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         return (self._parallel if function is self.entry else function)(*args, **kwargs)

@@ -26,9 +26,10 @@ class Horovod(AveragingOptions):
     """Options of ``horovod``.
 
     Args:
-        compression: "fp16" sends gradients in half precision, so their mean is not exact.
+        compression: "fp16" sends gradients in half precision, which rounds.
         broadcast_buffers: all ranks take rank 0's buffers once a step.
-        auto_refresh: look for a change of ``requires_grad`` before each forward.
+        auto_refresh: look for a change of ``requires_grad`` before each
+            forward.
     """
 
     compression: Literal["fp16"] | None = None
@@ -37,7 +38,7 @@ class Horovod(AveragingOptions):
 
 
 def start(process: Process) -> None:
-    """Start Horovod on all ranks, unless the program has started it. Collective."""
+    """Start Horovod, unless the program has started it. Collective."""
     hvd: Any = importlib.import_module("horovod.torch")
     with contextlib.ExitStack() as undo:
         if not any(agree("the state of Horovod", bool(hvd.is_initialized()))):
@@ -48,13 +49,13 @@ def start(process: Process) -> None:
         places = agree("the start of Horovod", place)
     if places != [(rank, len(places)) for rank in range(len(places))]:
         raise LaunchError(
-            f"Horovod's ranks and sizes are {places} on the {len(places)} ranks of accel. "
+            f"Horovod's ranks and sizes are {places} on {len(places)} ranks. "
             "Use horovodrun or torchrun, and leave hvd.init() to accel."
         )
 
 
 def _serve(process: Process, undo: contextlib.ExitStack) -> None:
-    """Serve Horovod's rendezvous and set its variables, as horovodrun does. Collective."""
+    """Serve a rendezvous and set variables, as horovodrun does. Collective."""
     hosts: Any = importlib.import_module("horovod.runner.common.util.hosts")
     http_server: Any = importlib.import_module("horovod.runner.http.http_server")
     names = agree("Horovod's hosts", socket.gethostname())
@@ -65,7 +66,8 @@ def _serve(process: Process, undo: contextlib.ExitStack) -> None:
     undo.callback(server.stop)
     server.init(slots)
     address = "127.0.0.1" if len(per_host) == 1 else process.place.master_addr or names[0]
-    variables = vars(slots[process.place.rank]) | {  # such as local_rank
+    # For example local_rank.
+    variables = vars(slots[process.place.rank]) | {
         "controller": "gloo",
         "cpu_operations": "gloo",
         "gloo_rendezvous_addr": address,
@@ -78,7 +80,7 @@ def _serve(process: Process, undo: contextlib.ExitStack) -> None:
 
 @final
 class HorovodEngine(AveragingEngine):
-    """Sums gradients by ``horovod.torch``. Everything else uses accel's process group."""
+    """Sums gradients by ``horovod.torch``. The rest uses accel's group."""
 
     name = "horovod"
     options_type = Horovod

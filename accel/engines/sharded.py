@@ -1,9 +1,9 @@
-"""``sharded``: optimizer state and final gradients by parameter, as in fairscale's OSS.
+"""``sharded``: fairscale's OSS, with optimizer state by parameter.
 
-OSS chooses the owner of each parameter, keeps weights in flat buffers, and broadcasts
-them after a step. Before it, accel reduces each gradient to its owner, and the user's
-optimizer steps the parameters with a gradient. OSS's own ``step`` and
-``clip_grad_norm`` are wrong if a loop freezes parameters or accumulates gradients.
+OSS chooses the owner of each parameter, keeps weights in flat buffers, and
+broadcasts them after a step. Before it, accel reduces each gradient to its
+owner, and the user's optimizer steps. OSS's own ``step`` and
+``clip_grad_norm`` are wrong after freezing or gradient accumulation.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ..gradients.totals import held_by_any, held_here
@@ -28,11 +28,13 @@ from ..process.packing import average_, broadcast_, reduce_to_owners
 from ..process.startup import unseen_group
 from ..shard import StateEntry, parameters_of
 from .base.engine import Engine
-from .base.gradients import Gradients, refuse_overlaps
+from .base.gradients import Gradients
 from .base.holdings import Holdings
 from .base.memory import MemoryUse, TensorSize, add_uses
 from .base.options import SequenceOptions
 from .base.placement import Placement, Placements
+from .base.raw_objects import Args, Function, Kwargs
+from .base.refusals import refuse_overlaps
 from .base.versions import check_version
 
 logger = logging.getLogger("accel")
@@ -54,7 +56,7 @@ class Sharded(SequenceOptions):
 
 @final
 class FlatWeights:
-    """Trainable parameters of a dtype, in a flat buffer of OSS for each owner."""
+    """Trainable parameters in a flat buffer of OSS for each owner."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizer: Optimizer) -> None:
         # fairscale's defaults would keep the process group alive.
@@ -83,12 +85,12 @@ class FlatWeights:
         # OSS synchronizes this device before a broadcast, but NCCL waits for the stream by itself.
         self._oss._default_device = torch.device("cpu")
         self.flat = list(filter(REQUIRES_GRAD, self._oss.param_groups[0]["params"]))
-        self._addresses = list(map(torch.Tensor.data_ptr, self.flat))
+        self._addresses = list(map(Tensor.data_ptr, self.flat))
 
     def broadcast(self) -> None:
         """Give every rank the owners' values. Collective."""
         # A loop may have assigned `p.data`, as it does to evaluate averaged weights.
-        if list(map(torch.Tensor.data_ptr, self.flat)) != self._addresses:
+        if list(map(Tensor.data_ptr, self.flat)) != self._addresses:
             self.refresh()
         self._oss._broadcast_params()
         # backward() of a graph from before the step must raise on all ranks.
@@ -96,8 +98,8 @@ class FlatWeights:
 
     def release(self) -> None:
         """Give each parameter memory of its own again. Local."""
-        for parameter in self.flat:
-            parameter.data = parameter.data.clone()
+        for p in self.flat:
+            p.data = p.data.clone()
         self._oss.buckets.clear()
 
 
@@ -106,12 +108,12 @@ class FlatWeights:
 
 @final
 class ShardedGradients(Gradients):
-    """Gradients on their rank until a step or clipping, and then on their owner.
+    """Gradients which a step or clipping moves to their owner.
 
-    ``p.grad`` is this rank's share. The gradient is the mean of the ranks' shares, and a
-    missing share is zero. A step or clipping leaves the final gradient on the owner.
-    Before a backward adds to it, the owner multiplies it by the number of ranks, which
-    makes it a share again.
+    ``p.grad`` is this rank's share. The gradient is the mean of the ranks'
+    shares, and a missing share is zero. A step or clipping leaves the final
+    gradient on the owner. Before a backward adds to it, the owner
+    multiplies it by the number of ranks, which makes it a share again.
     """
 
     reduced = deferred = True
@@ -151,14 +153,14 @@ class ShardedGradients(Gradients):
 
     @torch.no_grad()
     def _share_final(self) -> None:
-        """Make final gradients shares, because a backward may add to them. Local."""
+        """Make final gradients shares, before a backward adds to them. Local."""
         for key, p in self._final.items():
             if self.rank_of[key] == self._rank and p.grad is not None:
                 p.grad.mul_(self._world)
         self._final.clear()
 
     def pending(self) -> bool:
-        """True, because only the ranks together know if there is a gradient."""
+        """True, because only all ranks together know."""
         return self.engine.distributed and self.engine.started
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
@@ -172,17 +174,18 @@ class ShardedGradients(Gradients):
             parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
             what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
         if optimizer in self.optimizers:
-            self.give_owners(optimizer)  # A group may have been added after setup.
+            # A group may have been added after setup.
+            self.give_owners(optimizer)
             rank_of = self.rank_of
         self._reduce(what, parameters, rank_of)
 
-    def finalize(self, what: str, parameters: Sequence[torch.Tensor]) -> None:
+    def finalize(self, what: str, parameters: Sequence[Tensor]) -> None:
         self._reduce(what, self.engine.parameters, self.rank_of)
 
     def _reduce(
         self, what: str, parameters: Sequence[nn.Parameter], rank_of: Mapping[int, int]
     ) -> None:
-        """Replace shares by final gradients, on the owners if there are any. Collective."""
+        """Replace shares by final gradients, on owners if any. Collective."""
         if not rank_of:
             self._share_final()
         # A rank may have run no backward, if its batch had nothing to train on.
@@ -193,8 +196,8 @@ class ShardedGradients(Gradients):
             self.buffers.synchronize()
         names = self.engine.holdings.parameter_names
         indices = held_by_any(what, masks, [names[id(p)] for p in parameters])
-        everywhere: list[torch.Tensor] = []
-        by_owner: list[list[torch.Tensor]] = [[] for _ in range(self._world)]
+        everywhere: list[Tensor] = []
+        by_owner: list[list[Tensor]] = [[] for _ in range(self._world)]
         for index in indices:
             p = parameters[index]
             # If the loop has assigned gradients on all ranks, they are shares.
@@ -214,10 +217,10 @@ class ShardedGradients(Gradients):
                 if rank_of[id(p)] != self._rank:
                     p.grad = None
 
-    def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return this rank's gradients, and copies which rank 0 counts. Local."""
-        counted: list[torch.Tensor] = []
-        copies: list[torch.Tensor] = []
+    def parts(self, parameters: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's gradients, and copies, counted on rank 0. Local."""
+        counted: list[Tensor] = []
+        copies: list[Tensor] = []
         for p in parameters:
             if p.grad is not None:
                 counts = self._rank == 0 or id(p) in self._final
@@ -226,7 +229,7 @@ class ShardedGradients(Gradients):
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
-        """Broadcast the stepped parameters from their owners. Collective."""
+        """Broadcast stepped parameters from owners. Collective."""
         if optimizer not in self.optimizers:
             return
         rest = {id(p): p for p in parameters_of(optimizer) if id(p) in self._final}
@@ -262,7 +265,7 @@ class ShardedHoldings(Holdings):
 
 @final
 class ShardedEngine(Engine):
-    """Runs the module as it is. A rank keeps optimizer state of its own parameters."""
+    """Runs the module. Ranks keep optimizer state of own parameters."""
 
     name = "sharded"
     options_type = Sharded
@@ -285,7 +288,7 @@ class ShardedEngine(Engine):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse:
-        """Follow OSS: the rank with the fewest elements gets the next parameter."""
+        """Follow OSS: the rank with the least gets the next parameter."""
         sizes, owned = [0] * world_size, [MemoryUse()] * world_size
         uses: list[MemoryUse] = []
         for tensor in sorted(tensors, key=lambda tensor: -tensor.numel):
@@ -324,7 +327,5 @@ class ShardedEngine(Engine):
         for weights in self.gradients.weights:
             weights.release()
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         return function(*args, **kwargs)

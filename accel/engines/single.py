@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
 from .base.engine import Engine
 from .base.options import LayerOptions
+from .base.raw_objects import Args, Function, Kwargs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,5 @@ class SingleEngine(Engine):
     options_type = Single
     synchronizes = False
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""``xla``: TPUs, by torch-tpu, or on a single device by the older torch_xla."""
+"""``xla``: TPUs, by torch-tpu or torch_xla (a single device)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._averaging import AveragedGradients, AveragingEngine, AveragingOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XLA(AveragingOptions):
-    """Options of ``xla``: ``broadcast_buffers`` and ``auto_refresh``, as in ``accel.Horovod``."""
+    """Options of ``xla``, as in ``accel.Horovod``."""
 
 
 @final
@@ -34,14 +34,14 @@ class XLAGradients(AveragedGradients):
 def _require_tpu(kind: str, found: str) -> None:
     if kind not in ("tpu", "xla"):
         raise BackendError(
-            f"backend 'xla' needs a TPU, but {found} (torch {torch.__version__}). Install "
-            "'torch-tpu==0.2.0', or 'torch_xla==2.9.0' for torch 2.9 (one process)."
+            f"backend 'xla' needs a TPU, but {found} (torch {torch.__version__}). "
+            "Install 'torch-tpu==0.2.0', or 'torch_xla==2.9.0' for one process."
         )
 
 
 @final
 class XLAEngine(AveragingEngine):
-    """Averages gradients on the device. torch_xla runs its recorded operations after each step."""
+    """Averages gradients on the device."""
 
     name = "xla"
     options_type = XLA

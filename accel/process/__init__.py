@@ -62,14 +62,14 @@ def init(
         LaunchError: the process group doesn't start.
     """
     refuse_fork()
-    served = None if process_group is None else parse_backend(process_group)
     limit = None if timeout is None else _duration(timeout)
+    served = parse_backend(process_group or "gloo")
     if _process is None:
         _start(process_group, limit, devices)
         return
     process = current()
-    is_other = served is not None and process.group is not None and served != process.backends
-    if is_other or (limit is not None and limit != process.timeout):
+    is_other = process.group is not None and served != process.backends
+    if (process_group and is_other) or limit not in (None, process.timeout):
         raise AccelError(
             f"accel.init(process_group={process_group!r}, timeout={timeout!r}): accel runs with "
             f"{dict(process.backends)} and {process.timeout.total_seconds():g} s. Call "
@@ -88,7 +88,7 @@ def _start(requested: str | None, timeout: timedelta | None, devices: object) ->
 
 
 def refuse_fork() -> None:
-    """Raise AccelError in a process that was forked from a process in which accel runs."""
+    """Raise AccelError in a forked process, such as a worker of a DataLoader."""
     if _process is not None and os.getpid() != _process.pid:
         raise AccelError(
             f"This process was forked from rank {rank()}, as DataLoader workers are, and can't use "
@@ -97,11 +97,7 @@ def refuse_fork() -> None:
 
 
 def current() -> Process:
-    """Return the running process. Start it from the environment if needed, which is collective.
-
-    Raises:
-        AccelError: the process groups were ended or replaced, or this is a forked process.
-    """
+    """Return the running process. Start it from the environment if needed, which is collective."""
     refuse_fork()
     process = _process or _start(None, None, "auto")
     if process.ended:
@@ -130,12 +126,8 @@ def _duration(timeout: float | timedelta) -> timedelta:
 
 
 def use_devices(devices: object) -> None:
-    """Use the devices that a call asks for. ``"auto"`` changes nothing.
-
-    Raises:
-        DeviceError: the devices don't exist, or different devices are in use.
-    """
-    if isinstance(devices, str) and devices == "auto":
+    """Use the devices of a call's ``devices=``. ``"auto"`` changes nothing."""
+    if devices == "auto":
         return
     if _process is None:
         init(devices=devices)
@@ -151,7 +143,7 @@ def use_devices(devices: object) -> None:
             f"devices={devices!r} is {', '.join(map(str, asked))}, but this process uses "
             f"{', '.join(map(str, process.devices))}. Call accel.teardown() before you change it."
         )
-    process.request, process.asked, process.devices = devices, asked, chosen
+    process.request, process.devices = devices, chosen
     select(process.device)
 
 
@@ -159,24 +151,20 @@ def use_devices(devices: object) -> None:
 
 
 def shutdown(how: str = TORN_DOWN) -> None:
-    """End accel's process groups, so that accel can start again. The other ranks hear ``how``."""
+    """End accel's process groups, and let accel start again. The other ranks hear ``how``."""
     global _process
     process = _process
     if process is None:
         return
     atexit.unregister(_at_exit)
     if process.watchdog is not None:
-        if process.ended:
-            process.watchdog.wait_for_others()
-        else:
-            process.watchdog.tell_leave(how)
-        process.watchdog.stop()
+        process.watchdog.leave("" if process.ended else how)
         process.watchdog = None
     if process.ended:
         _finish_end(process)
-    elif process.control is not None:
-        _release(process, "the processes were shut down")
-        if dist.group.WORLD is process.group:
+    else:
+        process.release("the processes were shut down")
+        if process.control is not None and dist.group.WORLD is process.group:
             destroy_groups(process)
     # The last references must go now. A gloo thread that frees a tensor while the interpreter ends
     # aborts the process.
@@ -187,30 +175,21 @@ def shutdown(how: str = TORN_DOWN) -> None:
     _process = None
 
 
-def _release(process: Process, reason: str) -> None:
-    for dependent in list(process.dependents):
-        dependent.abandon(reason)
-    process.dependents.clear()
-    for release in process.releases:
-        release()
-    process.releases.clear()
-
-
 def end_groups(reason: str, *, mismatch: bool = False) -> None:
-    """End all process groups, so that ranks in any collective raise instead of hanging. Local.
+    """End all process groups. Ranks in any collective raise instead of hanging. Local.
 
     Ranks that wait for this rank raise at once, others within two seconds. ``current`` raises with
     the reason until ``shutdown``.
     """
     if _process is not None:
         _process.end(reason, mismatch)
-        _release(_process, _process.ended)
+        _process.release(_process.ended)
     if dist.is_initialized():
         distributed_c10d._abort_process_group()
 
 
 def _finish_end(process: Process) -> None:
-    """Do the part of an end that needs the training thread."""
+    """Do the part of an end for the training thread."""
     if dist.group.WORLD is process.group:
         end_groups(process.ended)
 
@@ -247,7 +226,7 @@ def ended() -> str:
 
 
 def lost(call: str, error: RuntimeError) -> AccelError:
-    """End the groups, and return the error for a collective that another rank made fail."""
+    """End the groups, and return the error for a collective after a failure of another rank."""
     is_late = "imed out" in str(error) and not ended()
     reason = reason_of(error)
     end_groups(reason)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..errors import AccelError, RankMismatchError, described
+from ..errors import AccelError, RankMismatchError, described, text_of_error
 from ..trees import map_tensors, walk
 from . import current
 from .control import Waiting, agree, locked
@@ -56,16 +56,13 @@ def all_reduce(data: T, op: str = "sum") -> T:
         RankMismatchError: structure, shapes, dtypes or ``op`` differ between ranks.
         AccelError: a leaf is not a tensor or number, or ``op`` is unknown.
     """
-
-    problem = "" if op in tuple(_OPS) else f"expected op to be one of {', '.join(_OPS)}"
+    problem = "" if op in _OPS else f"expected op to be one of {', '.join(_OPS)}"
     exchange = _Exchange(f"all_reduce(op={op!r})", data, _number, problem=problem)
     results: dict[str, Any] = {}
-    for path, tensor in exchange.tensors.items():
-        if tensor.is_complex() and op not in ("sum", "mean"):
-            raise AccelError(f"{exchange.call}: {path} is complex, which has no {op} over ranks")
+    for path in exchange.tensors:
         results[path] = _reduce_tensor(exchange, path, op)
-    for path, values in exchange.others().items():
-        results[path] = _reduce_numbers(values, op)
+    for path in exchange.others:
+        results[path] = _reduce_numbers(exchange.sent_by_all(path), op)
     reduced: T = exchange.replaced(results)
     return reduced
 
@@ -104,38 +101,28 @@ def all_gather(
 
 
 def gather(
-    data: Any,
-    *,
-    gradients: bool = False,
-    pad: float | None = None,
-    objects: bool = False,
-    problem: str = "",
+    data: Any, *, pad: float | None, objects: bool, gradients: bool = False, problem: str = ""
 ) -> Any:
     """Gather as ``all_gather`` does. If a rank has a ``problem``, all ranks raise AccelError."""
     gradients = gradients and torch.is_grad_enabled()
-    given = {"gradients": gradients, "pad": pad, "objects": objects}
-    texts = [f"{name}={value!r}" for name, value in given.items() if value not in (False, None)]
-    exchange = _Exchange(
-        f"all_gather({', '.join(texts)})",
-        data,
-        _pickled if objects else _refuse,
-        objects=objects,
-        free_dims=1 if pad is None else sys.maxsize,
-        problem=problem,
-    )
+    call = f"all_gather(gradients={gradients}, pad={pad}, objects={objects})"
+    accept = _pickled if objects else _refuse
+    free_dims = 1 if pad is None else sys.maxsize
+    exchange = _Exchange(call, data, accept, objects, free_dims, problem)
+    gather_with_gradient: Any = _GatherWithGradient.apply
     results: dict[str, Any] = {}
-    for path, contents in exchange.others().items():
-        items = [_unpack(content) for content in contents]
+    for path in exchange.others:
+        items = list(map(_unpack, exchange.sent_by_all(path)))
         results[path] = sum(items, []) if isinstance(items[0], list) else items
     for path, tensor in exchange.tensors.items():
         if pad is not None:
-            tensor = _padded(tensor, exchange.shapes(path), pad)
+            tensor = _padded(tensor, exchange.sent_by_all(path), pad)
         if not gradients or not tensor.requires_grad:
             results[path] = _gather_rows(tensor, exchange, path)
-        elif exchange.process.place.world_size == 1:
+        elif exchange.world == 1:
             results[path] = tensor
         else:
-            results[path] = _gather_with_gradient(tensor, exchange, path)
+            results[path] = gather_with_gradient(tensor, exchange, path)
     return exchange.replaced(results)
 
 
@@ -156,9 +143,7 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
         RankMismatchError: structure, shapes, dtypes, ``objects`` or ``src`` differ between ranks.
         AccelError: a leaf is not a tensor or can't be pickled, or ``src`` is not a rank.
     """
-    process = current()
-    rank, world = process.place.rank, process.place.world_size
-    call = f"broadcast(src={src!r}{', objects=True' if objects else ''})"
+    rank, world = current().place.rank, current().place.world_size
     is_rank = type(src) is int and 0 <= src < world
     problem = "" if is_rank else f"expected src to be a rank from 0 to {world - 1}"
     sent: Any = data
@@ -168,18 +153,20 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
             sent = to_tensor(_pack(data)) if rank == src else sent
         except AccelError as error:
             problem = str(error)
+    call = f"broadcast(src={src!r}, objects={objects})"
     exchange = _Exchange(call, sent, _refuse, free_dims=int(objects), problem=problem)
     if world == 1:
         return data if objects else exchange.replaced(map_tensors(_detached, exchange.tensors))
     if objects and rank != src:
-        exchange.tensors["data"] = sent.new_empty(exchange.shapes("data")[src])
-    copies = [bytes_of(tensor, exchange.carrier).clone() for tensor in exchange.tensors.values()]
-    with Waiting(process, call):
-        broadcast_(copies, process.group, src)
-    results = {}
-    for (path, tensor), copy in zip(exchange.tensors.items(), copies, strict=True):
-        results[path] = copy.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
-    received: T = _unpack(to_bytes(results["data"])) if objects else exchange.replaced(results)
+        exchange.tensors["data"] = sent.new_empty(exchange.sent_by_all("data")[src])
+    copies: dict[str, Tensor] = {}
+    for path, tensor in exchange.tensors.items():
+        copies[path] = tensor.detach().to(exchange.carrier, copy=True)
+    with Waiting(exchange.process, call):
+        broadcast_(copies.values(), exchange.group, src)
+    for path, tensor in exchange.tensors.items():
+        copies[path] = copies[path].to(tensor.device)
+    received: T = _unpack(to_bytes(copies["data"])) if objects else exchange.replaced(copies)
     return received
 
 
@@ -206,7 +193,7 @@ def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
 def _number(leaf: Any) -> tuple[str, Any]:
     # NumPy's scalars count as numbers.
     if isinstance(leaf, int | float | complex) or getattr(leaf, "shape", None) == ():
-        return "a number", leaf
+        return "a number", leaf.item() if hasattr(leaf, "item") else leaf
     raise AccelError(f"{described(leaf)}; expected a tensor or number")
 
 
@@ -241,8 +228,8 @@ def _pack(leaf: Any) -> bytearray:
     try:
         torch.save(map_tensors(copied, leaf), buffer)
     except Exception as error:
-        kind, reason = type(leaf).__qualname__, f"{type(error).__name__}: {error}"
-        raise AccelError(f"a {kind} that cannot be pickled: {reason}") from error
+        text = f"a {type(leaf).__qualname__} that cannot be pickled: {text_of_error(error)}"
+        raise AccelError(text) from error
     return bytearray(buffer.getbuffer())
 
 
@@ -259,7 +246,8 @@ class _Exchange:
 
     Attributes:
         tensors: leaves that torch.distributed sends.
-        carrier: the device on which they travel.
+        others: the paths of the leaves that travel with the comparison.
+        carrier: the device on which the tensors travel.
     """
 
     def __init__(
@@ -267,25 +255,27 @@ class _Exchange:
         call: str,
         data: Any,
         accept: Callable[[Any], tuple[str, Any]],
-        *,
         objects: bool = False,
         free_dims: int = 0,
         problem: str = "",
     ) -> None:
         """Raise on every rank if the leaves differ or a rank has a problem. Collective.
 
-        Args:
-            accept: returns the kind of a leaf that isn't a tensor, and the value to send.
-            free_dims: how many dimensions of a tensor may have different sizes on the ranks.
+        ``accept`` returns the kind of a leaf beside the tensors, and the value to send. The first
+        ``free_dims`` dimensions of a tensor may have different sizes on the ranks.
         """
-        self.call, self.data, self.objects = call, data, objects
-        self.process = current()
+        self.call, self._data, self._objects = call, data, objects
+        process = self.process = current()
+        self.rank, self.world = process.place.rank, process.place.world_size
+        self.group = process.group
         self.tensors: dict[str, Tensor] = {}
+        leaves: dict[str, Any] = {}
         kinds: dict[str, str] = {}
-        sent: dict[str, Any] = {}  # shapes, numbers and pickled objects
-
-        def visit(path: str, leaf: Any) -> Any:
-            nonlocal problem
+        sent: dict[str, Any] = {}  # numbers and pickled objects, then shapes
+        walked(leaves.setdefault, data, objects)
+        # The order of a dict's keys may differ between ranks.
+        for path in sorted(leaves):
+            leaf = leaves[path]
             try:
                 if isinstance(leaf, Tensor):
                     self.tensors[path] = _dense(leaf)
@@ -295,65 +285,59 @@ class _Exchange:
                     kinds[path], sent[path] = accept(leaf)
             except AccelError as error:
                 problem = problem or f"{path} is {error}"
-            return leaf
-
-        walked(visit, data, objects)
-        self._others = list(sent)
-        # The order of a dict's keys may differ between ranks.
-        self.tensors = dict(sorted(self.tensors.items()))
-        on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors.values())
-        through_cpu = on_cpu and "cpu" in self.process.backends
-        self.carrier = torch.device("cpu") if through_cpu else self.process.carrier
+        self.others = list(sent)
+        self.carrier = self._choose_carrier()
         for path, tensor in self.tensors.items():
             sent[path] = tuple(tensor.shape)
-            sizes = ["any" if dim < free_dims else str(n) for dim, n in enumerate(tensor.shape)]
+            sizes = list(map(str, tensor.shape))
+            sizes[:free_dims] = ["any"] * len(sizes[:free_dims])
             shape = ", ".join(sizes)
             kinds[path] = f"{tensor.dtype} of shape ({shape}) sent on {self.carrier.type}"
         hint = ". Pass pad=value to fill the shorter ones" if free_dims == 1 else ""
-        self._sent = _compare(call, agree(call, (problem, kinds, sent)), hint)
+        self._answers = agree(call, (problem, kinds, sent))
+        self._raise_difference(hint)
 
-    def shapes(self, path: str) -> list[tuple[int, ...]]:
-        """Return each rank's shape of a tensor."""
-        return [sent[path] for sent in self._sent]
+    def _choose_carrier(self) -> torch.device:
+        for tensor in self.tensors.values():
+            if tensor.device.type != "cpu":
+                return self.process.carrier
+        on_cpu = "cpu" in self.process.backends
+        return torch.device("cpu") if on_cpu else self.process.carrier
 
-    def others(self) -> dict[str, list[Any]]:
-        """Return each rank's value of the leaves that aren't tensors, by path."""
-        return {path: [sent[path] for sent in self._sent] for path in self._others}
+    def _raise_difference(self, hint: str) -> None:
+        for rank, (problem, _, _) in enumerate(self._answers):
+            if problem:
+                raise AccelError(f"{self.call} on rank {rank}: {problem}")
+        first = self._answers[0][1]
+        for rank, (_, other, _) in enumerate(self._answers):
+            for path in sorted(first.keys() | other.keys()):
+                here, there = first.get(path, "absent"), other.get(path, "absent")
+                if here != there:
+                    text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
+                    raise RankMismatchError(f"{self.call}: {text}{hint}")
+
+    def sent_by_all(self, path: str) -> list[Any]:
+        """Return each rank's shape of a tensor, or its value of another leaf."""
+        return [sent[path] for _, _, sent in self._answers]
 
     def replaced(self, results: Mapping[str, Any]) -> Any:
         """Return the data with the results in the places of the leaves. None stays None."""
-        return walked(lambda path, leaf: results.get(path), self.data, self.objects)
-
-
-def _compare(call: str, answers: Sequence[Any], hint: str) -> list[dict[str, Any]]:
-    """Return what each rank sent with the comparison. Raise if the ranks differ."""
-    for rank, (problem, _, _) in enumerate(answers):
-        if problem:
-            raise AccelError(f"{call} on rank {rank}: {problem}")
-    first = answers[0][1]
-    for rank, (_, other, _) in enumerate(answers):
-        for path in sorted(first.keys() | other.keys()):
-            here, there = first.get(path, "absent"), other.get(path, "absent")
-            if here != there:
-                text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
-                raise RankMismatchError(f"{call}: {text}{hint}")
-    return [sent for _, _, sent in answers]
+        return walked(lambda path, leaf: results.get(path), self._data, self._objects)
 
 
 # -- single leaves ---------------------------------------------------------------------------------
 
 
 def _reduce_numbers(values: Sequence[Any], op: str) -> Any:
-    plain = [value.item() if hasattr(value, "item") else value for value in values]
     if op in ("max", "min"):
-        for value in plain:
+        for value in values:
             if value != value:
                 return value  # NaN, which Python's max ignores unless it is the first
-    return _OPS[op][1](plain)
+    return _OPS[op][1](values)
 
 
 def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
-    tensor, world = _detached(exchange.tensors[path]), exchange.process.place.world_size
+    tensor, world = _detached(exchange.tensors[path]), exchange.world
     is_float = tensor.is_floating_point() or tensor.is_complex()
     dtype = tensor.dtype
     if not is_float and op not in ("max", "min"):
@@ -363,25 +347,25 @@ def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
     # All backends reduce these dtypes, without overflow or loss.
     wide_dtype = torch.promote_types(tensor.dtype, torch.float32 if is_float else torch.int64)
     wide = tensor.to(exchange.carrier, wide_dtype, copy=True).resolve_conj().contiguous()
-    wide = torch.view_as_real(wide) if tensor.is_complex() else wide
-    is_nan = wide.isnan().to(torch.uint8) if is_float and op in ("max", "min") else None
+    keeps_nan = is_float and op in ("max", "min")
+    is_nan = wide.isnan().to(torch.uint8) if keeps_nan else wide
     with Waiting(exchange.process, exchange.call):
-        dist.all_reduce(wide, _OPS[op][0], group=exchange.process.group)
-        if is_nan is not None:
+        dist.all_reduce(wide, _OPS[op][0], group=exchange.group)
+        if keeps_nan:
             # Backends compare numbers, and every comparison with NaN is false.
-            dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=exchange.process.group)
+            dist.all_reduce(is_nan, dist.ReduceOp.MAX, group=exchange.group)
             wide.masked_fill_(is_nan.bool(), math.nan)
-    wide = wide / world if op == "mean" else wide
-    wide = torch.view_as_complex(wide) if tensor.is_complex() else wide
+    if op == "mean":
+        wide = wide / world
     return wide.to(tensor.device, dtype)
 
 
 def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> Tensor:
     """Fill all dimensions but the first up to the longest of all ranks."""
-    longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    if list(tensor.shape[1:]) == longest[1:]:
+    longest = list(map(max, zip(*shapes, strict=True)))[1:]
+    if list(tensor.shape[1:]) == longest:
         return tensor
-    padded = tensor.new_full((*tensor.shape[:1], *longest[1:]), value)
+    padded = tensor.new_full((len(tensor), *longest), value)
     padded[tuple(map(slice, tensor.shape))] = tensor
     return padded
 
@@ -389,18 +373,23 @@ def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> 
 @torch.no_grad()
 def _gather_rows(tensor: Tensor, exchange: _Exchange, path: str) -> Tensor:
     """Return the rows of all ranks. They travel as bytes, in messages of equal lengths."""
-    rows = [shape[0] if shape else 1 for shape in exchange.shapes(path)]
+    rows = _rows_of_all(exchange, path)
     if len(rows) == 1:
         return _detached(tensor)
     width = math.prod(tensor.shape[1:]) * tensor.itemsize
     sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=exchange.carrier)
     sent[: tensor.nbytes] = bytes_of(tensor, exchange.carrier)
-    received = [torch.empty_like(sent) for _ in rows]
+    received = list(sent.repeat(len(rows), 1))
     with Waiting(exchange.process, exchange.call):
-        dist.all_gather(received, sent, group=exchange.process.group)
-    parts = [part[: number * width] for part, number in zip(received, rows, strict=True)]
-    values = torch.cat(parts).view(tensor.dtype)
+        dist.all_gather(received, sent, group=exchange.group)
+    for rank, number in enumerate(rows):
+        received[rank] = received[rank][: number * width]
+    values = torch.cat(received).view(tensor.dtype)
     return values.reshape(sum(rows), *tensor.shape[1:]).to(tensor.device)
+
+
+def _rows_of_all(exchange: _Exchange, path: str) -> list[int]:
+    return [shape[0] if shape else 1 for shape in exchange.sent_by_all(path)]
 
 
 class _GatherWithGradient(torch.autograd.Function):
@@ -408,8 +397,7 @@ class _GatherWithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exchange: _Exchange, path: str) -> Tensor:
-        rows = [shape[0] if shape else 1 for shape in exchange.shapes(path)]
-        rank = exchange.process.place.rank
+        rows, rank = _rows_of_all(exchange, path), exchange.rank
         ctx.shape, ctx.rows = tensor.shape, slice(sum(rows[:rank]), sum(rows[: rank + 1]))
         return _gather_rows(tensor, exchange, path).detach()
 
@@ -417,6 +405,3 @@ class _GatherWithGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_reduce(grad)[ctx.rows].reshape(ctx.shape), None, None
-
-
-_gather_with_gradient: Any = _GatherWithGradient.apply

@@ -1,10 +1,9 @@
-"""Small values that the ranks exchange on accel's own process group, and errors on every rank."""
+"""Exchange small values on accel's own process group, and raise errors on every rank."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import AccelError, RankMismatchError, TimeoutError
+from ..errors import AccelError, RankMismatchError, TimeoutError, text_of_error
 from . import Process, current, end_groups, ended, local_rank, rank, running
 from . import lost as lost
 from .packing import gather_values
@@ -20,17 +19,12 @@ from .packing import gather_values
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Errors of gloo begin with the path of its source file. The last text is from Work.wait(timeout).
-_LOST: Final = ("gloo/transport", "NCCL", "Operation timed out!")
-
 # Ranks match their collectives by order, so a rank must call them from one thread at a time.
 lock: Final = threading.RLock()
-# A forked child doesn't have the thread that held the lock.
-os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def locked(function: Callable[P, T]) -> Callable[P, T]:
-    """Let one thread at a time call the function."""
+    """Let a single thread at a time call the function."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -47,15 +41,8 @@ def locked(function: Callable[P, T]) -> Callable[P, T]:
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
     """Return every rank's value, by rank. Collective.
 
-    Args:
-        what: names the place in the program. It must be the same on every rank.
-        value: a small object that can be pickled.
-        timeout: how long to wait for the other ranks. None: the timeout of the process.
-
-    Raises:
-        RankMismatchError: a rank is at a different place. Raised on every rank.
-        TimeoutError: a rank doesn't come in time. The process groups are ended.
-        AccelError: a rank has ended. The process groups are ended.
+    ``what`` names the place in the program. If a rank is at a different place, every rank raises
+    RankMismatchError. If a rank has ended or doesn't come in time, the process groups are ended.
     """
     process = current()
     if process.control is None:
@@ -63,23 +50,29 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
     process.rounds += 1
     with Waiting(process, process.doing or repr(what)):
         messages = gather_values((what, value), process.control, timeout or process.timeout)
-    if any(place != what for place, _ in messages):
-        places = "; ".join(f"rank {r} is in {place!r}" for r, (place, _) in enumerate(messages))
-        raise RankMismatchError(f"the ranks are at different points of the program: {places}")
-    return [value for _, value in messages]
+    values: list[Any] = []
+    for place, sent in messages:
+        values.append(sent)
+        if place != what:
+            places = "; ".join(f"rank {r} is in {place!r}" for r, (place, _) in enumerate(messages))
+            raise RankMismatchError(f"the ranks are at different points of the program: {places}")
+    return values
 
 
 # -- collectives of the engines --------------------------------------------------------------------
 
 
 def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
-    """True if an error comes from a connection that closed or timed out."""
+    """True for an error of a closed connection, or of a collective after its timeout."""
     if not isinstance(error, RuntimeError):
         return False
     process = running()
     if process is None or process.control is None:
         return bool(ended())
-    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
+    text = str(error)
+    # Errors of gloo begin with the path of its source file. The last is from Work.wait(timeout).
+    is_gloo = "gloo/transport" in text or "Operation timed out!" in text
+    return is_gloo or "NCCL" in text or isinstance(error, dist.DistError)
 
 
 def raise_lost(what: str, error: BaseException | None) -> None:
@@ -91,7 +84,7 @@ def raise_lost(what: str, error: BaseException | None) -> None:
 class Waiting:
     """A context in which this rank needs the other ranks.
 
-    The watchdog tells the others where this rank is. A lost connection raises accel's error.
+    The watchdog tells the others its name. A lost connection raises accel's error.
     """
 
     def __init__(self, process: Process, what: str) -> None:
@@ -110,12 +103,8 @@ class Waiting:
 def announce(process: Process, what: str, details: Hashable = None) -> None:
     """Announce the next collective of an engine. Compare it over the ranks if it isn't predicted.
 
-    Args:
-        details: values that must be equal on all ranks, too.
-
-    Raises:
-        RankMismatchError: a rank is about to do something else. The process groups are ended.
-        AccelError: a rank has ended or doesn't come in time.
+    ``details`` are compared, too. If a rank is about to do something else, the process groups are
+    ended with RankMismatchError.
     """
     event = (what, details)
     if process.order.expects(event):
@@ -145,8 +134,7 @@ def raise_together(
 ) -> None:
     """Raise if a rank failed: its own error there, and ``kind`` on the other ranks.
 
-    Args:
-        problems: all ranks' errors as texts, which the ranks have exchanged. Empty: no error.
+    ``problems`` are the errors of all ranks as texts. The text of a rank without an error is empty.
     """
     if own is not None:
         try:
@@ -165,20 +153,21 @@ def require_equal(
 ) -> list[Any]:
     """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ.
 
-    Raises:
-        RankMismatchError: the values differ, or a rank doesn't come. The process groups are ended,
-            so that ranks that wait elsewhere raise too.
+    If the values differ, the process groups are ended, because ranks may wait elsewhere.
     """
+    values: list[Any] = []
+    others: list[Any] = []
     try:
-        pairs = agree(what, (value, beside))
+        for rank_value, rank_beside in agree(what, (value, beside)):
+            values.append(rank_value)
+            others.append(rank_beside)
     except TimeoutError as error:
         raise RankMismatchError(f"{what} did not happen on every rank: {error}") from error
-    values = [other for other, _ in pairs]
     if any(other != value for other in values):
         message = f"{what}: the ranks differ: {explain(values)}; make the same change on every rank"
         end_groups(message, mismatch=True)
         raise RankMismatchError(message)
-    return [other for _, other in pairs]
+    return others
 
 
 # -- functions for training loops ------------------------------------------------------------------
@@ -224,7 +213,7 @@ def main_first(*, local: bool = False) -> Iterator[None]:
         if is_first:
             yield
     except BaseException as error:
-        problem = f"{type(error).__name__}: {error}"
+        problem = text_of_error(error)
         raise
     finally:
         problems = agree("main_first", problem)

@@ -31,7 +31,7 @@ ALONE = Place()
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The names of a launcher's variables. Those in ``job`` identify one start of one job."""
+    """The names of a launcher's variables. Those in ``job`` identify a start of a job."""
 
     name: str
     rank: str
@@ -41,34 +41,26 @@ class _Launcher:
     job: tuple[str, ...] = ()
 
 
+def _with_prefix(name: str, prefix: str, *job: str) -> _Launcher:
+    local = f"{prefix}LOCAL_"
+    return _Launcher(name, f"{prefix}RANK", f"{prefix}SIZE", f"{local}RANK", f"{local}SIZE", job)
+
+
 # Environment variables that you set by hand are torchrun's.
 _TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_HOROVODRUN = _Launcher(
-    "horovodrun",
-    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-    job=("HOROVOD_GLOO_RENDEZVOUS_PORT",),
-)
-_MPI = "OMPI_COMM_WORLD_"
-_OPENMPI = _Launcher(
-    "OpenMPI",
-    *(f"{_MPI}RANK", f"{_MPI}SIZE", f"{_MPI}LOCAL_RANK", f"{_MPI}LOCAL_SIZE"),
-    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-)
+_HOROVODRUN = _with_prefix("horovodrun", "HOROVOD_", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+_OPENMPI = _with_prefix("OpenMPI", "OMPI_COMM_WORLD_", *_MPI_JOB)
 _MPICH = _Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = _Launcher(
     "SLURM",
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
-_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 def detect(environ: Mapping[str, str]) -> Place:
-    """Return the place of this process, or ``ALONE`` without a launcher.
-
-    Raises:
-        AccelError: a variable is missing, isn't an integer, or contradicts another variable.
-    """
+    """Return the place of this process, or ``ALONE`` without a launcher."""
     launcher = _find_launcher(environ)
     if launcher is None:
         return ALONE
@@ -83,7 +75,7 @@ def detect(environ: Mapping[str, str]) -> Place:
 
 
 def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
-    """Return the launcher that started this process, the innermost if they are nested."""
+    """Return the launcher of this process, the innermost if they are nested."""
     for launcher in (_TORCHRUN, _HOROVODRUN, _OPENMPI):
         if launcher.rank in environ and launcher.world_size in environ:
             return launcher
@@ -91,7 +83,7 @@ def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
         return _MPICH
     if _in_slurm_step(environ):
         return _SLURM
-    # A variable is missing. The error says which.
+    # A variable is missing. The error names it.
     for launcher in (_MPICH, _TORCHRUN, _HOROVODRUN, _OPENMPI):
         if launcher.rank in environ or launcher.world_size in environ:
             return launcher
@@ -148,7 +140,7 @@ def _local_place(
             tasks += [int(count)] * int(repeats or 1)
         return local_rank, tasks[_integer(environ, "SLURM_NODEID")]
     if launcher.local_world_size in environ:
-        return local_rank, _integer(environ, launcher.local_world_size)
+        world_size = _integer(environ, launcher.local_world_size)
     return local_rank, world_size
 
 
@@ -159,12 +151,14 @@ def first_host(nodes: str) -> str:
 
 
 def _master_host(environ: Mapping[str, str], launcher: _Launcher, one_node: bool) -> str | None:
-    if launcher is _SLURM:
-        lists = [environ[name] for name in _NODE_LISTS if environ.get(name)]
-        return first_host(lists[0]) if lists else None
     if launcher is _HOROVODRUN:
         return environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    return "127.0.0.1" if one_node and launcher is not _TORCHRUN else None
+    if launcher is not _SLURM:
+        return "127.0.0.1" if one_node and launcher is not _TORCHRUN else None
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            return first_host(environ[name])
+    return None
 
 
 def _master_port(environ: Mapping[str, str], launcher: _Launcher) -> int | None:

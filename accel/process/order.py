@@ -1,4 +1,4 @@
-"""Predict the next collective of an engine, so that ranks compare only the unexpected ones."""
+"""Predict the next collective of an engine. Ranks compare only unexpected collectives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Order:
         return True
 
     def learn(self, event: Event) -> None:
-        """Learn an unexpected event that all ranks have."""
+        """Learn an unexpected event, after the comparison with all ranks."""
         if len(self._next_by_count) > _MOST_EVENTS or len(self._next) > _MOST_EVENTS:
             self._next_by_count.clear()
             self._next.clear()

@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -55,27 +55,29 @@ class RngState:
     """The generators of Python, of torch on this rank's devices, and of NumPy if it is in use."""
 
     def state_dict(self) -> dict[str, Any]:
-        states = {"numpy": None, **Generators(global_generators()).states()}
-        return states | {"devices": torch_states()[1:]}
+        states = Generators(global_generators()).states()
+        return {"numpy": None, **states, "devices": torch_states()[1:]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved state. Generators that it doesn't have stay as they are."""
-        names = [name for name in ("python", "torch", "numpy") if state_dict[name] is not None]
-        if "numpy" in names:
+        """Restore a saved state. Generators without a state stay as they are."""
+        if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
-        Generators(global_generators()).put({name: state_dict[name] for name in names})
+        Generators(global_generators()).put(state_dict)
         devices = [*state_dict.get("devices", ())]
-        if state_dict.get("device") is not None:  # checkpoints of older versions
+        # Checkpoints of older versions have the state of a single device.
+        if state_dict.get("device") is not None:
             devices.insert(0, state_dict["device"])
         _put_on_devices(devices)
 
     def diverge(self, number: int) -> None:
-        """Seed from the state and ``number``, so that ranks with equal states draw differently."""
-        _seed_all(_derive(torch.get_rng_state(), number))
+        """Seed from the state and ``number``, so ranks with equal states draw differently."""
+        content = bytes(torch.get_rng_state().tolist()) + str(number).encode()
+        digest = hashlib.blake2b(content, digest_size=4).digest()
+        _seed_all(int.from_bytes(digest, "big"))
 
 
 def torch_states() -> list[torch.Tensor]:
-    """Return the states of torch's generators: of the CPU, then of each of this rank's devices."""
+    """Return the states of torch's generators, first of the CPU, then of this rank's devices."""
     states = [torch.get_rng_state()]
     for device in _accelerators():
         states.append(torch.get_device_module(device).get_rng_state(device).cpu())
@@ -89,32 +91,24 @@ def put_torch_states(states: Sequence[torch.Tensor]) -> None:
 
 
 def _put_on_devices(states: Sequence[torch.Tensor]) -> None:
-    for number, device in enumerate(_accelerators() if states else []):
-        module = torch.get_device_module(device)
-        if number < len(states):
-            module.set_rng_state(states[number], device)
-        else:  # the saving rank had fewer devices
-            with module.device(device):
-                module.manual_seed(_derive(states[0], number))
+    # The saving rank may have had another number of devices.
+    for device, state in zip(_accelerators(), states, strict=False):
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _accelerators() -> list[torch.device]:
     return [device for device in own_devices() if device.type != "cpu"]
 
 
-def _derive(state: torch.Tensor, number: int) -> int:
-    content = bytes(state.tolist()) + str(number).encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=4).digest(), "big")
-
-
-# -- generators at states of a dataloader ----------------------------------------------------------
+# -- the generators of a dataloader ----------------------------------------------------------------
 
 
 def global_generators() -> dict[str, Any]:
     """Return the global generators of the CPU. Those of other devices belong to the model."""
-    generators = {"torch": torch.default_generator, "python": random}
-    numpy = sys.modules.get("numpy")
-    return generators if numpy is None else {**generators, "numpy": numpy.random}
+    generators: dict[str, Any] = {"torch": torch.default_generator, "python": random}
+    if "numpy" in sys.modules:
+        generators["numpy"] = sys.modules["numpy"].random
+    return generators
 
 
 def is_generator(value: Any) -> bool:
@@ -125,27 +119,36 @@ def is_generator(value: Any) -> bool:
 
 
 def seed_of(generator: Any) -> Any:
-    """Return the seed of a torch generator, or the state of another one as plain values."""
+    """Return the seed of a torch generator, or the state of any other as plain values."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
-    return to_plain(_access(generator)[0]())
+    return to_plain(_get(generator))
 
 
-def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return the functions that get and set the state of a generator."""
+def _get(generator: Any) -> Any:
     if hasattr(generator, "getstate"):  # Python's
-        return generator.getstate, generator.setstate
+        return generator.getstate()
     if hasattr(generator, "get_state"):  # torch's, and NumPy's global one
-        return generator.get_state, generator.set_state
-    bits = generator.bit_generator
-    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+        return generator.get_state()
+    return generator.bit_generator.state
+
+
+def _set(generator: Any, state: Any) -> None:
+    if hasattr(generator, "setstate"):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
 
 
 def _seed(generator: Any, number: int) -> None:
     if hasattr(generator, "manual_seed"):
         generator.manual_seed(number)
+    elif hasattr(generator, "getstate"):
+        generator.seed(number)
     elif hasattr(generator, "seed"):  # NumPy takes 32 bits
-        generator.seed(number if hasattr(generator, "getstate") else number % 2**32)
+        generator.seed(number % 2**32)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(number).state
 
@@ -157,12 +160,13 @@ class Generators:
         self._all = dict(named)
 
     def states(self) -> dict[str, Any]:
-        return {name: _access(generator)[0]() for name, generator in self._all.items()}
+        return {name: _get(generator) for name, generator in self._all.items()}
 
     def put(self, states: Mapping[str, Any]) -> None:
-        """Restore the generators that are in ``states``."""
-        for name in states.keys() & self._all.keys():
-            _access(self._all[name])[1](states[name])
+        """Restore the generators with a state in ``states``."""
+        for name, generator in self._all.items():
+            if states.get(name) is not None:
+                _set(generator, states[name])
 
     def seeded(self, seed: int) -> dict[str, Any]:
         """Return the states after seeding. The generators stay as they are."""
@@ -173,18 +177,18 @@ class Generators:
 
 
 class Private:
-    """A context in which generators continue from ``states``. Outside they are as before."""
+    """A context in which generators continue from given states. Outside they are as before."""
 
     def __init__(self, generators: Generators, states: Mapping[str, Any]) -> None:
         self._generators = generators
-        self.states = dict(states)
+        self._states = dict(states)
 
     def __enter__(self) -> None:
         self._outer = self._generators.states()
-        self._generators.put(self.states)
+        self._generators.put(self._states)
 
     def __exit__(self, *_: object) -> None:
-        self.states = self._generators.states()
+        self._states = self._generators.states()
         self._generators.put(self._outer)
 
 
@@ -195,14 +199,16 @@ def to_plain(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: to_plain(value) for name, value in state.items()}
     if isinstance(state, list | tuple):
-        return [to_plain(value) for value in state]
+        return list(map(to_plain, state))
     return state.tolist() if hasattr(state, "tolist") else state
 
 
 def from_plain(state: Any) -> Any:
-    """Return the state that ``to_plain`` was given."""
-    if isinstance(state, dict):
-        if state.keys() == {"bytes"}:
-            return torch.frombuffer(bytearray.fromhex(state["bytes"]), dtype=torch.uint8)
-        return {name: from_plain(value) for name, value in state.items()}
-    return tuple(map(from_plain, state)) if isinstance(state, list | tuple) else state
+    """Undo ``to_plain``."""
+    if isinstance(state, list | tuple):
+        return tuple(map(from_plain, state))
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {"bytes"}:
+        return torch.frombuffer(bytearray.fromhex(state["bytes"]), dtype=torch.uint8)
+    return {name: from_plain(value) for name, value in state.items()}

@@ -1,15 +1,19 @@
-"""Start the process groups of this rank, and end them."""
+"""Start the process groups of this rank, after all ranks have met in a store."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
+import json
+import logging
 import os
 import socket
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -22,12 +26,18 @@ from ..errors import AccelError, DeviceError, LaunchError
 from .devices import default_backend, identity, parse_backend, pick, resolve
 from .launchers import Place, detect
 from .order import Order
-from .rendezvous import LONGEST_PAUSE, StartReport, Wait, meet, open_store
 from .watchdog import Watchdog, accelerator_backends, disconnect_all
+
+logger = logging.getLogger("accel")
 
 #: The local rank if you started the process group, until the ranks have exchanged their hosts.
 UNKNOWN: Final = -1
 _MARGIN: Final = timedelta(minutes=1)
+# The seconds between two looks at the store, at most.
+_LONGEST_PAUSE: Final = 0.5
+# accel can start again in the store of an earlier start, which other ranks may still use.
+_stores: Final[dict[tuple[str, int], distributed_c10d.Store]] = {}
+_starts: Final = itertools.count(1)
 
 
 @final
@@ -37,29 +47,42 @@ class Process:
 
     place: Place
     timeout: timedelta
-    pid: int = field(default_factory=os.getpid)  # a forked child has a different number
-    request: object  # devices= as the user passed it
-    asked: tuple[torch.device, ...]  # the devices of this node that the request means
-    devices: tuple[torch.device, ...]  # the devices of this rank among them
+    # A forked child has a different number.
+    pid: int = field(default_factory=os.getpid)
+    #: The number of this start among those of this Python process.
+    start: int = field(default_factory=_starts.__next__)
+    #: ``devices=`` as you passed it, and the devices of this node for it.
+    request: object
+    asked: tuple[torch.device, ...]
+    #: The devices of this rank among them.
+    devices: tuple[torch.device, ...]
     group: dist.ProcessGroup | None
     owns_group: bool = False
-    control: dist.ProcessGroup | None = None  # accel's own gloo group, for small messages
-    requested: str | None = None  # the backend of ``group``, if the user named it
-    backends: Mapping[str, str]  # of ``group``, by device type
-    token: str = ""  # the name of this start, for keys in the store that all ranks share
+    #: accel's own gloo group, for small messages, and the number of messages.
+    control: dist.ProcessGroup | None = None
+    rounds: int = 0
+    #: The backend of ``group`` if you named it, and its backends by device type.
+    requested: str | None = None
+    backends: Mapping[str, str]
+    #: The name of this start, for keys in the store of all ranks.
+    token: str = ""
+    #: The hosts of all ranks.
+    hosts: list[str] = field(default_factory=list)
     watchdog: Watchdog | None = None
-    ended: str = ""  # why the groups were ended. The watchdog sets it while this thread waits
-    mismatch: bool = False  # they were ended because the ranks were at different collectives
-    hosts: tuple[str, ...] = ()  # of all ranks
-    rounds: int = 0  # messages exchanged on the control group
-    doing: str = ""  # the accel call in which this rank waits for others, for the watchdog
-    order: Order = field(default_factory=Order)  # predicts the next collective of the engines
+    #: Why the groups were ended. The watchdog sets it while the training thread waits.
+    ended: str = ""
+    #: True if they were ended because the ranks were at different collectives.
+    mismatch: bool = False
+    #: The accel call in which this rank waits for others, for the watchdog.
+    doing: str = ""
+    order: Order = field(default_factory=Order)
     #: Objects that use the groups. ``abandon(reason)`` tells them of the end.
     dependents: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
-    subgroups: list[dist.ProcessGroup] = field(default_factory=list)  # of the meshes
     #: Functions that make other libraries let go of the groups.
     releases: list[Callable[[], None]] = field(default_factory=list)
+    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
+    #: The groups of the meshes.
+    subgroups: list[dist.ProcessGroup] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
@@ -69,32 +92,42 @@ class Process:
     @property
     def carrier(self) -> torch.device:
         """The device on which tensors travel between ranks."""
-        through_gloo = self.backends.get(self.device.type) in (None, "gloo")
-        return torch.device("cpu") if "cpu" in self.backends and through_gloo else self.device
+        # gloo copies a GPU's tensors to the CPU, too.
+        if "cpu" in self.backends and self.backends.get(self.device.type) in (None, "gloo"):
+            return torch.device("cpu")
+        return self.device
 
     def shares(self, device: torch.device) -> bool:
         """True if several ranks may use this device."""
-        through_gloo = self.requested is not None and self.backends.get(device.type) == "gloo"
-        return device.type == "cpu" or through_gloo
+        if device.type == "cpu":
+            return True
+        return self.requested is not None and self.backends.get(device.type) == "gloo"
 
     def end(self, reason: str, mismatch: bool) -> None:
-        """Do the part of an end that works while the training thread waits in a collective."""
+        """Do the part of an end for any thread, while the training thread waits in a collective."""
         if not self.ended:
             self.mismatch, self.ended = mismatch, reason
             if self.watchdog is not None:
                 self.watchdog.tell_end(reason, mismatch)
         disconnect_all()
 
+    def release(self, reason: str) -> None:
+        """Tell the users of the groups about the end: engines, checkpoints, libraries."""
+        for dependent in list(self.dependents):
+            dependent.abandon(reason)
+        self.dependents.clear()
+        for release in self.releases:
+            release()
+        self.releases.clear()
+
 
 # -- start -----------------------------------------------------------------------------------------
 
 
 def start(requested: str | None, timeout: timedelta | None, request: object) -> Process:
-    """Start this rank. Collective. If a rank has a problem with its devices, all ranks raise it.
+    """Start this rank with the arguments of ``accel.init``. Collective.
 
-    Args:
-        requested: a backend for the process group. None: the backend for the devices.
-        request: the devices of this node's processes, as in ``accel.setup``.
+    If a rank has a problem with its devices, all ranks raise it.
     """
     place, group, problem = place_now(), dist.group.WORLD, ""
     asked: tuple[torch.device, ...] = (torch.device("cpu"),)
@@ -151,7 +184,7 @@ def select(device: torch.device) -> None:
 
 
 def _connect(process: Process, backend: str, problem: str) -> None:
-    """Start the groups of this rank, after all ranks have told that they can."""
+    """Start the groups of this rank, unless a rank reports a problem."""
     wait = Wait(process.place, process.timeout)
     store = distributed_c10d._get_default_store() if process.group else open_store(wait)
     process.token, reports = meet(store, wait, _report(process, problem))
@@ -159,13 +192,18 @@ def _connect(process: Process, backend: str, problem: str) -> None:
     if process.group is None:
         # Optimizers import it later. Imported now, it can't hold on to the group.
         importlib.import_module("torch.distributed.nn")
+        # A group that is bound to its device connects at once. torch binds only devices that
+        # torch.accelerator knows.
+        device, accelerator = process.device, torch.accelerator.current_accelerator()
+        is_known = accelerator is not None and device.type == accelerator.type
+        binds = is_known and not process.shares(device)
         dist.init_process_group(
             backend,
             store=distributed_c10d.PrefixStore(f"accel/{process.token}", store),
             rank=process.place.rank,
             world_size=process.place.world_size,
             timeout=process.timeout,
-            device_id=_device_to_bind(process),
+            device_id=device if binds else None,
         )
         group = process.group = dist.group.WORLD
         assert group is not None
@@ -194,51 +232,152 @@ def _report(process: Process, problem: str) -> StartReport:
 
 def _check_devices(process: Process, reports: list[StartReport]) -> None:
     """Choose the rank's device. All ranks raise if a rank has a problem or two share a device."""
-    hosts = process.hosts = tuple(report.host for report in reports)
-    place = process.place
-    problems: list[str] = []
+    hosts = process.hosts = [report.host for report in reports]
+    place, problem = process.place, ""
     owners: dict[str, int] = {}
     for rank, report in enumerate(reports):
         if report.problem:
-            problems.append(f"rank {rank}: {report.problem}")
-            continue
+            problem = f"rank {rank}: {report.problem}"
+            break
         device = report.devices[hosts[:rank].count(report.host) % len(report.devices)]
         other = owners.setdefault(device, rank)
         if report.kind != reports[0].kind:
-            problems.append(f"rank {rank} uses {report.kind}, but rank 0 {reports[0].kind}")
-        elif other != rank and not process.shares(process.device):
-            problems.append(
+            problem = f"rank {rank} uses {report.kind}, but rank 0 {reports[0].kind}"
+            break
+        if other != rank and not process.shares(process.device):
+            problem = (
                 f"ranks {other} and {rank} would share one device ({device}). Start fewer "
                 'processes, set LOCAL_RANK, or call accel.init(process_group="gloo") to share it.'
             )
-    if problems:
+            break
+    if problem:
         if place.rank == 0:  # the store may end with this process, and the others still read it
-            time.sleep(2 * LONGEST_PAUSE)
-        raise DeviceError(problems[0])
+            time.sleep(2 * _LONGEST_PAUSE)
+        raise DeviceError(problem)
     if place.local_rank == UNKNOWN:
-        host = hosts[place.rank]
-        local_rank, local_world_size = hosts[: place.rank].count(host), hosts.count(host)
+        local_rank = hosts[: place.rank].count(hosts[place.rank])
+        local_world_size = hosts.count(hosts[place.rank])
         process.place = replace(place, local_rank=local_rank, local_world_size=local_world_size)
         process.devices = pick(process.asked, local_rank, local_world_size)
-
-
-def _device_to_bind(process: Process) -> torch.device | None:
-    """Return this rank's accelerator. A group that is bound to its device connects at once.
-
-    Return None for XLA, unknown to torch.accelerator, and for ranks that share a GPU through gloo.
-    """
-    accelerator, device = torch.accelerator.current_accelerator(), process.device
-    known = accelerator is not None and device.type == accelerator.type and device.index is not None
-    return device if known and not process.shares(device) else None
 
 
 def give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let nccl's timeout, after which it ends the process, come after accel's error."""
     for backend in accelerator_backends(group):
-        set_timeout = getattr(backend, "_set_default_timeout", None)
-        set_timeout = set_timeout or getattr(backend, "set_timeout", None)
-        if set_timeout is not None:
-            set_timeout(timeout + _MARGIN)
+        for name in ("_set_default_timeout", "set_timeout"):
+            if hasattr(backend, name):
+                getattr(backend, name)(timeout + _MARGIN)
+
+
+# -- the store in which the ranks meet -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """The facts about a rank for the others, before the start."""
+
+    host: str
+    #: The type of its devices, and the process group backend for them.
+    kind: str
+    #: The identities of its devices.
+    devices: list[str]
+    #: Why it can't start.
+    problem: str
+
+
+@dataclass
+class Wait:
+    """The wait of a start for the other ranks. It logs who is missing, and ends after ``limit``."""
+
+    place: Place
+    limit: timedelta
+    begin: float = field(default_factory=time.monotonic)
+    next_log: float = 10.0
+
+    def left(self) -> float:
+        """Return the seconds until the next log line or the end."""
+        due = min(self.next_log, self.limit.total_seconds())
+        return self.begin + due - time.monotonic()
+
+    def note(self, missing: list[int]) -> None:
+        """Log the missing ranks after 10 s, 20 s, 40 s, ... Raise LaunchError at the end."""
+        place, limit = self.place, self.limit.total_seconds()
+        waited = time.monotonic() - self.begin
+        text = f"rank {place.rank} has waited {waited:.0f} s (of {limit:g}) for rank "
+        text += ", ".join(map(str, missing[:8]))
+        if len(missing) > 8:
+            text += ", ..."
+        if place.master_addr is not None:
+            text += f" at {place.master_addr}:{place.master_port}"
+        if waited >= limit:
+            raise LaunchError(
+                f"{text}. Start as many processes as WORLD_SIZE says, and call accel.setup or "
+                "accel.init on every rank."
+            )
+        logger.warning("%s. It has not started, has ended, or doesn't call accel.setup.", text)
+        self.next_log = 2 * waited
+
+
+def open_store(wait: Wait) -> distributed_c10d.Store:
+    """Connect to the job's store. It is in rank 0, or in torchrun's agent."""
+    place = wait.place
+    if place.master_addr is None or place.master_port is None:
+        raise LaunchError(
+            f"{place.launcher} started {place.world_size} processes without the address of rank 0. "
+            "Please set MASTER_ADDR to its node and MASTER_PORT to a free port there."
+        )
+    address = (place.master_addr, place.master_port)
+    is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    while address not in _stores:
+        try:
+            _stores[address] = dist.TCPStore(  # type: ignore[attr-defined]
+                *address,
+                is_master=is_server,
+                timeout=timedelta(seconds=max(0.1, wait.left())),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except dist.DistNetworkError as error:
+            if is_server:
+                text = f"rank 0 can't listen at {address[0]}:{address[1]} ({error})"
+                raise LaunchError(f"{text}. Set MASTER_PORT to a free port.") from error
+            wait.note([0])
+    _stores[address].set_timeout(wait.limit)
+    return _stores[address]
+
+
+def meet(
+    store: distributed_c10d.Store, wait: Wait, report: StartReport
+) -> tuple[str, list[StartReport]]:
+    """Return a new name for this start, and the reports of all ranks. Collective.
+
+    torchrun's store outlives its restarts, with the keys of processes that are gone. So rank 0
+    makes a new name, and the other ranks accept a name if its reports include their own.
+    """
+    rank, ticket = wait.place.rank, uuid.uuid4().hex
+    message = json.dumps([ticket, *astuple(report)])
+    if rank == 0:
+        store.set("accel/start", ticket)
+    keys: list[str] = []
+    pause = 0.001
+    while True:
+        if store.check(["accel/start"]):
+            name = store.get("accel/start").decode()
+            keys = [f"accel/{name}/{other}" for other in range(wait.place.world_size)]
+            everything = f"accel/{name}/all"
+            store.set(keys[rank], message)
+            if name == ticket and store.check(keys):
+                texts = [message.decode() for message in store.multi_get(keys)]
+                store.set(everything, f"[{','.join(texts)}]")
+            if store.check([everything]):
+                reports: list[Any] = json.loads(store.get(everything))
+                if reports[rank][0] == ticket:
+                    return name, [StartReport(*values) for _, *values in reports]
+        if wait.left() <= 0:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            wait.note(missing or [0])
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
 # -- meshes, and the end ---------------------------------------------------------------------------
@@ -271,10 +410,6 @@ def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     return process.meshes[key]
 
 
-# The starts of this process that made a mesh.
-_tokens: Final[list[str]] = []
-
-
 def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     kind = process.device.type
     if len(axes) == 1:
@@ -292,15 +427,13 @@ def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
         groups.append(group)
     process.subgroups += groups
     # DTensor's caches compare meshes by name, and an earlier start's mesh has groups that are gone.
-    if process.token not in _tokens:
-        _tokens.append(process.token)
-    number = len(_tokens)
-    names = tuple(axes) if number == 1 else tuple(f"{name} (start {number})" for name in axes)
+    suffix = "" if process.start == 1 else f" (start {process.start})"
+    names = tuple(name + suffix for name in axes)
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
 def destroy_groups(process: Process) -> None:
-    """Destroy the groups that accel made."""
+    """Destroy accel's own groups."""
     if process.owns_group:
         dist.destroy_process_group()
         return

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias, final
 
 import torch
 
-from ..errors import RankMismatchError
 from ..trees import move
 
 # -- from a GPU to the CPU -------------------------------------------------------------------------
@@ -28,7 +26,7 @@ def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def begun(devices: Iterable[torch.device]) -> list[Any]:
-    """Return events for the end of the work that the devices have been given."""
+    """Return events for the end of the work in the devices' queues."""
     return [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
@@ -41,24 +39,25 @@ def finish(events: Iterable[Any]) -> None:
 def on_host(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield flat tensors on the CPU, in pieces of at most ``PIECE`` bytes.
 
-    While you use a piece, the next one is copied. Each piece is valid until you ask for the next.
+    While you use a piece, the next is copied. Each piece is valid until you ask for the next.
     """
     buffers: list[torch.Tensor] = []
     last: tuple[torch.Tensor, list[Any]] | None = None
-    pieces = (tensor.split(max(1, PIECE // tensor.itemsize)) for tensor in tensors)
-    for piece in itertools.chain.from_iterable(pieces):
-        if is_remote(piece):
-            buffers = buffers or [host_memory(PIECE, pinned=True) for _ in range(2)]
-            buffers.reverse()
-            copy = buffers[0][: piece.nbytes].view(piece.dtype)
-            copy.copy_(piece, non_blocking=True)
-            events = begun([piece.device])
-        else:
-            copy, events = piece.cpu(), []
-        if last is not None:
-            finish(last[1])
-            yield last[0]
-        last = copy, events
+    for tensor in tensors:
+        for piece in tensor.split(max(1, PIECE // tensor.itemsize)):
+            if is_remote(piece):
+                if not buffers:
+                    buffers = [host_memory(PIECE, pinned=True) for _ in range(2)]
+                buffers.reverse()
+                copy = buffers[0][: piece.nbytes].view(piece.dtype)
+                copy.copy_(piece, non_blocking=True)
+                events = begun([piece.device])
+            else:
+                copy, events = piece.cpu(), []
+            if last is not None:
+                finish(last[1])
+                yield last[0]
+            last = copy, events
     if last is not None:
         finish(last[1])
         yield last[0]
@@ -74,13 +73,16 @@ Read: TypeAlias = "list[tuple[list[float], float]]"
 class Prints:
     """A few sums of tensors that differ if values or their order differ."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._sums = [(_sums(tensor), _tolerance(tensor.dtype)) for tensor in tensors]
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [(_sums(tensor), _tolerance(tensor.dtype)) for tensor in tensors]
 
     def read(self) -> Read:
         """Return the sums. Waits for the device."""
-        numbers = [(sums.tolist(), tolerance) for sums, tolerance in self._sums]
-        return [(sums, tolerance * abs(sums[1]) + 1e-30) for sums, tolerance in numbers]
+        read: Read = []
+        for sums, tolerance in self._tensors:
+            numbers = sums.tolist()
+            read.append((numbers, tolerance * abs(numbers[1]) + 1e-30))
+        return read
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -98,8 +100,8 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([row.sum(), row.abs().sum(), row @ places])
 
 
-def other_values(by_rank: Mapping[int, Read]) -> tuple[int, int, int] | None:
-    """Return the first rank, a rank with different values, and the number of the tensor."""
+def find_difference(by_rank: Mapping[int, Read]) -> str:
+    """Return a text about the first tensor with different values on the ranks, or an empty text."""
     first, *others = by_rank
     for rank in others:
         pairs = zip(by_rank[first], by_rank[rank], strict=True)
@@ -108,34 +110,19 @@ def other_values(by_rank: Mapping[int, Read]) -> tuple[int, int, int] | None:
                 # Equal infinities have no difference, and equal NaNs no order.
                 is_same = a == b or abs(a - b) <= tolerance or (a != a and b != b)
                 if not is_same:
-                    return first, rank, index
-    return None
-
-
-def refuse_other_values(what: str, by_rank: Mapping[int, Read], advice: str) -> None:
-    """Raise RankMismatchError if the ranks' tensors differ."""
-    difference = other_values(by_rank)
-    if difference is not None:
-        first, rank, index = difference
-        raise RankMismatchError(
-            f"{what}: tensor {index} has other values on rank {rank} than on rank {first}: {advice}"
-        )
+                    return f"tensor {index} has other values on rank {rank} than on rank {first}"
+    return ""
 
 
 # -- batches to the device -------------------------------------------------------------------------
 
 
-@final
-class Transfer:
-    """Moves batches to a device, from pinned memory without waiting for the copies."""
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return the batch on the device. Copies from pinned memory are asynchronous."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, batch: Any) -> Any:
-        return move(batch, self._move)
-
-    def _move(self, leaf: Any) -> Any:
+    def copied(leaf: Any) -> Any:
         if hasattr(leaf, "is_pinned") and leaf.is_pinned():
-            return leaf.to(self._device, non_blocking=True)
-        return leaf.to(self._device)
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device)
+
+    return move(batch, copied)

@@ -1,4 +1,4 @@
-"""The watchdog thread of each rank: it logs which rank waits where, and ends groups that are stuck.
+"""The watchdog thread of each rank: it logs which rank waits where, and ends stuck groups.
 
 Every second, each watchdog reads the counter ``alarm`` in the job's store. A rank raises it
 
@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,15 @@ _INTERVAL: Final = 1.0  # seconds between two looks at the store
 _UNUSED_TAG: Final = 0x5EED  # nobody sends a message with this tag
 _BUSY: Final = 0.05  # share of a CPU. A process that waits in a collective uses less
 
-_TORCH: Final = os.path.join(os.path.dirname(torch.__file__), "")
+_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 # Files of libraries: accel, the packages beside torch, and Python itself.
-_LIBRARIES: Final = tuple(
-    os.path.join(os.path.dirname(path), "")
-    for path in (os.path.dirname(__file__), os.path.dirname(torch.__file__), os.__file__)
+_LIBRARIES: Final = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(torch.__file__)) + os.sep,
+    os.path.dirname(os.__file__) + os.sep,
+    "<frozen",
 )
-# The hooks of a reducer have no frames, so these functions of torch are the innermost ones.
+# The hooks of a reducer have no frames, so these functions of torch are the innermost.
 _REDUCING: Final = {"_engine_run_backward": "backward", "_pre_forward": "forward"}
 # These wait for a single rank, which may still come.
 _POINT_TO_POINT: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
@@ -53,18 +55,15 @@ _POINT_TO_POINT: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 @final
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The position of a rank.
+    """The position of a rank."""
 
-    Attributes:
-        place: the accel call or torch collective in which it waits. Empty outside of collectives.
-        line: the line of the user's program.
-        rounds: how many messages of accel it has exchanged with all ranks.
-        waited: for how many seconds it has waited there.
-    """
-
+    #: The accel call or torch collective in which it waits. Empty outside of collectives.
     place: str
+    #: The line of the user's program.
     line: str = ""
+    #: How many messages of accel it has exchanged with all ranks.
     rounds: int = 0
+    #: For how many seconds it has waited there.
     waited: float = 0.0
 
     def __str__(self) -> str:
@@ -72,45 +71,49 @@ class Report:
         return f"{text} ({self.line})" if self.line else text
 
 
-def _stack_of(thread: int) -> list[tuple[str, int, str]]:
-    """Return path, line and function of a thread's frames, innermost first."""
-    stack = []
+#: Path, line and function of a thread's frames, innermost first.
+_Stack: TypeAlias = list[tuple[str, int, str]]
+
+
+def _stack_of(thread: int) -> _Stack:
+    # traceback.extract_stack() would look at all files on the disk.
+    stack: _Stack = []
     for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
         stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
     return stack
 
 
-def _collective_of(stack: list[tuple[str, int, str]]) -> str:
-    """Return the name of the torch collective that a thread is in, or an empty string."""
-    if stack and stack[0][0].startswith(_TORCH) and stack[0][2] in _REDUCING:
-        return _REDUCING[stack[0][2]]
-    name = ""
-    for path, _, function in stack:
-        if not path.startswith(os.path.join(_TORCH, "distributed", "")):
+def _collective_of(stack: _Stack) -> str:
+    """Return the name of a thread's torch collective, or an empty string."""
+    collective = ""
+    for depth, (path, _, name) in enumerate(stack):
+        if depth == 0 and path.startswith(_TORCH) and name in _REDUCING:
+            return _REDUCING[name]
+        if not path.startswith(f"{_TORCH}distributed{os.sep}"):
             break
         # DTensor waits for its collectives in wait_tensor.
-        if path.endswith("distributed_c10d.py") or function == "wait_tensor":
-            name = function
-    return name
+        if path.endswith("distributed_c10d.py") or name == "wait_tensor":
+            collective = name
+    return collective
 
 
-def _line_of(stack: list[tuple[str, int, str]]) -> str:
+def _line_of(stack: _Stack) -> str:
     """Return the innermost line of the user's program."""
-    for path, line, function in stack:
-        if not path.startswith((*_LIBRARIES, "<frozen")):
-            return f"{os.path.basename(path)}:{line} in {function}"
+    for path, line, name in stack:
+        if not path.startswith(_LIBRARIES):
+            return f"{os.path.basename(path)}:{line} in {name}"
     return ""
 
 
 def explain(reports: Mapping[int, Report | None]) -> str:
     """Describe where the ranks are. Ranks in the same place share a sentence."""
-    ranks_by_text: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[str]] = {}
     for rank, report in reports.items():
-        ranks_by_text.setdefault(str(report or "does not answer"), []).append(rank)
+        ranks_by_text.setdefault(str(report or "does not answer"), []).append(str(rank))
     sentences = []
     for text, ranks in ranks_by_text.items():
         more = ", ..." if len(ranks) > 8 else ""
-        sentences.append(f"rank {', '.join(map(str, ranks[:8]))}{more} {text}")
+        sentences.append(f"rank {', '.join(ranks[:8])}{more} {text}")
     return "; ".join(sentences)
 
 
@@ -130,15 +133,12 @@ def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
 
 @final
 class Watchdog:
-    """A thread beside the thread that trains.
-
-    Attributes:
-        left: how ranks have left that won't join any more collectives, by rank.
-        patience: the seconds in a collective after which a rank asks the others where they are.
-    """
+    """A thread beside the training thread."""
 
     def __init__(self, process: Process) -> None:
+        #: How ranks have left, by rank. They won't join any more collectives.
         self.left: dict[int, str] = {}
+        #: The seconds in a collective after which a rank asks the others where they are.
         self.patience = min(10.0, process.timeout.total_seconds() / 5)
         self.interval = _INTERVAL
         self._process = process
@@ -158,19 +158,24 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="accel-watchdog", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join(5)
-
     def tell_end(self, reason: str, mismatch: bool) -> None:
         """Tell all ranks why this rank ended the process groups. They end theirs."""
         self._stopped.set()
         self._tell("has ended its process groups", json.dumps([reason, mismatch]))
 
-    def tell_leave(self, how: str) -> None:
-        """Tell all ranks that this rank won't join any more collectives."""
-        self._tell(how)
-        self.wait_for_others()
+    def leave(self, how: str) -> None:
+        """Stop. Tell all ranks how this rank leaves, if ``tell_end`` hasn't told it."""
+        if how:
+            self._tell(how)
+        # The store may end with rank 0, so the others get 1.5 intervals to hear it.
+        deadline = time.monotonic() + 1.5 * self.interval
+        with contextlib.suppress(RuntimeError):
+            while self._rank == 0 and time.monotonic() < deadline:
+                if len(self._store.get("left").splitlines()) >= self._world:
+                    break
+                time.sleep(0.01)
+        self._stopped.set()
+        self._thread.join(5)
 
     def _tell(self, how: str, end: str = "") -> None:
         def tell() -> None:
@@ -181,15 +186,6 @@ class Watchdog:
 
         _try_for(2, tell)
 
-    def wait_for_others(self) -> None:
-        """Let the others hear rank 0, because the store may end with it. They have 1.5 intervals."""
-        deadline = time.monotonic() + 1.5 * self.interval
-        with contextlib.suppress(RuntimeError):
-            while self._rank == 0 and time.monotonic() < deadline:
-                if len(self._store.get("left").splitlines()) >= self._world:
-                    break
-                time.sleep(0.01)
-
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the process with the store has ended
             while not self._stopped.wait(self.interval):
@@ -197,7 +193,7 @@ class Watchdog:
                 self._answer()
 
     def _answer(self) -> None:
-        """React to what other ranks have told or asked since the last time."""
+        """React to news and questions of other ranks."""
         alarm = self._store.add("alarm", 0)
         if alarm == self._alarm:
             return
@@ -242,21 +238,24 @@ class Watchdog:
         # The lowest waiting rank asks first, and its question serves all.
         turn = min(self._rank, 50) * self.interval / 10
         if report.waited > self.patience + turn and now - self._asked > self.patience / 2:
-            reports = self._ask()
-            if self._stopped.is_set():
-                return
-            where = explain(reports)
-            if report.waited >= 2 * self._logged:
-                self._logged = report.waited
-                text = "rank %d has waited for %.0f s: %s"
-                logger.warning(text, self._rank, report.waited, where)
-            if are_stuck(reports.values(), self.patience / 2):
-                self._end(
-                    f"the ranks wait for each other: {where}. Every rank must call its models and "
-                    "accel in the same order. Look for a call under accel.is_main(), or for loops "
-                    "of different lengths.",
-                    True,
-                )
+            self._compare(report)
+
+    def _compare(self, report: Report) -> None:
+        reports = self._ask()
+        if self._stopped.is_set():
+            return
+        where = explain(reports)
+        if report.waited >= 2 * self._logged:
+            self._logged = report.waited
+            text = "rank %d has waited for %.0f s: %s"
+            logger.warning(text, self._rank, report.waited, where)
+        if are_stuck(reports.values(), self.patience / 2):
+            self._end(
+                f"the ranks wait for each other: {where}. Every rank must call its models and "
+                "accel in the same order. Look for a call under accel.is_main(), or for loops "
+                "of different lengths.",
+                True,
+            )
 
     def _ask(self) -> dict[int, Report | None]:
         number = self._store.add("alarm", 1)
@@ -271,15 +270,6 @@ class Watchdog:
         for rank, key in enumerate(keys):
             answers = self._store.check([key])
             reports[rank] = Report(*json.loads(self._store.get(key))) if answers else None
-        return reports
-
-    def ask(self) -> dict[int, Report | None]:
-        """Return the reports of all ranks, or nothing if the store can't be reached.
-
-        For the training thread. A rank that was killed or hangs has None.
-        """
-        reports: dict[int, Report | None] = {}
-        _try_for(3 * self.interval + 2, lambda: reports.update(self._ask()))
         return reports
 
     # -- why a collective failed, for the training thread --
@@ -300,7 +290,8 @@ class Watchdog:
         is_lost = isinstance(error, RuntimeError) and ("imed out" in text or "by peer" in text)
         if self._stopped.is_set() or not is_lost:
             return ""
-        reports = self.ask()
+        reports: dict[int, Report | None] = {}
+        _try_for(3 * self.interval + 2, lambda: reports.update(self._ask()))
         if self._process.ended:  # a different rank told why
             return ""
         if not reports:
@@ -320,8 +311,10 @@ class Watchdog:
         return explain(reports)
 
     def _who_left(self) -> str:
-        hosts, left = self._process.hosts, sorted(self.left.items())
-        return "; ".join(f"rank {rank} (host {hosts[rank]}) {how}" for rank, how in left)
+        texts = []
+        for rank, how in sorted(self.left.items()):
+            texts.append(f"rank {rank} (host {self._process.hosts[rank]}) {how}")
+        return "; ".join(texts)
 
 
 def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
@@ -341,25 +334,26 @@ def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
 
 
 def disconnect_all() -> None:
-    """Close the connections of all process groups, so that no thread waits in a collective."""
+    """Close the connections of all process groups, so no thread waits in a collective."""
     groups = list(distributed_c10d._world.pg_map)
     for group in groups:
         _close_gloo(group)
-    # Groups may wait for each other's kernels, so torch ends them as one batch, newest first.
-    backends = []
+    # Groups may wait for each other's kernels, so torch ends them as a batch, newest first.
+    backends: list[Any] = []
     for group in reversed(groups):
-        backends += [b for b in accelerator_backends(group) if hasattr(b, "abort")]
-    batched = bool(backends) and hasattr(backends[0], "_group_start")
-    if batched:
-        backends[0]._group_start()
+        backends += accelerator_backends(group)
+    backends = [backend for backend in backends if hasattr(backend, "abort")]
+    batch = backends[0] if backends and hasattr(backends[0], "_group_start") else None
+    if batch is not None:
+        batch._group_start()
     for backend in backends:
         backend.abort()
-    if batched:
-        backends[0]._group_end()
+    if batch is not None:
+        batch._group_end()
 
 
 def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of a group that run kernels, such as nccl. gloo runs none."""
+    """Return a group's backends for accelerators, such as nccl, but not gloo."""
     backends: list[Any] = []
     for device in group._device_types:
         with contextlib.suppress(RuntimeError):

@@ -92,8 +92,8 @@ def value_of(url: str) -> float:
     return float(found["n"])
 
 
-def attack(rounds: int, url: str, prepare: Callable[[int], None]) -> None:
-    """Kill so many jobs; ``prepare`` is told which one is next, and -1 before what it did is looked at."""
+def attack(rounds: int, url: str, prepare: Callable[[int], None]) -> int:
+    """How many of so many kills lost a commit; ``prepare`` is told which one is next, and -1 before it is looked at."""
     lost, done, saved, value = 0, Counter[str](), 0, 0
     start = time.monotonic()
     for number in range(rounds):
@@ -115,6 +115,7 @@ def attack(rounds: int, url: str, prepare: Callable[[int], None]) -> None:
         if number % 20 == 19:
             print(f"{number + 1} kills, {lost} lost, {saved} commits, {time.monotonic() - start:.0f} s", flush=True)
     print(f"{rounds} kills ({dict(done)}): {lost} lost; {saved} commits between them")
+    return lost
 
 
 def in_store(rounds: int) -> None:

@@ -31,7 +31,7 @@ class Parts(StateObject):
     kind = "module"
 
     def __init__(self, shards: Sequence[Shard], *, equal: bool = True) -> None:
-        super().__init__("", "")
+        super().__init__()
         self.parts, self._equal = list(shards), equal
 
     def shards(self) -> Iterator[LocalShard]:
@@ -40,7 +40,7 @@ class Parts(StateObject):
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"extra": {}}
 
-    def slots(self, manifest: Manifest, node: Mapping[str, Json]) -> list[tuple[str, Shard]]:
+    def slots(self, manifest: Manifest) -> list[tuple[str, Shard]]:
         return [(one.name, one) for one in self.parts]
 
 
@@ -90,9 +90,6 @@ def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: boo
         if items:
             files[rank] = shards.write(directory, folder.shard_name(SAVE, rank), items)
     numbers = {rank: number for number, rank in enumerate(files)}
-    for one in contents:
-        for leaf in one.merged:
-            leaf[0].node.update(leaf[1])
     commit.put(
         Record(
             id=SAVE,
@@ -204,8 +201,8 @@ class Divided:
                 tensor.data = torch.zeros(shape_of(self.holdings.box_of(name)), dtype=tensor.dtype)
         self.optimizer = stepped(self.net)
         names = self.holdings.parameter_names
-        model = ModuleObject("", "", self.net, None, "")
-        optimizer = OptimizerObject("", "", self.optimizer, None, names)
+        model = ModuleObject(self.net)
+        optimizer = OptimizerObject(self.optimizer, None, names)
         model._holdings = optimizer._holdings = self.holdings
         self.state = {"model": model, "optimizer": optimizer}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +81,9 @@ def test_files_that_are_not_complete(how: str, copy: Path, tmp_path: Path) -> No
         assert accel.latest(tmp_path) is None
 
 
-def tensor(body: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = body["tensors"]["net/weight"]
-    return found
-
-
-CRAFTED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "another directory": lambda b: b["files"][0].update(name="../c/" + b["files"][0]["name"]),
-    "another dtype": lambda b: tensor(b).update(dtype="I32"),
-    "no values": lambda b: b.pop("values"),
-    "newer": lambda b: b.update(version=4),
-}
-
-
-@pytest.mark.parametrize("how", CRAFTED)
-def test_crafted_records(how: str, copy: Path) -> None:
-    rewrite(copy, CRAFTED[how])
-    assert ("update accel" in refused(copy, ".")) == (how == "newer")
+def test_records_of_newer_versions(copy: Path) -> None:
+    rewrite(copy, lambda body: body.update(version=4))
+    assert "update accel" in refused(copy, "version 4")
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:

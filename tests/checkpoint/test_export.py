@@ -15,7 +15,6 @@ from torch import nn
 
 import accel
 from accel import CheckpointError
-from accel.__main__ import main
 from tests.distributed import run
 
 
@@ -99,7 +98,7 @@ def test_which_model(tmp_path: Path) -> None:
     accel.save({"gan": {"a/b": first}, "critic": second, "step": 1}, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"2 models \('gan/a%2Fb', 'critic'\). Choose with name="):
         accel.export(tmp_path / "c", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="no model 'x'. It has 'gan"):
+    with pytest.raises(CheckpointError, match="no model 'x' \\('gan"):
         accel.export(tmp_path / "c", tmp_path / "out", name="x")
     assert not (tmp_path / "out").exists()
     accel.export(tmp_path / "c", tmp_path / "out", name="gan/a%2Fb")
@@ -228,12 +227,3 @@ def test_diffusers_loads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert equal(loaded, model)
     loaded.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")
     assert equal(accel.load(tmp_path / "theirs", {"unet": build(1)})["unet"], model)
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, _ = saved(tmp_path / "c")
-    out = str(tmp_path / "out")
-    assert main(["export", directory, out, "--name", "model", "--dtype", "bfloat16"]) == 0
-    assert load_file(f"{out}/model.safetensors")["body.weight"].dtype is torch.bfloat16
-    assert main(["export", directory, out]) == 1
-    assert "has weights already" in capsys.readouterr().err

@@ -19,8 +19,6 @@ import accel
 from tests.distributed import run
 from tests.programs import ROOT
 
-PATTERN = re.compile(r"accel-[0-9a-f]{12}-\d{5}\.safetensors")
-
 
 class Big(nn.Module):
     def __init__(self) -> None:
@@ -97,20 +95,6 @@ def test_a_program_without_accel_reads_checkpoints_of_several_ranks(
         patch.setattr("sys.argv", ["read_checkpoint.py", str(tmp_path / "cut")])
         runpy.run_path(str(ROOT / "examples" / "read_checkpoint.py"), run_name="__main__")
     assert "'model/1.weight', tensor(" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_replicas_are_split_evenly_by_bytes(world: int, tmp_path: Path) -> None:
-    run(world, save_big, str(tmp_path / "c"))
-    names = [p.name for p in (tmp_path / "c").iterdir()]
-    assert sorted(n for n in names if not PATTERN.fullmatch(n)) == ["accel.json"]
-    data = []
-    for rank in range(world):
-        path = next((tmp_path / "c").glob(f"accel-*-{rank:05d}.safetensors"))
-        content = path.read_bytes()
-        data.append(len(content) - 8 - int.from_bytes(content[:8], "little"))
-    assert max(data) - min(data) <= 16
-    assert len(names) == 1 + world
 
 
 def test_files_follow_the_umask(tmp_path: Path) -> None:

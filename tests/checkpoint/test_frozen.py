@@ -25,14 +25,6 @@ def net(seed: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def make(model: nn.Module, kind: Any) -> Any:
-    """Return an optimizer of the trainable parameters. Muon takes only matrices."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if kind is torch.optim.Muon:
-        parameters = [p for p in parameters if p.dim() == 2]
-    return kind(parameters, lr=0.1)
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
         optimizer.zero_grad()
@@ -49,12 +41,12 @@ def full(model: nn.Module, optimizer: Any, raw: bool) -> list[Any]:
     return [{n: t.clone() for n, t in state[0].items()}, state[1]]
 
 
-def trainable_only(directory: str, backend: Any, kind: Any, strict: bool = True) -> None:
+def trainable_only(directory: str, backend: Any) -> None:
     """Save and load an optimizer of the trainable parameters alone, and train on."""
     found, alive = [], []
     for seed in (1, 2):
         model = net(seed)
-        optimizer = make(model, kind)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
         if backend is not None:
             model, optimizer, _ = accel.setup(model, optimizer, backend=backend)
         state = {"m": model, "o": optimizer}
@@ -63,13 +55,8 @@ def trainable_only(directory: str, backend: Any, kind: Any, strict: bool = True)
             train(model, optimizer)
             accel.save(state, directory)
         else:
-            accel.load(directory, state, strict=strict)
-        assert [n for n, p in model.named_parameters() if p.requires_grad] == [
-            "2.weight",
-            "2.bias",
-            "3.weight",
-            "3.bias",
-        ]
+            accel.load(directory, state)
+        assert trainable(model) == "----++++"
         found.append(full(model, optimizer, backend is None))
         train(model, optimizer)
         found[-1] += full(model, optimizer, backend is None)
@@ -81,12 +68,7 @@ def trainable_only(directory: str, backend: Any, kind: Any, strict: bool = True)
 def test_an_optimizer_of_trainable_parameters(backend: Any, tmp_path: Path) -> None:
     if backend is not None:
         need(backend, 2)
-    run(1 if backend is None else 2, trainable_only, str(tmp_path), backend, torch.optim.AdamW)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_muon_on_one_process(strict: bool, tmp_path: Path) -> None:
-    trainable_only(str(tmp_path), "single", torch.optim.Muon, strict)
+    run(1 if backend is None else 2, trainable_only, str(tmp_path), backend)
 
 
 def test_freezing_travels_with_the_optimizer(tmp_path: Path) -> None:

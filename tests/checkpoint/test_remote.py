@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import secrets
-import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,40 +264,12 @@ def test_two_jobs_in_one_place(before: bool, prefix: str) -> None:
     assert len(objects(prefix)) == 2
 
 
-SCRIPT = """
-import sys, torch, accel
-begin = int(sys.argv[2])
-for value in range(begin, begin + 1000):
-    accel.save({"n": float(value), "x": torch.full((4_500_000,), float(value))}, sys.argv[1], wait=sys.argv[3] == "wait")
-    print(value, flush=True)
-"""
-
-
-def killed(url: str, begin: int, how: str, after: float) -> int:
-    """The last value that a job of its own process has surely saved, when it is killed some time after its first."""
-    job = subprocess.Popen([executable(), "-c", SCRIPT, url, str(begin), how], stdout=subprocess.PIPE, text=True)
-    assert job.stdout is not None
-    try:
-        sure = int(job.stdout.readline())
-        time.sleep(after)
-        job.send_signal(signal.SIGKILL)
-        lines = job.stdout.read().split()
-        sure = int(lines[-1]) if lines else sure
-    finally:
-        job.kill()
-        job.wait()
-        job.stdout.close()
-    return sure if how == "wait" else sure - 1  # of one that goes on in the background, only the next call tells
-
-
-def test_killed_at_any_moment(prefix: str) -> None:
+def test_killed_at_any_moment(endpoint: str, prefix: str) -> None:
     """The last commit is whole; the next save works, and sweeps the files that the dead ones left."""
-    sure = 0
-    for number, how in enumerate(("wait", "background")):
-        sure = killed(prefix, sure + 1, how, random.Random(number).uniform(0, 0.4))
-        found = value_of(prefix)
-        assert found >= sure
-        sure = int(found)
+    script = f"from tests.checkpoint import kills, stores\nstores.use({endpoint!r})\n"
+    script += f"assert kills.attack(4, {prefix!r}, lambda _: None) == 0"
+    done = subprocess.run([executable(), "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     accel.save(state(-1.0), prefix)
     assert value_of(prefix) == -1
     assert len(objects(prefix)) == 2
@@ -399,31 +368,26 @@ def test_bytes_that_the_network_changes(faulty: stores.Proxy, prefix: str) -> No
 
 def test_what_is_missing_is_named(prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+
+    def refused(url: str, words: str) -> None:
+        for call in (lambda u: accel.save(state(1.0), u), accel.load, accel.latest, accel.verify):
+            with pytest.raises(CheckpointError, match=words):
+                call(url)
+
+    bucket = "s3://no-such-bucket/x"
+    refused(bucket, f"bucket does not exist.*{bucket}|{bucket}.*not")
+    refused("gs://bucket/x", "install gcsfs")
+    refused("NOSUCH://bucket/x", "nosuch://bucket/x")
+    refused("dir://x", "can't open it")
+    accel.save({"n": 1}, prefix)
+    assert accel.load(prefix) == {"n": 1}
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
     remote._opened.cache_clear()
-    for url, words in (
-        (f"{prefix}/x", f"NoCredentialsError.*{ADVICE}"),
-        ("gs://bucket/x", "install gcsfs"),
-        ("NOSUCH://bucket/x", "nosuch://bucket/x"),
-        ("dir://x", "can't open it"),
-    ):
-        for call in (lambda u: accel.save(state(1.0), u), accel.load, accel.latest, accel.verify):
-            with pytest.raises(CheckpointError, match=words):
-                call(url)
+    refused(f"{prefix}/x", f"NoCredentialsError.*{ADVICE}")
     assert not os.listdir(tmp_path)
-
-
-def test_a_bucket_that_is_not_there(prefix: str) -> None:
-    for call in (lambda u: accel.save({"n": 1}, u), accel.load, accel.latest, accel.verify):
-        with pytest.raises(
-            CheckpointError, match="bucket does not exist.*s3://no-such-bucket/x|s3://no-such-bucket/x.*not"
-        ):
-            call("s3://no-such-bucket/x")
-    accel.save({"n": 1}, prefix)
-    assert accel.load(prefix) == {"n": 1}
 
 
 def test_a_server_that_is_not_reached(endpoint: str) -> None:

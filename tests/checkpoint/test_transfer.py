@@ -67,7 +67,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> L
     for module in (transfer, reader, saving, shards):
         for name, stand_in in (
             ("PIECE", 4 << 20),  # and what follows: smaller, as the tensors are
-            ("_STAGE", 4 << 20),
             ("_BLOCK", 16 << 20),
             ("is_remote", lambda tensor: tensor.dtype is REMOTE),
             ("begun", late.events),

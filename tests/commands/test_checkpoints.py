@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import accel
@@ -41,6 +42,15 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert '"lr": 3.0' in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "no")]) == 1
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, out = str(tmp_path / "c"), str(tmp_path / "out")
+    save(directory, 3.0)
+    assert main(["export", directory, out, "--name", "m", "--dtype", "bfloat16"]) == 0
+    assert load_file(f"{out}/model.safetensors")["weight"].dtype is torch.bfloat16
+    assert main(["export", directory, out]) == 1
+    assert "has weights already" in capsys.readouterr().err
 
 
 def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,10 +102,8 @@ SAMPLERS: dict[str, Any] = {
     "replacement": lambda: RandomSampler(range(50), replacement=True, num_samples=70),
     "subset": lambda: SubsetRandomSampler(range(30, 80)),
     "weighted": lambda: WeightedRandomSampler([1.0] * 50, 60),
-} | {f"mine {s}": lambda s=s: Mine(s) for s in ("random", "numpy")}
-
-
-OWN = {f"mine {s}": lambda s=s: Mine(s) for s in ("own torch", "own numpy")}
+    **{f"mine {s}": lambda s=s: Mine(s) for s in ("random", "numpy", "own torch", "own numpy")},
+}
 
 
 def rng_states() -> str:
@@ -166,3 +164,7 @@ class Divided(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(accel.rank(), 64, accel.world_size()))
+
+
+def setup_loader(raw: DataLoader[Any], **options: Any) -> Any:
+    return accel.setup(None, dataloaders=raw, loader_options=LoaderOptions(**options)).dataloaders

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Sampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from accel import LoaderError
@@ -82,16 +76,12 @@ def test_subclasses_of_dataloader() -> None:
     handle = make(Shouting(Numbers(5), batch_size=2, collate_fn=list, word="hey"), 1, 2)
     assert (handle.word, list(handle)) == ("hey", [("hey", [2, 3]), ("hey", [0])])
 
-    class Ready(DataLoader[Any]):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.ready = super().__iter__()
-
+    class Repeating(DataLoader[Any]):
         def __iter__(self) -> Any:
-            return self.ready
+            return iter([[0], [0]])
 
     with pytest.raises(LoaderError, match="one batch for each batch of its sampler"):
-        next(iter(make(Ready(Numbers(5)))))
+        next(iter(make(Repeating(Numbers(5)))))
 
 
 class Foreign(Sampler[int]):
@@ -139,14 +129,12 @@ plans = st.fixed_dictionaries(
 
 
 def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Division], list[list[list[int]]]]:
-    ranks = [Division(rank=rank, **plan) for rank in range(plan["world"])]
-    return ranks, [_dealt(total, start, rank) for rank in ranks]
-
-
-def _dealt(total: int, start: int, plan: Division) -> list[list[int]]:
-    rest = iter(range(start, total))
-    head = list(range(min(start, plan.world - 1)))
-    return [mine for mine, _ in divide(lambda count: list(islice(rest, count)), plan, head) if mine]
+    """The ranks, and their shares of the items from ``start`` to ``total``."""
+    ranks, shares = [Division(rank=rank, **plan) for rank in range(plan["world"])], []
+    for rank in ranks:
+        head = list(range(min(start, rank.world - 1)))
+        shares.append([mine for mine, _ in divide(iter(range(start, total)), rank, head) if mine])
+    return ranks, shares
 
 
 @settings(max_examples=300, deadline=None)
@@ -184,61 +172,50 @@ def test_chains_of_resumes(total: int, parts: list[tuple[dict[str, Any], int]]) 
     assert seen == list(range(total))
 
 
-@pytest.mark.parametrize(
-    ("n", "world", "options", "expected"),
-    [
-        (10, 2, {}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]]]),
-        (9, 2, {}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 0]]]),
-        (9, 2, {"even_batches": False}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8]]]),
-        (7, 2, {"even_batches": False}, [[[0, 1, 2], [6]], [[3, 4, 5]]]),
-        (5, 4, {}, [[[0, 1]], [[2, 3]], [[4, 0]], [[1, 2]]]),
-        (2, 5, {}, [[[0]], [[1]], [[0]], [[1]], [[0]]]),
-        (0, 2, {}, [[], []]),
-        (7, 1, {}, [[[0, 1, 2], [3, 4, 5], [6]]]),
-    ],
-)
-@pytest.mark.parametrize("dataset", [Numbers, Counting])
-def test_the_table_of_the_docs(n: int, world: int, options: Any, expected: Any, dataset: Any) -> None:
-    found = everyone(lambda: DataLoader(dataset(n), batch_size=3, collate_fn=list), world, **options)
-    assert found == expected
+def of_three(n: int) -> DataLoader[Any]:
+    return numbers(n, 3)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("batch_size", [3, None])
-def test_streams_are_sharded_as_maps(batch_size: int | None, drop_last: bool) -> None:
-    def build(dataset: Any) -> DataLoader[Any]:
-        kwargs = {"drop_last": drop_last, "collate_fn": list} if batch_size else {}
-        return DataLoader(dataset, batch_size=batch_size, **kwargs)
-
-    for n in (0, 1, 5, 12, 13, 17):
-        for world in (1, 2, 3, 4):
-            for even in (True, False):
-                streams = everyone(lambda n=n: build(Counting(n)), world, even_batches=even)
-                assert streams == everyone(lambda n=n: build(Numbers(n)), world, even_batches=even)
+def of_pairs() -> DataLoader[Any]:
+    pairs = BatchSampler(SequentialSampler(range(6)), 2, False)
+    return DataLoader(torch.arange(6), sampler=pairs, batch_size=None, collate_fn=torch.Tensor.tolist)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [Numbers, Counting])
-@pytest.mark.parametrize("options", [{}, {"even_batches": False}])
+TABLE: list[Any] = [
+    (lambda: of_three(10), 2, {}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 9]]]),
+    (lambda: of_three(9), 2, {}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8, 0]]]),
+    (lambda: of_three(9), 2, {"even_batches": False}, [[[0, 1, 2], [6, 7]], [[3, 4, 5], [8]]]),
+    (lambda: of_three(7), 2, {"even_batches": False}, [[[0, 1, 2], [6]], [[3, 4, 5]]]),
+    (lambda: of_three(5), 4, {}, [[[0, 1]], [[2, 3]], [[4, 0]], [[1, 2]]]),
+    (lambda: of_three(2), 5, {}, [[[0]], [[1]], [[0]], [[1]], [[0]]]),
+    (lambda: of_three(0), 2, {}, [[], []]),
+    (lambda: of_three(7), 1, {}, [[[0, 1, 2], [3, 4, 5], [6]]]),
+    # custom batches stay whole
+    (ragged, 2, {}, [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]),
+    (ragged, 2, {"even_batches": False}, [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6]]]),
+    (ragged, 1, {}, [[[0], [1, 2], [3, 4, 5], [6], [7, 8]]]),
+    # without batching
+    (lambda: numbers(5, None), 2, {}, [[0, 2, 4], [1, 3, 0]]),
+    (of_pairs, 2, {}, [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]),
+]
+
+
+@pytest.mark.parametrize(("build", "world", "options", "expected"), TABLE)
+def test_the_table_of_the_docs(build: Any, world: int, options: Any, expected: Any) -> None:
+    assert everyone(build, world, **options) == expected
+    for rank, batches in enumerate(expected):
+        assert len(make(build(), rank, world, **options)) == len(batches)
+
+
 @pytest.mark.parametrize("kwargs", [{"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}])
-def test_len_is_right_on_each_rank(kind: Any, options: Any, kwargs: Any) -> None:
-    for n in (0, 2, 6, 7, 11):
-        for rank in range(3):
-            handle = make(DataLoader(kind(n), **kwargs), rank, 3, **options)
-            assert len(handle) == len(list(handle))
-        raw = DataLoader(kind(n), **kwargs)
-        assert len(make(raw)) == len(raw)
-
-
-def test_custom_batches_stay_whole() -> None:
-    assert everyone(ragged, 2) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6], [0]]]
-    assert everyone(ragged, 2, even_batches=False) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6]]]
-    assert everyone(ragged, 1) == [[[0], [1, 2], [3, 4, 5], [6], [7, 8]]]
-    assert [len(make(ragged(), rank, 2, even_batches=False)) for rank in (0, 1)] == [3, 2]
-
-
-def test_without_batching() -> None:
-    assert everyone(lambda: numbers(5, None), 2) == [[0, 2, 4], [1, 3, 0]]
-    lists = lambda: DataLoader(  # noqa: E731
-        torch.arange(6), sampler=BatchSampler(SequentialSampler(range(6)), 2, False), batch_size=None
-    )
-    assert [[batch.tolist() for batch in rank] for rank in everyone(lists, 2)] == [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
+def test_streams_are_sharded_as_maps(kwargs: dict[str, Any]) -> None:
+    for n, world, even in itertools.product((0, 1, 5, 12, 13, 17), (1, 2, 3, 4), (True, False)):
+        found = []
+        for kind in (Numbers, Counting):
+            collate = {"collate_fn": list} if kwargs["batch_size"] else {}
+            handles = [
+                make(DataLoader(kind(n), **kwargs, **collate), r, world, even_batches=even) for r in range(world)
+            ]
+            found.append([list(handle) for handle in handles])
+            assert [len(handle) for handle in handles] == [len(batches) for batches in found[-1]]
+        assert found[0] == found[1]

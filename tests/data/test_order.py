@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,17 +17,14 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 
 import accel
-from accel.data import LoaderHandle, LoaderOptions
+from accel.data import LoaderHandle
 from tests.data.loaders import (
-    OWN,
     SAMPLERS,
-    Mine,
     Noisy,
     Numbers,
     by_step,
@@ -42,22 +38,21 @@ from tests.data.loaders import (
     rng_states,
     sampled,
     samples,
+    setup_loader,
 )
 from tests.distributed import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-@pytest.mark.parametrize("name", [*SAMPLERS, *OWN])
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_order_is_the_samplers(name: str) -> None:
-    build = (SAMPLERS | OWN)[name]
+    build = SAMPLERS[name]
     orders = []
     for world in (1, 2, 3):
         handles = []
         for rank in range(world):
-            torch.manual_seed(rank)
-            random.seed(rank)
-            np.random.seed(rank)
+            reset(rank)
             handles.append(make(sampled(build(), batch_size=5), rank, world, even_batches=False))
         before = rng_states()
         orders.append([by_step([list(handle) for handle in handles]) for _ in range(2)])
@@ -89,27 +84,28 @@ def test_sampler_gets_set_epoch() -> None:
     assert Told.epochs == [0, 1, 7]
 
 
-def _epochs(raw: Any, seed: int = 21, options: LoaderOptions | None = None) -> list[list[int]]:
-    accel.seed(seed)
-    loader = accel.setup(nn.Linear(1, 1), None, raw, loader_options=options).dataloaders
-    epochs = [samples(loader) for _ in range(2)]
+def _epochs(raw: Any, program: int = 21, **options: Any) -> list[list[int]]:
+    accel.seed(program)
+    loader = setup_loader(raw, **options)
+    epochs = [samples(loader), samples(loader)]
     accel.teardown()
     return epochs
 
 
 def _same_orders() -> None:
-    seeded = LoaderOptions(seed=7)
-    first = _epochs(numbers(40, shuffle=True))
+    def raw(generator: Any = None) -> Any:
+        return numbers(40, shuffle=True, generator=generator)
+
+    first = _epochs(raw())
     assert first[0] != first[1]
-    assert _epochs(numbers(40, shuffle=True)) == first != _epochs(numbers(40, shuffle=True), 22)
-    by_option = [_epochs(numbers(40, shuffle=True), seed, seeded) for seed in (21, 22)]
+    assert _epochs(raw()) == first != _epochs(raw(), 22)
+    by_option = [_epochs(raw(), seed, seed=7) for seed in (21, 22)]
     assert by_option[0] == by_option[1] != first
-    drawn = [_epochs(numbers(40, shuffle=True, generator=own(1)), seed) for seed in (21, 22)]
-    assert drawn[0] == drawn[1] != _epochs(numbers(40, shuffle=True, generator=own(2)))
+    drawn = [_epochs(raw(own(1)), seed) for seed in (21, 22)]
+    assert drawn[0] == drawn[1] != _epochs(raw(own(2)))
     accel.seed(21)
-    pair = accel.setup(nn.Linear(1, 1), None, [numbers(40, shuffle=True), numbers(40, shuffle=True)]).dataloaders
-    assert samples(pair[0]) == first[0]
-    assert samples(pair[1]) != first[0]
+    pair = accel.setup(None, dataloaders=[raw(), raw()]).dataloaders
+    assert samples(pair[0]) == first[0] != samples(pair[1])
 
 
 def test_order_depends_on_the_program() -> None:
@@ -193,17 +189,17 @@ RAW: dict[str, Any] = {
     "in order": lambda: numbers(23),
     "shuffle": lambda: numbers(23, shuffle=True),
     "shuffle, drop_last, generator": lambda: numbers(24, shuffle=True, drop_last=True, generator=own()),
-    "replacement": lambda: loader_of(RandomSampler(range(50), replacement=True, num_samples=70)),
     "weighted, generator": lambda: loader_of(WeightedRandomSampler([1.0] * 50, 33, generator=own())),
-    "subset": lambda: loader_of(SubsetRandomSampler(range(5, 40))),
     "plain batch sampler": lambda: DataLoader(
         Numbers(50), batch_sampler=BatchSampler(RandomSampler(range(50)), 3, True), collate_fn=list
     ),
     "no batches": lambda: numbers(17, None, shuffle=True),
     "persistent workers": lambda: numbers(23, shuffle=True, num_workers=2, persistent_workers=True),
     "stream, workers": lambda: DataLoader(Noisy(), batch_size=5, num_workers=1, collate_fn=list),
-    "mine numpy": lambda: loader_of(Mine("numpy")),
-    "mine own numpy": lambda: loader_of(Mine("own numpy")),
+    **{
+        name: lambda name=name: loader_of(SAMPLERS[name]())
+        for name in ("replacement", "subset", "mine numpy", "mine own numpy")
+    },
 }
 
 
@@ -213,16 +209,20 @@ DRAWING: dict[str, Any] = {
 }
 
 
-def play(loader: Any, draws: bool, break_at: int = 2) -> list[Any]:
-    """Three epochs, the second with a break, of a loop that draws too; what it got, and its generators."""
+def looped(loader: Any, draws: bool) -> Iterator[Any]:
+    """The batches of a loop that draws too."""
+    for batch in loader:
+        yield batch, (torch.rand(()).item(), random.random(), np.random.rand()) if draws else ()
+
+
+def play(loader: Any) -> list[Any]:
+    """Three epochs, the second with a break; what the loop got, and its generators."""
     reset()
     seen: list[Any] = []
     for epoch in range(3):
-        for k, batch in enumerate(loader):
-            seen.append(batch)
-            if draws:
-                seen.append((torch.rand(()).item(), random.random(), np.random.rand()))
-            if (epoch, k) == (1, break_at):
+        for k, item in enumerate(looped(loader, True)):
+            seen.append(item)
+            if (epoch, k) == (1, 2):
                 break
         seen.append(rng_states())
     return seen
@@ -231,7 +231,7 @@ def play(loader: Any, draws: bool, break_at: int = 2) -> list[Any]:
 @pytest.mark.parametrize("name", [*RAW, *DRAWING])
 def test_batches_are_raw_pytorchs(name: str) -> None:
     build = (RAW | DRAWING)[name]
-    assert play(raw_like(build()), draws=True) == play(build(), draws=True)
+    assert play(raw_like(build())) == play(build())
 
 
 def interrupted(build: Any, draws: bool, stop: tuple[int, int]) -> tuple[list[Any], dict[str, Any], Any]:
@@ -239,11 +239,9 @@ def interrupted(build: Any, draws: bool, stop: tuple[int, int]) -> tuple[list[An
     reset()
     handle, state, after, states = raw_like(build()), None, [], ()
     for epoch in range(2):
-        for k, batch in enumerate(handle):
+        for k, (batch, _) in enumerate(looped(handle, draws)):
             if state is not None:
-                after.append(batch)
-            if draws:
-                torch.rand(()), random.random(), np.random.rand()
+                after.append(_plain(batch))
             if (epoch, k) == stop:
                 state = json.loads(json.dumps(handle.state_dict()))
                 states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
@@ -264,13 +262,7 @@ def test_resume_as_if_uninterrupted(name: str) -> None:
     torch.set_rng_state(torch_state)
     random.setstate(python_state)
     np.random.set_state(numpy_state)
-    found = []
-    for _ in range(stop[0], 2):
-        for batch in handle:
-            found.append(batch)
-            if draws:
-                torch.rand(()), random.random(), np.random.rand()
-    assert [_plain(b) for b in found] == [_plain(b) for b in expected]
+    assert [_plain(batch) for _ in range(stop[0], 2) for batch, _ in looped(handle, draws)] == expected
 
 
 def _plain(batch: Any) -> Any:
@@ -283,7 +275,7 @@ def _plain(batch: Any) -> Any:
 def test_resume_on_ranks_and_back(name: str) -> None:
     build = (RAW | DRAWING)[name]
     after, state, _ = interrupted(build, False, (0, 1))
-    rest = [_plain(b) for b in after][: len(list(build())) - 2]
+    rest = after[: len(list(build())) - 2]
     handles = [make(build(), rank, 2, even_batches=False) for rank in range(2)]
     for handle in handles:
         handle.load_state_dict(state)

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import accel
-from accel.engines import ENGINES
-from accel.engines._averaging import AveragingEngine, AveragingOptions
 from tests.distributed import run
+from tests.engines.deferred import known
 from tests.engines.matrix import cells_of, check_cells
-
-
-@final
-class GlooEngine(AveragingEngine):
-    name = "deferred"
-    options_type = AveragingOptions
-
-    def add(self, flat: torch.Tensor) -> None:
-        dist.all_reduce(flat, group=self.process.group)
-
-
-@contextmanager
-def known() -> Iterator[None]:
-    ENGINES["deferred"] = GlooEngine
-    try:
-        yield
-    finally:
-        accel.teardown()
-        del ENGINES["deferred"]
 
 
 def matrix() -> list[str]:
@@ -108,33 +85,3 @@ def test_every_way_to_accumulate_and_plain_clipping() -> None:
         assert abs(clipped - norm) < 1e-4
         assert abs(reduced[0][0] - 9.0 / norm) < 1e-5
         assert abs(after - 1.0) < 1e-5
-
-
-def assigned_by_hand() -> list[float]:
-    raw = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(raw.weight)
-    with known():
-        _, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 1.0), backend="deferred")
-        for _ in range(2):
-            raw.weight.grad = torch.full((1, 2), -2.0 * accel.rank())
-            optimizer.step()
-        return raw.weight.flatten().tolist()
-
-
-def test_gradients_assigned_by_hand_are_averaged() -> None:
-    assert run(2, assigned_by_hand) == [[2.0, 2.0]] * 2
-
-
-def buffers() -> tuple[float, float]:
-    raw = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    with known():
-        model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), 0.1), backend="deferred")
-        model(torch.randn(8, 2) + 10 * accel.rank()).square().mean().backward()
-        own = float(raw[1].running_mean.sum())
-        optimizer.step()
-        return own, float(raw[1].running_mean.sum())
-
-
-def test_buffers_are_those_of_rank_0_after_a_step() -> None:
-    (first, same), (second, taken) = run(2, buffers)
-    assert first == same == taken != second

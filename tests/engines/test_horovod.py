@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accel
-from tests.distributed import outcomes, refusals, run
+from tests.distributed import outcomes, run
 from tests.faults import Fault, reach
 from tests.programs import clean_environ
 
@@ -76,36 +76,6 @@ def test_accel_starts_horovod_under_other_launchers() -> None:
     for gradient, *_ in run(2, sums, "fp16"):
         assert gradient[1] != pytest.approx(1 / 3, abs=1e-6)
         assert gradient == pytest.approx([1.5, 1 / 3], abs=1e-3)
-
-
-def half() -> list[float]:
-    raw = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
-    nn.init.zeros_(raw.weight)
-    sgd = torch.optim.SGD(raw.parameters(), 1.0)
-    model, optimizer, _ = accel.setup(raw, sgd, backend="horovod", precision="bf16-true")
-    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().mul(1 + accel.rank()).backward()
-    optimizer.step()
-    return raw.weight.float().flatten().tolist()
-
-
-@needs_horovod
-def test_bfloat16_gradients() -> None:
-    assert run(2, half) == [[-1.5, -1.5]] * 2
-
-
-def alone_in_horovod() -> None:
-    import horovod.torch as hvd
-
-    hvd.shutdown()  # an earlier test has started it in this process
-    if accel.rank() == 0:
-        hvd.init()
-    accel.setup(nn.Linear(2, 1), backend="horovod")
-
-
-@needs_horovod
-def test_a_horovod_of_other_ranks_is_refused() -> None:
-    for message in refusals(2, alone_in_horovod, error="LaunchError", breaks=True):
-        assert "[(0, 1), None]" in message
 
 
 def one_rank_dies() -> None:

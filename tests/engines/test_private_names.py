@@ -85,7 +85,7 @@ _OF: dict[str, Names] = {
     "ddp": _REDUCER,
     "ddp2": _REDUCER,
     "fsdp": _FSDP2,
-    "sharded": (("torch._utils:", "_flatten_dense_tensors _unflatten_dense_tensors", "many gradients in one message"),),
+    "sharded": (("torch._utils:", "_unflatten_dense_tensors", "many gradients in one message"),),
     "deepspeed": (("torch.nn:Module.", _HOOKS, "modules as they were"),),
 }
 _ENGINE: Final = "deepspeed.runtime.engine:DeepSpeedEngine."

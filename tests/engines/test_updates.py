@@ -15,22 +15,18 @@ from torch.distributed.tensor import DTensor
 import accel
 from tests.backends import need
 from tests.distributed import run
-from tests.engines.test_averaging import known
-from tests.models import mlp
+from tests.engines.deferred import known
+from tests.models import distance, mlp
 
 WHOLE = ["ddp", "sharded", "deferred"]
 STEPS = 3
-
-
-def net() -> nn.Sequential:
-    return mlp(4, 6, 6, 3)
 
 
 class Pair:
     """A model on all ranks, and one process's on the whole batch, trained by the same loop."""
 
     def __init__(self, backend: Any, optimizer: Callable[[nn.Module], Any] | None = None) -> None:
-        self.raw, self.reference = net(), net()
+        self.raw, self.reference = mlp(4, 6, 6, 3), mlp(4, 6, 6, 3)
         self.raw_optimizer = optimizer(self.raw) if optimizer else None
         self.model, handle, _ = accel.setup(self.raw, self.raw_optimizer, backend=backend)
         self.optimizers = [handle, optimizer(self.reference) if optimizer else None]
@@ -46,8 +42,7 @@ class Pair:
 
     def check(self) -> None:
         full, x = accel.full_state_dict(self.model), torch.ones(2, 4)
-        for name, value in self.reference.state_dict().items():
-            torch.testing.assert_close(full[name], value, rtol=0, atol=1e-6, msg=lambda text: f"{name}: {text}")  # noqa: B023
+        assert distance(full, dict(self.reference.state_dict())) <= 1e-6
         with torch.no_grad():
             torch.testing.assert_close(self.model(x), self.reference(x), rtol=0, atol=1e-5)
 
@@ -66,68 +61,47 @@ def backend_of(backend: Any) -> Iterator[Any]:
 # -- updates by hand ----------------------------------------------------------------------------------------------------
 
 
-def by_data(model: nn.Module) -> None:
+def update(model: nn.Module, how: str) -> None:
     for p in model.parameters():
-        if p.grad is not None:  # in a pipeline each rank has its stage
-            p.data.add_(-0.3 * p.grad)
-            p.grad = None
-
-
-def in_place(model: nn.Module) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
+        if p.grad is None:  # in a pipeline each rank has its stage
+            continue
+        if how == "in place":
             with torch.no_grad():
                 p -= 0.3 * p.grad
             p.grad.zero_()
-
-
-def replaced(model: nn.Module) -> None:
-    for p in model.parameters():
-        if p.grad is not None:
+        elif how == "replaced":
             p.data = p.data - 0.3 * p.grad
-    model.zero_grad()
+        else:
+            p.data.add_(-0.3 * p.grad)
+    if how != "in place":
+        model.zero_grad()
 
 
-def plain(model: nn.Module, x: torch.Tensor) -> None:
-    loss_of(model, x).backward()
-
-
-def accumulated(model: nn.Module, x: torch.Tensor) -> None:
-    loss_of(model, x).backward()
-    loss_of(model, x, 2.0).backward()
-
-
-def without_reduction(model: nn.Module, x: torch.Tensor) -> None:
-    with accel.no_sync(model) if type(model) is not nn.Sequential else contextlib.nullcontext():
+def backward(model: nn.Module, x: torch.Tensor, how: str) -> None:
+    is_plain = type(model) is nn.Sequential
+    with accel.no_sync(model) if how == "no_sync" and not is_plain else contextlib.nullcontext():
         loss_of(model, x).backward()
-    loss_of(model, x, 2.0).backward()
+    if how in ("accumulated", "no_sync"):
+        loss_of(model, x, 2.0).backward()
+    if how == "clipped":
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1) if is_plain else accel.clip_grad_norm_(model, 0.1)
 
 
-def clipped(model: nn.Module, x: torch.Tensor) -> None:
-    loss_of(model, x).backward()
-    if type(model) is nn.Sequential:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    else:
-        accel.clip_grad_norm_(model, 0.1)
-
-
-def train_by_hand(backend: Any, backwards: list[Any], updates: list[Any]) -> None:
-    for backward, update in [*((b, by_data) for b in backwards), *((plain, u) for u in updates)]:
+def train_by_hand(backend: Any) -> None:
+    for how in ("accumulated", "no_sync", "clipped", "data", "in place", "replaced"):
         with backend_of(backend):
             pair = Pair(backend)
             for _ in range(STEPS):
                 for model, _, x in pair.both():
-                    backward(model, x)
-                    update(model)
+                    backward(model, x, how)
+                    update(model, how)
             pair.check()
 
 
 @pytest.mark.parametrize("backend", [*WHOLE, *(accel.DeepSpeed(stage=s) for s in (1, 2)), "fsdp", "pipeline"], ids=str)
 def test_updates_by_hand(backend: Any) -> None:
-    backwards = [accumulated, without_reduction, clipped]
     need("sharded" if backend == "deferred" else backend, 2)
-    updates = [by_data, in_place, replaced]
-    run(2, train_by_hand, backend, backwards, updates)
+    run(2, train_by_hand, backend)
 
 
 # -- weights that the loop writes beside the optimizer ------------------------------------------------------------------
@@ -152,22 +126,18 @@ def written(backend: Any, how: str) -> None:
         for _ in range(STEPS):
             for model, optimizer, x in pair.both():
                 optimizer.zero_grad()
-                plain(model, x)
+                loss_of(model, x).backward()
                 optimizer.step()
                 write(model, how)
         pair.check()
         accel.teardown(pair.model)
-        for p, q in zip(pair.raw.parameters(), pair.reference.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+        assert distance(pair.raw, pair.reference) <= 1e-6
 
 
 @pytest.mark.parametrize("backend", ["fsdp", accel.DeepSpeed(stage=1), OFFLOAD], ids=str)
 def test_weights_written_between_steps(backend: Any) -> None:
     for how in ("data", "in place", *(() if backend == "fsdp" else ("replaced",))):
         run(2, written, backend, how)
-
-
-# -- methods of optimizers ----------------------------------------------------------------------------------------------
 
 
 # -- hooks for an optimizer's steps ---------------------------------------------------------------------------------------

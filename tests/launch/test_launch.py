@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
-from accel.launch import collect_stateful
 from tests.distributed import GUARD, wait_for
 from tests.interpreters import executable
 from tests.programs import ROOT
@@ -72,8 +71,8 @@ from torch.utils.data import DataLoader, Dataset
 import accel
 
 class Rows(Dataset):
-    def __init__(self, n):
-        self.x = torch.randn(n, 6, generator=torch.Generator().manual_seed(3))
+    def __init__(self):
+        self.x = torch.randn(64, 6, generator=torch.Generator().manual_seed(3))
     def __len__(self):
         return len(self.x)
     def __getitem__(self, i):
@@ -82,42 +81,33 @@ class Rows(Dataset):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
         self.act = lambda x: x.relu()
         self.register_buffer("calls", torch.zeros(()))
     def forward(self, x):
-        if self.training:
-            self.calls += 1
-        return self.last(self.act(self.norm(self.first(x))))
+        self.calls += self.training
+        return self.last(self.act(self.first(x)))
 
 @dataclasses.dataclass
 class Result:
-    world: int
     engine: str
-    losses: torch.Tensor
     argv: list
 
-def loop(model, optimizer, scheduler, loader, epochs=2):
-    losses = []
-    for epoch in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss = (model(x) - y).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            losses.append(loss.item())
-    return losses
+def loop(model, optimizer, scheduler, loader):
+    for x, y in [*loader, *loader]:
+        optimizer.zero_grad()
+        (model(x) - y).pow(2).mean().backward()
+        optimizer.step()
+        scheduler.step()
 
 def train(parts, scheduler, data):
     with torch.no_grad():
         critic.weight += torch.ops.aten.add.Scalar(torch.zeros(()), accel.rank() + 1.0)
-    world = accel.world_size()
-    loader = DataLoader(data, 16 // world, num_workers=2)
+    loader = DataLoader(data, 16 // accel.world_size(), num_workers=2)
     model, optimizer, loader = accel.setup(parts["model"], parts["optimizer"], loader)
-    losses = loop(model, optimizer, scheduler, loader)
+    loop(model, optimizer, scheduler, loader)
     pickle.loads(pickle.dumps([data, parts["model"].first, Net]))  # classes of __main__ by their names
-    return Result(world, repr(model)[:17], torch.tensor(losses), sys.argv)
+    return Result(repr(model), sys.argv)
 
 def build():
     torch.manual_seed(0)
@@ -128,24 +118,21 @@ def build():
 critic = nn.Linear(2, 2)  # no argument: the function itself reaches it
 model, optimizer, scheduler = build()
 weight, before = model.first.weight, critic.weight.detach().clone()
-result = accel.launch(train, {"model": model, "optimizer": optimizer}, scheduler, Rows(64), num_processes=2)
+result = accel.launch(train, {"model": model, "optimizer": optimizer}, scheduler, Rows(), num_processes=2)
+assert type(result) is Result
+assert weight is model.first.weight is optimizer.param_groups[0]["params"][0]
+assert torch.allclose(critic.weight, before + 1)  # rank 0 added 1, rank 1 added 2 to its own copy
 
 reference, reference_optimizer, reference_scheduler = build()
-loop(reference, reference_optimizer, reference_scheduler, DataLoader(Rows(64), 16))
-pairs = list(zip(model.parameters(), reference.parameters()))
-moments = [(optimizer.state[p]["exp_avg"], reference_optimizer.state[q]["exp_avg"]) for p, q in pairs]
-print(json.dumps({
-    "type": type(result) is Result, "world": result.world, "engine": result.engine, "argv": result.argv,
-    "same object": weight is model.first.weight and optimizer.param_groups[0]["params"][0] is weight,
-    "moved": float((reference.first.weight - build()[0].first.weight).detach().abs().max()),
-    "weights": max(float((p - q).detach().abs().max()) for p, q in pairs),
-    "moments": max(float((p - q).abs().max()) for p, q in moments),
-    "lr": [optimizer.param_groups[0]["lr"], reference_optimizer.param_groups[0]["lr"]],
-    "scheduler": [scheduler.last_epoch, reference_scheduler.last_epoch],
-    "calls": [float(model.calls), float(reference.calls)],
-    "critic": float((critic.weight - before).detach().mean()),
-    "losses": len(result.losses),
-}))
+loop(reference, reference_optimizer, reference_scheduler, DataLoader(Rows(), 16))
+assert not torch.allclose(reference.first.weight, build()[0].first.weight)
+for p, q in zip(model.parameters(), reference.parameters()):
+    torch.testing.assert_close(p, q, atol=1e-5, rtol=0)
+    moments = optimizer.state[p]["exp_avg"], reference_optimizer.state[q]["exp_avg"]
+    torch.testing.assert_close(*moments, atol=1e-5, rtol=0)
+assert model.calls == reference.calls == scheduler.last_epoch == reference_scheduler.last_epoch == 8
+assert optimizer.param_groups[0]["lr"] == reference_optimizer.param_groups[0]["lr"] < 0.05
+print(json.dumps([result.engine, result.argv]))
 """
 
 
@@ -157,17 +144,9 @@ def test_script_gets_trained_state_back(tmp_path: Path) -> None:
     out = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=GUARD)
     assert out.returncode == 0, out.stderr
     assert "Warning" not in out.stderr
-    found = json.loads(out.stdout)
-    assert found["type"]
-    assert found["same object"]
-    assert (found["world"], found["argv"]) == (2, [str(script), "--flag", "7"])
-    assert found["engine"].startswith("ModelHandle[ddp](")
-    assert found["moved"] > 1e-2
-    assert max(found["weights"], found["moments"]) < 1e-5
-    assert found["lr"][0] == found["lr"][1] < 0.05
-    assert found["scheduler"] == found["calls"] == [8, 8]
-    assert found["losses"] == 8
-    assert found["critic"] == pytest.approx(1.0)  # rank 0 added 1, rank 1 added 2 to its own copy
+    engine, argv = json.loads(out.stdout)
+    assert engine.startswith("ModelHandle[ddp](")
+    assert argv == [str(script), "--flag", "7"]
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -243,7 +222,7 @@ def fail(how: str, path: str, model: nn.Module) -> None:
 
 FAILURES = {
     "raise": r"rank 1 of 2 in accel.launch\(fail\) raised; its traceback:(?s:.*)in fail(?s:.*)ValueError: boom",
-    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) was ended by SIGKILL, .* out of memory",
+    "SIGKILL": r"rank 1 of 2 in accel.launch\(fail\) ended with SIGKILL, .* out of memory",
 }
 
 
@@ -377,15 +356,6 @@ def test_wrong_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(accel.LaunchError, match="rank 1 of 2 already"):
         accel.launch(place, num_processes=2)
-
-
-def test_stateful_objects_are_collected_once() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    found = collect_stateful({"fn": lambda: model[1], "args": [{"o": optimizer}, model[0], scheduler, model]})
-    assert {id(item) for item in found} == {id(model), id(optimizer), id(scheduler)}
-    assert len(found) == 3
 
 
 def test_check_picklable_names_the_paths() -> None:

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from tests.interpreters import executable
 from tests.programs import ROOT
@@ -39,53 +40,41 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def streams(cell: Any, name: str) -> list[str]:
-    return [output.text for output in cell.outputs if output.output_type == "stream" and output.name == name]
+def printed(cell: Any, name: str = "stdout") -> str:
+    return "".join(o.text for o in cell.outputs if o.output_type == "stream" and o.name == name)
 
 
-@pytest.mark.parametrize(("index", "title"), [(1, "dp"), (2, "launch")])
-def test_a_way_to_train(cells: list[Any], index: int, title: str) -> None:
-    cell = cells[index]
-    text = "".join(streams(cell, "stdout"))
-    found = re.fullmatch(rf"{title}: accuracy (0\.\d+) on 357 test images\n", text)
-    assert found is not None, text
-    assert float(found[1]) > 0.9
-    pictures = [o.data["image/png"] for o in cell.outputs if o.output_type == "display_data"]
-    assert len(pictures) == 1
-    assert base64.b64decode(pictures[0])[:8] == b"\x89PNG\r\n\x1a\n"
-    assert len(pictures[0]) > 5000
-    progress = streams(cell, "stderr")
-    assert "270/270" in "".join(progress)
-    # It came while the cell ran, not as a whole in the end.
-    assert len([part for part in progress if "it/s" in part]) > 1
+def picture(cell: Any, kind: str) -> bytes:
+    (content,) = [o.data["image/png"] for o in cell.outputs if o.output_type == kind]
+    assert base64.b64decode(content)[:8] == b"\x89PNG\r\n\x1a\n"
+    return content  # type: ignore[no-any-return]
 
 
-def test_dp_says_that_it_has_one_device(cells: list[Any]) -> None:
-    import torch
+def accuracy(cell: Any) -> float:
+    return float(re.findall(r"accuracy (0\.\d+) on 357 test images\n", printed(cell))[0])
 
-    told = "runs as 'single'" in "".join(streams(cells[1], "stderr"))
+
+def test_ways_to_train(cells: list[Any]) -> None:
+    for cell, title in ((cells[1], "dp"), (cells[2], "launch")):
+        assert printed(cell).startswith(f"{title}: accuracy")
+        assert accuracy(cell) > 0.9
+        assert len(picture(cell, "display_data")) > 5000
+        assert "270/270" in printed(cell, "stderr")
+        # It came while the cell ran, not as a whole in the end.
+        assert len([o for o in cell.outputs if o.output_type == "stream" and "it/s" in o.text]) > 1
+    told = "runs as 'single'" in printed(cells[1], "stderr")
     assert told == (torch.accelerator.device_count() < 2)
 
 
-def test_the_memory_that_it_would_take(cells: list[Any]) -> None:
-    (line,) = streams(cells[3], "stdout")
-    ddp, fsdp = map(int, re.findall(r"(\d+) (?:bytes )?with", line))
+def test_memory_and_checkpoint(cells: list[Any]) -> None:
+    ddp, fsdp = map(int, re.findall(r"(\d+) (?:bytes )?with", printed(cells[3])))
     assert ddp > 6 * fsdp
-    (picture,) = [o.data["image/png"] for o in cells[3].outputs if o.output_type == "execute_result"]
-    assert base64.b64decode(picture)[:8] == b"\x89PNG\r\n\x1a\n"
+    picture(cells[3], "execute_result")
+    assert accuracy(cells[4]) >= accuracy(cells[2])
+    assert printed(cells[4]).startswith("resumed: accuracy")
 
 
-def test_a_checkpoint_goes_on_with_another_backend(cells: list[Any]) -> None:
-    accuracies = [float(re.findall(r"accuracy (0\.\d+)", "".join(streams(cells[i], "stdout")))[0]) for i in (2, 4)]
-    assert accuracies[1] >= accuracies[0]
-    assert "resumed: accuracy" in "".join(streams(cells[4], "stdout"))
-
-
-def test_an_interrupt_ends_well(cells: list[Any]) -> None:
-    assert streams(cells[5], "stdout") == ["interrupted; the model is as it was: True\n"]
-
-
-def test_a_failure_is_raised_in_the_cell(cells: list[Any]) -> None:
-    text = "".join(streams(cells[6], "stdout"))
-    assert "rank 1 of 2 in accel.launch(fail) raised" in text
-    assert "the cause: ValueError('a batch of the wrong shape')" in text
+def test_interrupt_and_failure(cells: list[Any]) -> None:
+    assert printed(cells[5]) == "interrupted; the model is as it was: True\n"
+    assert "rank 1 of 2 in accel.launch(fail) raised" in printed(cells[6])
+    assert "the cause: ValueError('a batch of the wrong shape')" in printed(cells[6])

@@ -1,1 +1,1 @@
-"""The code of all backends: the engine contract, its gradients and its holdings."""
+"""The code of all backends: engines, their gradients and holdings."""

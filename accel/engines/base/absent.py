@@ -1,7 +1,8 @@
 """Parameters without values on this rank.
 
-Facts about such a parameter, for example its shape, are right. A use of its values fetches them
-or raises an error. Otherwise torch would silently compute with the tensor in their place.
+Facts about such a parameter, for example its shape, are right. A use of its
+values fetches them or raises an error. Otherwise torch would silently
+compute with the tensor in their place.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import BackendError
 from ...trees import all_tensors
@@ -36,9 +37,12 @@ def attributes(names: str, *ways: str) -> list[Any]:
 _FACTS: Final = {
     *attributes("dtype device layout is_leaf is_meta is_sparse is_cuda is_cpu", "__get__"),
     *attributes("is_xpu is_mps is_quantized is_mkldnn itemsize", "__get__"),
-    *attributes("is_floating_point is_complex is_signed is_shared get_device element_size"),
-    *attributes("__hash__ __format__ new_empty new_zeros new_ones new_full new_tensor"),
-    *(torch.is_floating_point, torch.is_complex, torch._has_compatible_shallow_copy_type),
+    *attributes("is_floating_point is_complex is_signed is_shared"),
+    *attributes("get_device element_size __hash__ __format__"),
+    *attributes("new_empty new_zeros new_ones new_full new_tensor"),
+    torch.is_floating_point,
+    torch.is_complex,
+    torch._has_compatible_shallow_copy_type,
 }
 _SHAPE: Final = {
     *attributes("shape ndim nbytes size dim numel __len__ stride is_contiguous", "__get__"),
@@ -51,8 +55,12 @@ FOR_AUTOGRAD: Final = {
     *attributes("grad_fn output_nr retains_grad names _version", "__get__"),
     *attributes("requires_grad grad _grad grad_dtype", "__get__", "__set__"),
     *attributes("_backward_hooks _post_accumulate_grad_hooks", "__get__", "__set__"),
-    *attributes("requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad"),
-    *(_T.backward, _T.grad.__delete__, torch.autograd.grad, torch.autograd.backward),
+    *attributes("requires_grad_ retain_grad register_hook"),
+    *attributes("register_post_accumulate_grad_hook"),
+    _T.backward,
+    _T.grad.__delete__,
+    torch.autograd.grad,
+    torch.autograd.backward,
 }
 #: The same and the place in memory.
 OF_ITSELF: Final = {*FOR_AUTOGRAD, _T.data_ptr, _T.untyped_storage}
@@ -70,7 +78,7 @@ def plainly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Absent:
-    """A base class of parameters without values, before the parameter's own class."""
+    """A base class of parameters without values, before their own."""
 
     __slots__ = ()
     #: More functions that the tensor in the values' place answers right.
@@ -92,9 +100,8 @@ class Absent:
         if func in _FACTS or func in cls.plain:
             return plain(*args, **kwargs)
         if func in _SHAPE:
-            parameter, *rest = args
-            shape, dtype = parameter.full_shape(), parameter.dtype
-            meta = torch.empty(shape, dtype=dtype, device="meta")
+            p, *rest = args
+            meta = torch.empty(p.full_shape(), dtype=p.dtype, device="meta")
             return func(meta, *rest, **kwargs)
         if func in _CONVERSIONS:
             result = plain(*args, **kwargs)
@@ -109,14 +116,14 @@ class Absent:
         return plain(*args, **kwargs)
 
 
-def take_away(parameter: torch.nn.Parameter, kind: type[Absent], **extra: Any) -> None:
-    """Free a parameter's values. ``kind`` handles their use, and reads ``extra``."""
+def take_away(parameter: nn.Parameter, kind: type[Absent], **extra: Any) -> None:
+    """Free a parameter's values. ``kind`` handles their use with ``extra``."""
     parameter.data = blank(parameter)
     vars(parameter).update(extra, _before_absent=(type(parameter), *extra))
     parameter.__class__ = kind  # type: ignore[assignment]
 
 
-def bring_back(parameter: torch.nn.Parameter) -> None:
+def bring_back(parameter: nn.Parameter) -> None:
     """Make it a usual parameter again. The caller sets its values."""
     parameter.__class__, *extra = vars(parameter).pop("_before_absent")
     for name in extra:
@@ -124,9 +131,10 @@ def bring_back(parameter: torch.nn.Parameter) -> None:
 
 
 def blank(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape in the memory of a single element, NaN or 0."""
+    """Return a tensor of this shape in the memory of an element, NaN or 0."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    single = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+    return single.expand(tensor.shape)
 
 
 def name_of(function: Any) -> str:
@@ -140,6 +148,6 @@ def name_of(function: Any) -> str:
 def refuse_second_derivatives() -> None:
     """Raise BackendError for ``create_graph=True`` of a sharded model."""
     raise BackendError(
-        "backward(create_graph=True) can't differentiate a sharded model, because other ranks "
-        'computed a part of it. Use backend="ddp" for gradient penalties.'
+        "backward(create_graph=True) can't differentiate a sharded model. "
+        'Use backend="ddp" for gradient penalties.'
     )

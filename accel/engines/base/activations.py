@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks compute their activations again in backward."""
+"""Activation checkpointing: blocks compute activations again in backward."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...errors import BackendError
 from ...gradients.patches import replaced
+from .raw_objects import Function
 
 #: Classes of modules, or a predicate of a module. None means repeated blocks.
 Choice = tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
@@ -33,7 +34,7 @@ def chosen(module: nn.Module, choice: Choice) -> list[tuple[str, nn.Module]]:
 
 
 def _repeated(module: nn.Module) -> set[nn.Module]:
-    """Return blocks of containers, with submodules and a sibling of their class."""
+    """Return blocks with submodules, and with a sibling of their class."""
     repeated: set[nn.Module] = set()
     for container in module.modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
@@ -57,8 +58,9 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
     blocks = chosen(module, wrap) if choice else []
     if choice and not blocks:
         raise BackendError(
-            f"activation_checkpointing={choice} finds no blocks in {type(module).__name__}. Pass "
-            "their classes: activation_checkpointing=(Block,)."
+            f"activation_checkpointing={choice} finds no blocks in "
+            f"{type(module).__name__}. Pass their classes: "
+            "activation_checkpointing=(Block,)."
         )
     inside: set[nn.Module] = set()
     for _, block in blocks:
@@ -70,7 +72,8 @@ def checkpointed(module: nn.Module, options: Any) -> contextlib.ExitStack:
 
 
 def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():  # generate() fills a cache
+    # generate() fills a cache.
+    if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # transformers gives each layer an empty cache, which the second forward would fill again.
     for name, value in list(kwargs.items()):
@@ -79,18 +82,17 @@ def _forward_again(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) ->
     return run_again(forward, list(block.modules()), args, kwargs)
 
 
-def run_again(
-    function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any
-) -> Any:
+def run_again(function: Function, modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
     """Call a function of these modules, again in backward."""
-    if not torch.compiler.is_compiling():  # a compiled graph writes buffers once
+    # A compiled graph writes buffers once.
+    if not torch.compiler.is_compiling():
         kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _BuffersKept(modules))
     return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 @final
 class _BuffersKept:
-    """Lets the second forward write to copies. BatchNorm counts a batch once."""
+    """Gives a second forward copies, so BatchNorm counts a batch once."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tables = [module._buffers for module in modules]

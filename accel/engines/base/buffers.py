@@ -1,4 +1,4 @@
-"""The buffers of a model. Every rank takes them from rank 0 before a step."""
+"""The buffers of a model, which ranks take from rank 0 before a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _device: Final = operator.attrgetter("device")
 
 @final
 class Buffers:
-    """The buffers of a module in ``setup``, by their places. A forward may replace some.
+    """The buffers of a module in ``setup``, by their places.
 
     A later buffer, or a buffer with a new shape, is each rank's own.
     """
@@ -39,7 +39,7 @@ class Buffers:
         self.stale = False
 
     def touch(self) -> None:
-        """Note a forward that may change buffers."""
+        """Note a forward, which may change buffers."""
         self.stale = self.wanted
 
     def synchronize(self) -> None:

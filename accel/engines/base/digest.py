@@ -1,4 +1,4 @@
-"""Digests of tensors: 64 bits, different if the bits of two tensors differ."""
+"""Digests of tensors: 64 bits, different if the tensors' bits differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int3
 
 
 def digest(tensor: Tensor) -> int | Tensor:
-    """Return 64 bits, a tensor on an accelerator, so nothing waits for the device."""
+    """Return 64 bits. On an accelerator they are a tensor, so nothing waits."""
     # Each rank has a different shard of a DTensor.
     if hasattr(tensor, "full_tensor"):
         return 0
@@ -52,13 +52,14 @@ def digest_values(value: Any) -> int:
 
 
 def _hash(data: Any) -> int:
-    import xxhash  # imported late, so that `import accel` imports nothing but torch
+    # Imported late, so that `import accel` imports nothing but torch.
+    import xxhash
 
     return xxhash.xxh3_64_intdigest(data)
 
 
 def sums(dense: Tensor) -> Tensor:
-    """Return weighted sums of rows and columns, integers in any order of additions."""
+    """Return weighted sums of rows and columns, equal in any order."""
     device = dense.device
     flat = dense.reshape(-1).view(_INTEGERS[dense.element_size()])
     size = flat.numel() // _WIDTH * _WIDTH

@@ -1,4 +1,4 @@
-"""The drift guard: a comparison of replicated state between ranks at some steps."""
+"""The drift guard: it compares replicated state of the ranks at some steps."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ _EARLY: Final = (1, 10, 100)
 _INTERVAL: Final = 1000
 _NEVER: Final = sys.maxsize
 _SAME_INPUTS: Final = (
-    "All %d ranks got the same inputs for %s, so every rank computes the same gradients. Pass the "
-    "DataLoader to accel.setup(). Ignore this warning if it is intended."
+    "All %d ranks got the same inputs for %s, so every rank computes "
+    "the same gradients. Pass the DataLoader to accel.setup(). "
+    "Ignore this warning if it is intended."
 )
 _ADVICE: Final = (
-    "Load state and change weights on every rank, not only if accel.is_main(), and step schedulers "
-    "with a value that all ranks share."
+    "Load state and change weights on every rank, not only if "
+    "accel.is_main(), and step schedulers with a value that all "
+    "ranks share."
 )
 
 
@@ -57,45 +59,51 @@ class DriftGuard:
     @property
     def progress(self) -> str:
         """The number of steps on this rank, as text."""
-        return f"{self.steps} steps"
+        is_broken = 0 < self.steps == self.broken
+        return f"{self.steps} steps" + (", the last of which was interrupted" if is_broken else "")
 
     def restart(self) -> None:
         """Count from 0, on every rank."""
-        #: Steps of all optimizers, or backwards without an optimizer.
-        self.steps = 0
+        #: Steps of all optimizers, or backwards without an optimizer, and the last that raised.
+        self.steps = self.broken = 0
         self.next = 1 if self._interval else _NEVER
 
     def pause(self) -> None:
-        """Skip checks until ``restart``. Ranks may make different numbers of steps."""
+        """Skip checks until ``restart``, as numbers of steps may differ."""
         self.next = _NEVER
 
     def count(self) -> None:
-        """Count a step or backward. Collective if a check is due."""
+        """Count a backward without an optimizer. Collective if a check is due."""
         self.steps += 1
         if self.steps >= self.next:
             self.check()
 
     def check(self) -> None:
-        """Compare the ranks, and raise RankMismatchError if they differ. Collective."""
+        """Raise RankMismatchError if ranks differ. Collective."""
         engine = self._engine()
-        assert engine is not None  # it is stepping
+        assert engine is not None
         self.next = min([n for n in _EARLY if n > self.steps] + [self.steps + self._interval])
         facts = _facts(engine)
         hashes = {digest_values(name): digest_values(fact) for name, fact in facts.items()}
-        inputs = digest_values(list(map(int, self._inputs))) if self._inputs else 0
+        inputs = 0
+        if self._inputs:
+            inputs = digest_values(list(map(int, self._inputs)))
         self._inputs.clear()
         title = f"the drift check of {engine.label} at step {self.steps}"
         by_rank, inputs_by_rank = zip(*agree(title, (hashes, inputs)), strict=True)
         # Names are exchanged only if a digest differs.
         if first_difference(by_rank, ignore_absent=True):
-            difference = first_difference(agree(f"{title}: names", facts), ignore_absent=True)
-            place = f"{engine.label} differs between ranks at step {self.steps}"
-            raise RankMismatchError(f"{place}: {difference}. {_ADVICE}")
+            all_facts = agree(f"{title}: names", facts)
+            difference = first_difference(all_facts, ignore_absent=True)
+            raise RankMismatchError(
+                f"{engine.label} differs between ranks at step {self.steps}: "
+                f"{difference}. {_ADVICE}"
+            )
         if self.watches_inputs:
             self._judge(engine, inputs_by_rank)
 
     def note(self, engine: Engine, args: Args, kwargs: Kwargs) -> None:
-        """Digest the arguments of the first training forward after a check."""
+        """Digest the inputs of the first training forward after a check."""
         trains = torch.is_grad_enabled() and engine.module.training
         if self._inputs or not trains or torch.compiler.is_compiling():
             return
@@ -129,7 +137,7 @@ def before_load(module: nn.Module, *_: object) -> None:
 
 
 def compare_load(engine: Engine, what: str) -> None:
-    """Raise RankMismatchError if only some ranks load a state. Collective."""
+    """Raise RankMismatchError if only some ranks load. Collective."""
     if engine.distributed and engine.synchronizes and not engine.ended:
         engine.compare(what)
 

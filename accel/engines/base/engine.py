@@ -53,10 +53,10 @@ class Context:
 
 
 class Engine(ABC):
-    """Runs one model on one backend, with its ``gradients`` and its ``holdings``.
+    """Runs a model on a backend, with its ``gradients`` and ``holdings``.
 
-    A *local* method communicates with no other rank. A *collective* method is called on every
-    rank. docs/internals.md shows the order of the calls.
+    A *local* method communicates with no other rank. A *collective* method
+    is called on every rank. docs/internals.md shows the order of the calls.
     """
 
     name: ClassVar[str]
@@ -115,7 +115,7 @@ class Engine(ABC):
             self.holdings.guard.watch(module)
 
     def _read_parameters(self) -> None:
-        """Read the module's parameters, again after ``start`` replaced some."""
+        """Read the parameters, again after ``start`` replaced some."""
         self.named = dict(self.module.named_parameters())
         self.names = list(self.named)
         self.parameters = list(self.named.values())
@@ -128,19 +128,19 @@ class Engine(ABC):
 
     @classmethod
     def check(cls, module: nn.Module, options: Any, process: Process) -> None:
-        """Raise BackendError if the backend can't run this module. Local."""
+        """Raise BackendError for an unsupported module. Local."""
         return
 
     @classmethod
     def probe(cls) -> str:
-        """Import the packages. Return the limits here, or raise BackendError. Local."""
+        """Import packages, and return limits here or raise BackendError. Local."""
         for module in cls.requires:
             importlib.import_module(module)
         return ""
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """Return this rank's place in the data, and the number of places. Local."""
+        """Return this rank's place in the data, and their number. Local."""
         size = sequence_size(options, process)
         return process.place.rank // size, process.place.world_size // size
 
@@ -148,7 +148,7 @@ class Engine(ABC):
     def predict(
         cls, module: nn.Module, tensors: Sequence[TensorSize], options: Any, world_size: int
     ) -> MemoryUse | None:
-        """Return the bytes on the fullest rank, or None if it can't train. Pure."""
+        """Return the bytes on the fullest rank. None: it can't train. Pure."""
         return add_uses(map(TensorSize.use, tensors))
 
     # -- life ------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ class Engine(ABC):
         return
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Shard the weights of rank 0, again after new optimizers. Collective."""
+        """Shard rank 0's weights, again after new optimizers. Collective."""
         if not self.started:
             self.holdings.synchronize()
             self.started = True
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Add an optimizer of this model's parameters. Local. ``start`` follows."""
+        """Add an optimizer. ``start`` follows. Local."""
         self.steppers[id(optimizer)] = Stepper(self, optimizer)
         self.optimizers.append(optimizer)
         if self.placements.partial:
@@ -177,7 +177,7 @@ class Engine(ABC):
         self.optimizers[:] = [o for o in self.optimizers if o is not optimizer]
 
     def rebuild(self) -> None:
-        """Apply the same change of ``requires_grad`` on all ranks. Collective."""
+        """Apply an equal change of ``requires_grad``. Collective."""
         return
 
     def abandon(self, reason: str) -> None:
@@ -188,8 +188,8 @@ class Engine(ABC):
     def unwrap(self, optimizers: Sequence[Optimizer]) -> None:
         """Undo ``wrap`` and ``start``. The raw module keeps its trained weights.
 
-        Collective, unless ``ended``. Then weights on other ranks become nan, and the error of
-        ``lost_weights`` is raised.
+        Collective, unless ``ended``. Then weights on other ranks become
+        nan, and the error of ``lost_weights`` is raised.
         """
         return
 
@@ -197,8 +197,8 @@ class Engine(ABC):
     def teardown(self, alone: str = "") -> None:
         """Give the raw module and optimizers back to the user. Collective.
 
-        With a reason to be ``alone`` it is local, and unreduced gradients are dropped. Weights on
-        other ranks raise AccelError.
+        With a reason to be ``alone`` it is local, and unreduced gradients
+        are dropped. Weights on other ranks raise AccelError.
         """
         self.ended = self.ended or alone
         with contextlib.ExitStack() as last:
@@ -216,7 +216,9 @@ class Engine(ABC):
 
     def _give_state_back(self) -> None:
         """Gather the state of optimizers, or let their steps raise."""
-        sharded = [o for o in self.optimizers if self.started and self.holdings.partial(o)]
+        sharded: list[Optimizer] = []
+        if self.started:
+            sharded += filter(self.holdings.partial, self.optimizers)
         try:
             for optimizer in [] if self.ended else sharded:
                 title = "the state of an optimizer at the end of its model"
@@ -239,25 +241,26 @@ class Engine(ABC):
         except AccelError as error:
             problem = str(error)
         logger.warning("teardown drops unreduced gradients of %s: %s", self.label, problem)
-        for parameter in self.parameters:
-            parameter.grad = None
+        for p in self.parameters:
+            p.grad = None
 
     # -- forwards --------------------------------------------------------------------------------
 
     @abstractmethod
     def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Run ``entry``, or a method of the user's model, through the backend."""
+        """Run ``entry`` or a method of the model through the backend."""
 
     @final
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the model in place, until ``teardown``."""
         before = vars(self.module).get("_compiled_call_impl")
-        self.undo.callback(vars(self.module).__setitem__, "_compiled_call_impl", before)
+        restore = vars(self.module).__setitem__
+        self.undo.callback(restore, "_compiled_call_impl", before)
         self.module.compile(*args, **kwargs)
 
     @final
     def call(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Run ``entry`` or a method of the user's model in the right precision."""
+        """Run ``entry`` or a method of the model in its precision."""
         if self.restructured:
             refuse_changes(self)
         if self.sequence is not None and not self.sequence.running:
@@ -286,7 +289,7 @@ class Engine(ABC):
     @final
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Skip the reduction of gradients in backwards of the forwards inside."""
+        """Skip the reduction of gradients for the forwards inside."""
         before = self.gradients.accumulating
         self.gradients.accumulate(True)
         try:
@@ -295,7 +298,7 @@ class Engine(ABC):
             self.gradients.accumulate(before)
 
     def join(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for different numbers of batches on the ranks."""
+        """Return a context in which ranks have different numbers of batches."""
         if self.distributed:
             name = self.name
             raise BackendError(f"backend {name!r} does not support uneven inputs (accel.join)")
@@ -303,7 +306,7 @@ class Engine(ABC):
 
     @final
     def refresh(self) -> None:
-        """Apply a change of ``requires_grad``, or raise if ranks differ. Collective."""
+        """Apply a change of ``requires_grad``, equal on all ranks. Collective."""
         mask = trainable(self.parameters)
         if self.distributed and mask != self.mask:
             by_name = dict(zip(self.names, mask, strict=True))
@@ -311,8 +314,9 @@ class Engine(ABC):
             if self.gradients.pending() and not self.gradients.deferred:
                 if self.gradients.accumulating:
                     raise BackendError(
-                        "requires_grad changed while gradients from accel.no_sync are pending. "
-                        "Call optimizer.step() before you freeze or unfreeze parameters."
+                        "requires_grad changed while gradients from accel.no_sync "
+                        "are pending. Call optimizer.step() before you freeze "
+                        "or unfreeze parameters."
                     )
                 self.gradients.settle()
             self.rebuild()
@@ -326,14 +330,14 @@ class Engine(ABC):
     ) -> list[Any]:
         """Return ``beside`` of all ranks. Collective.
 
-        If ``value`` differs, raise RankMismatchError with ``explain(values)``.
+        If ``value`` differs, raise an error with ``explain(values)``.
         """
         return require_equal(f"{what} ({self.label})", value, explain, beside)
 
 
 def lost_weights(engine: Engine) -> AccelError:
-    """Return the error for weights on ranks without a part in a teardown."""
+    """Return the error for weights lost with other ranks."""
     return AccelError(
-        f"The weights of {engine.label} are lost (now nan): shards were on other ranks, and "
-        f"{engine.ended}. Load a checkpoint."
+        f"The weights of {engine.label} are lost (now nan): shards were on "
+        f"other ranks, and {engine.ended}. Load a checkpoint."
     )

@@ -1,4 +1,4 @@
-"""Full values on every rank from their shards, through batches of bounded size."""
+"""Full values on every rank from their shards, in bounded batches."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def gather(
 ) -> dict[tuple[str, Any], Any]:
     """Return the full values of all ranks by name and key. Collective.
 
-    A value may hold tensors in nested containers. Of equal elements, and of values without
-    tensors, those of the lowest rank count. Full tensors are on ``device``, but single numbers
-    may stay in host memory. Without ``keep``, this rank only sends.
+    A value may hold tensors in nested containers. Of equal elements, and of
+    values without tensors, those of the lowest rank count. Full tensors are
+    on ``device``, but single numbers may stay in host memory. Without
+    ``keep``, this rank only sends.
     """
     forms: dict[tuple[str, Any], Any] = {}
     shards: dict[Any, Shard] = {}
@@ -69,7 +70,7 @@ def gather(
 
 
 def _without_tensors(item: Item, part: Part, shards: dict[Any, Shard]) -> Any:
-    """Return a value with placeholders for tensors, and add to ``shards``."""
+    """Replace tensors by placeholders, and add to ``shards``."""
     name, key, value = item
     numbers = count()
 
@@ -124,8 +125,8 @@ class _FullTensor:
         num_elements = sum(math.prod(shape_of(box)) for box in self.boxes)
         if num_elements != self.numel:
             raise AccelError(
-                f"{self.key} can't be put together: ranks have {num_elements} of {self.numel} "
-                "elements. Load a checkpoint."
+                f"{self.key} can't be put together: ranks have {num_elements} "
+                f"of {self.numel} elements. Load a checkpoint."
             )
         step = max(1, _BATCH_BYTES // self.dtype.itemsize)
         for held in self.boxes:
@@ -135,7 +136,7 @@ class _FullTensor:
                     yield held, box
 
     def view(self, box: Box) -> Tensor | None:
-        """Return the elements of a box, or None if this rank keeps nothing."""
+        """Return the elements of a box, or None without ``keep``."""
         if self.tensor is None:
             return None
         flat = len(box) == 1 and self.tensor.dim() != 1
@@ -161,12 +162,13 @@ def _send(fulls: Iterable[_FullTensor], shards: Mapping[Any, Shard], process: Pr
     for full in fulls:
         for held, box in full.pieces():
             target, source = full.view(box), full.boxes[held]
-            nbytes = math.prod(shape_of(box)) * full.dtype.itemsize
+            shape = shape_of(box)
+            nbytes = math.prod(shape) * full.dtype.itemsize
             if nbytes > room:
                 flush()
                 room = _BATCH_BYTES
             room -= nbytes
-            values = torch.empty(shape_of(box), dtype=full.dtype, device=process.carrier)
+            values = torch.empty(shape, dtype=full.dtype, device=process.carrier)
             received.append((target, values))
             by_rank.setdefault(source, []).append(values)
             if source == process.place.rank:

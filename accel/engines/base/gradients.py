@@ -1,4 +1,4 @@
-"""The gradients of one model, and the steps that use them."""
+"""The gradients of a model, and the steps with them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from ...process.control import agree, announce
 from .buffers import Buffers
 from .placement import Placement
 from .refusals import check_parameters
-from .refusals import refuse_overlaps as refuse_overlaps
-from .refusals import refuse_quantized as refuse_quantized
-from .refusals import refuse_sparse as refuse_sparse
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
 class Gradients:
-    """The gradients of an engine's model, by default final after a backward."""
+    """The gradients of a model, by default final after a backward."""
 
     #: Ranks reduce gradients together, so the same parameters must be trainable on all of them.
     reduced: ClassVar[bool] = False
@@ -62,7 +59,7 @@ class Gradients:
     @property
     @final
     def watched(self) -> bool:
-        """True if backwards, torch's clipping and unknown optimizers matter."""
+        """True if accel watches backwards, clipping and unknown optimizers."""
         if self.engine.precision.scaled:
             return True
         return self.engine.distributed and (self.reduced or self.spread)
@@ -75,9 +72,9 @@ class Gradients:
         self._before = look(self.holders()) if needed else None
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
-        """Reduce gradients if the engine has no optimizer to do it. Collective then.
+        """Reduce gradients if no optimizer will do it. Collective then.
 
-        A backward is not ``completed`` if it raised, nor ``outermost`` inside another.
+        It is ``completed`` if it did not raise, ``outermost`` if not nested.
         """
         if not outermost or self._before is None:
             return
@@ -94,33 +91,35 @@ class Gradients:
 
     @final
     def refuse_plain(self, *, zeros: bool) -> None:
-        """Raise PrecisionError for gradients of an unscaled loss under ``16-mixed``."""
+        """Raise PrecisionError for unscaled gradients under ``16-mixed``."""
         if not self.plain:
             return
         gradients = [here(h.grad) for h in self.holders() if h.grad is not None]
         exists = bool(gradients)
         if not zeros:
             exists = any(bool(grad.any()) for grad in gradients)
-        if self.engine.placements.partial:  # maybe on other ranks only
+        # Only other ranks may have some.
+        if self.engine.placements.partial:
             exists = any(agree(f"the gradients ({self.engine.label})", exists))
         if exists:
             raise PrecisionError(
-                f"A plain loss.backward() made gradients of this '16-mixed' {self.engine.kind} "
-                "without scaling the loss. Call accel.backward(loss), or use torch.amp.GradScaler."
+                "A plain loss.backward() made gradients of this '16-mixed' "
+                f"{self.engine.kind} without scaling the loss. "
+                "Call accel.backward(loss), or use torch.amp.GradScaler."
             )
 
     # -- which tensor is which ---------------------------------------------------------------------
 
     def holders(self) -> Sequence[Any]:
-        """Return everything with a ``grad`` from a backward of this model. Local."""
+        """Return everything with a ``grad`` from a backward. Local."""
         return self.engine.parameters
 
     def leaf(self, parameter: Tensor) -> Tensor:
-        """Return the tensor of autograd in the place of a parameter. Local."""
+        """Return autograd's tensor for a parameter. Local."""
         return parameter
 
     def canonical(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the item of ``engine.parameters`` for a parameter. Local."""
+        """Return the item in ``engine.parameters``. Local."""
         return parameter
 
     # -- final gradients ---------------------------------------------------------------------------
@@ -130,9 +129,9 @@ class Gradients:
         return False
 
     def settle(self, optimizer: Optimizer | None = None) -> None:
-        """Make gradients final. Collective if there is something to reduce.
+        """Make gradients final. Collective if ``pending``.
 
-        Before a step of ``optimizer``, each rank needs only those for its part.
+        Before a step of ``optimizer``, a rank needs only its part of them.
         """
 
     def accumulate(self, accumulating: bool) -> None:
@@ -145,7 +144,7 @@ class Gradients:
 
     @final
     def finite(self, optimizer: Optimizer) -> bool:
-        """True if the final gradients have neither inf nor nan on any rank."""
+        """True if final gradients have no inf or nan on any rank."""
         finite = all_finite(optimizer)
         if self.engine.placements.partial:
             title = f"the gradients' finiteness ({self.engine.label})"
@@ -171,12 +170,12 @@ class Gradients:
         elif self.pending():
             self.settle()
             names = self.engine.holdings.parameter_names
-            clipped = {names[id(parameter)] for parameter in parameters}
+            clipped = {names[id(p)] for p in parameters}
             self.engine.compare(what, sorted(clipped), other_parameters)
 
     @final
     def clip_parts(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clip sharded gradients that are final. Collective."""
+        """Clip final sharded gradients. Collective."""
         owner: Any = (self, self.engine.parameters)
         return clip_sharded_([owner], (), max_norm, norm_type, False)
 
@@ -201,9 +200,11 @@ class Gradients:
 
     @final
     def announce_step(self, optimizer: Optimizer) -> None:
-        """Announce a step. All ranks have run equally many backwards before it."""
+        """Announce a step, before which all ranks ran equally many backwards."""
         steppers = list(self.engine.steppers)
-        number = steppers.index(id(optimizer)) if id(optimizer) in steppers else None
+        number = None
+        if id(optimizer) in steppers:
+            number = steppers.index(id(optimizer))
         self.announce("optimizer.step()", number)
         self.process.order.restart()
 
@@ -212,13 +213,14 @@ def other_parameters(given: Sequence[Sequence[str]]) -> str:
     """Return an error text with the parameters which not all ranks clip."""
     common = set(given[0]).intersection(*given)
     missing = sorted(set().union(*given) - common)
-    return f"some were not given {', '.join(missing[:5])}. Clip all of model.parameters()"
+    names = ", ".join(missing[:5])
+    return f"some were not given {names}. Clip all of model.parameters()"
 
 
 def refuse_inside_backward() -> None:
-    """Raise BackendError in a backward, before its gradients are reduced."""
+    """Raise BackendError inside a backward."""
     if runs_backward():
         raise BackendError(
-            "Gradients are not final, because an optimizer steps inside a backward. "
-            "Call step() after backward()."
+            "Gradients are not final, because an optimizer steps inside "
+            "a backward. Call step() after backward()."
         )

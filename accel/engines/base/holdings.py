@@ -1,7 +1,8 @@
-"""The state of a model and its optimizers on this rank, and full state from it.
+"""The state of a model and its optimizers on this rank, and full state.
 
-A backend defines its shards: ``partial``, ``part``, ``entries`` and ``has``. The rest is the same
-for every backend: ``state_dict``, ``load_state_dict``, checkpoints, ``teardown`` and copies.
+A backend defines its shards: ``partial``, ``part``, ``entries`` and
+``has``. The rest is the same for every backend: ``state_dict``,
+``load_state_dict``, checkpoints, ``teardown`` and copies.
 """
 
 from __future__ import annotations
@@ -53,23 +54,23 @@ class Holdings(Raw):
     # -- for a backend to override -----------------------------------------------------------------
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """True if ranks may lack some of the state, everywhere the same. Local."""
+        """True if ranks may lack some state. Equal on all ranks. Local."""
         return False
 
     def prepare(self, *, writing: bool) -> None:
-        """Make tensors match their shards, before they are read or written. Local."""
+        """Make tensors match shards, before reads and writes. Local."""
 
     def filled(self) -> None:
         """Update everything else after shards were filled. Collective."""
 
     def gradients(self) -> Iterator[Item]:
         """Return the final gradients on this rank. Local."""
-        for name, parameter in self.engine.named.items():
-            if parameter.grad is not None:
-                yield name, "grad", parameter.grad
+        for name, p in self.engine.named.items():
+            if p.grad is not None:
+                yield name, "grad", p.grad
 
     def replicas(self) -> Sequence[tuple[str, Tensor]]:
-        """Return weights by name, equal on all ranks before a step. Local."""
+        """Return weights which are equal on all ranks, by name. Local."""
         if self.engine.placements.weights.sharded:
             return []
         return list(self.engine.named.items())
@@ -81,7 +82,7 @@ class Holdings(Raw):
 
     @classmethod
     def divides_from_host(cls, options: Any) -> bool:
-        """True if ``start`` copies shards from host memory to the device. Pure."""
+        """True if ``start`` copies shards from host memory. Pure."""
         return False
 
     @property
@@ -99,7 +100,7 @@ class Holdings(Raw):
 
     @final
     def full_state_dict(self, optimizer: Optimizer | None, *, keep: bool = True) -> dict[str, Any]:
-        """Return the full ``state_dict()``, empty unless ``keep``. Collective."""
+        """Return a full ``state_dict()``, empty unless ``keep``. Collective."""
         if not self.partial(optimizer):
             return (optimizer or self.module).state_dict()
         return self.state_dict(optimizer, title="accel.full_state_dict", keep=keep)
@@ -113,7 +114,7 @@ class Holdings(Raw):
         keep: bool = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Return the full state in host memory, by the raw object's own method. Collective."""
+        """Return full state by the raw method, in host memory. Collective."""
         # If an exception ended a step on one rank, the ranks have shards of different steps.
         name, variable = self.engine.kind, "model"
         if optimizer is not None:
@@ -128,10 +129,10 @@ class Holdings(Raw):
                 return {}
             with self.guard.opened(), in_place_of(self.module, full):
                 state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+            prefix = kwargs.get("prefix", "")
             for name, value in extra.items():
-                key = kwargs.get("prefix", "") + name
-                if key in state:
-                    state[key] = value
+                if prefix + name in state:
+                    state[prefix + name] = value
             return state
 
     def _full_tensors(
@@ -143,7 +144,8 @@ class Holdings(Raw):
         held: list[Item] = [(name, "", tensor) for name, tensor in tensors.items()]
         # A pipeline has the extra state of a module on the module's stage.
         if type(self).has is not Holdings.has:
-            held += [(name, "extra", value) for name, value in self.values(None).items()]
+            for name, value in self.values(None).items():
+                held.append((name, "extra", value))
         full: dict[int, Tensor] = {}
         extra: dict[str, Any] = {}
         gathered = self.gather(title, held, device=_CPU, keep=keep)
@@ -165,10 +167,10 @@ class Holdings(Raw):
             return {}
         names = self.parameter_names
         shards, optimizer.state = optimizer.state, defaultdict(dict)
-        for parameter in parameters_of(optimizer):
-            name = names[id(parameter)]
+        for p in parameters_of(optimizer):
+            name = names[id(p)]
             if name in full:
-                optimizer.state[parameter] = full[name]
+                optimizer.state[p] = full[name]
         try:
             with self.guard.opened():
                 return optimizer.state_dict()
@@ -177,7 +179,7 @@ class Holdings(Raw):
 
     @final
     def copy(self, memo: dict[int, Any]) -> nn.Module:
-        """Return a full deep copy as the author made it. Collective if sharded."""
+        """Return a full deep copy of the raw model. Collective if sharded."""
         extra: dict[str, Any] = {}
         if self.partial(None):
             # If a rank calls it alone, this text is in the error of the other ranks.
@@ -195,7 +197,7 @@ class Holdings(Raw):
 
     @final
     def load_state_dict(self, optimizer: Optimizer | None, args: Args, kwargs: Kwargs) -> Any:
-        """Load a full state by the raw object's own method. Collective."""
+        """Load a full state by the raw method. Collective."""
         if optimizer is None:
             return self._load_model(args, kwargs)
         return self._load_optimizer(optimizer, *args, **kwargs)
@@ -237,9 +239,9 @@ class Holdings(Raw):
         state = dict(state_dict["state"])
         parameters = iter(parameters_of(optimizer))
         for group in state_dict["param_groups"]:
-            for number, parameter in zip(group["params"], parameters, strict=False):
+            for number, p in zip(group["params"], parameters, strict=False):
                 if number in state:
-                    full[names[id(parameter)]] = state.pop(number)
+                    full[names[id(p)]] = state.pop(number)
         # torch checks and loads the groups, and keeps the state of other parameters.
         with self.guard.opened():
             optimizer.load_state_dict({**state_dict, "state": state})
@@ -260,7 +262,7 @@ class Holdings(Raw):
 
     @final
     def own_part(self, entry: StateEntry, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
-        """Return this rank's part of a full value of state, with torch's dtype."""
+        """Return this rank's part of a full value, with torch's dtype."""
         like = entry.parameter
 
         def shard(tensor: Tensor) -> Tensor:
@@ -285,14 +287,14 @@ class Holdings(Raw):
     def drop_others(self, optimizer: Optimizer) -> None:
         """Drop the state of parameters of other ranks. Local."""
         kept = {id(entry.parameter) for entry in self.entries(optimizer)}
-        for parameter in parameters_of(optimizer):
-            if id(parameter) not in kept:
-                optimizer.state.pop(parameter, None)
+        for p in parameters_of(optimizer):
+            if id(p) not in kept:
+                optimizer.state.pop(p, None)
 
     def _full_optimizer_state(
         self, title: str, optimizer: Optimizer, **options: Any
     ) -> dict[str, dict[Any, Any]]:
-        """Return the full state by name, in the order of parameters. Collective."""
+        """Return full state by name, in parameter order. Collective."""
         held: list[Item] = []
         for entry in self.entries(optimizer):
             held += [(entry.name, key, value) for key, value in entry.state.items()]
@@ -326,7 +328,7 @@ class Holdings(Raw):
 
     @final
     def synchronize(self, source: int = 0) -> None:
-        """Copy a rank's full weights and buffers to all ranks. Collective."""
+        """Copy a rank's weights and buffers to all. Collective."""
         engine = self.engine
         if not engine.distributed:
             return
@@ -335,8 +337,8 @@ class Holdings(Raw):
         for name, buffer in engine.module.named_buffers():
             if buffer.layout is not torch.strided or buffer.is_quantized:
                 raise BackendError(
-                    f"The buffer {name} of {engine.label} is sparse or quantized, so it can't be "
-                    "broadcast. Keep it in a plain attribute of the module."
+                    f"The buffer {name} of {engine.label} is sparse or quantized, "
+                    "so it can't be broadcast. Keep it in a plain attribute."
                 )
         values = inner_tensors(weights) + writable(engine.module.buffers())
         with Waiting(engine.process, f"the weights of {engine.label}"):
@@ -344,7 +346,7 @@ class Holdings(Raw):
 
 
 def _first_names(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers, each once, under its first name."""
+    """Return parameters and persistent buffers by their first name."""
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in named_tensors(module):
         tensors.setdefault(id(tensor), (name, tensor))

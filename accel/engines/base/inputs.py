@@ -1,4 +1,4 @@
-"""A check of equal inputs on ranks which compute a forward together."""
+"""A check of equal inputs for ranks with a common forward."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, Final, TypeVar, final
 from ...errors import RankMismatchError
 from ...precision import here
 from ...process.control import agree
-from ...process.transfer import Prints, refuse_other_values
+from ...process.transfer import Prints, find_difference
 from ...trees import all_tensors
+from .raw_objects import Args, Kwargs
 
 R = TypeVar("R")
 
@@ -21,26 +22,26 @@ _ADVICE: Final = "use the loader from accel.setup, or accel.data_parallel_place(
 
 @final
 class SameInputs:
-    """Compares the inputs of the first forwards on ranks with the same ``place``."""
+    """Compares the first inputs on ranks with the same ``place``."""
 
     def __init__(self, label: str, place: Hashable) -> None:
         self._label, self._place = label, place
         self._calls: Counter[str] = Counter()
 
-    def call(
-        self, run: Callable[[], R], args: tuple[Any, ...], kwargs: dict[str, Any], method: str = ""
-    ) -> R:
-        """Run a forward or method. Collective if it is one of the first calls."""
+    def call(self, run: Callable[[], R], args: Args, kwargs: Kwargs, method: str = "") -> R:
+        """Run a forward or method. The first calls are collective."""
         self._calls[method] += 1
         if self._calls[method] > _FIRST_CALLS:
             return run()
         tensors = [here(tensor) for _, tensor in all_tensors((args, kwargs))]
-        if not tensors:  # a method without inputs may be called on one rank
+        # A method without inputs may be called on one rank.
+        if not tensors:
             return run()
         # Prints are made first, because a forward may write to its inputs.
         prints, shapes = Prints(tensors), str([tuple(t.shape) for t in tensors])
         out = run()
-        title = f"{f'the method {method}' if method else 'a forward'} of {self._label}"
+        what = f"the method {method}" if method else "a forward"
+        title = f"{what} of {self._label}"
         firsts: dict[Hashable, tuple[int, str]] = {}
         values: defaultdict[Hashable, dict[int, Any]] = defaultdict(dict)
         by_rank = agree(title, (self._place, shapes, prints.read()))
@@ -51,5 +52,7 @@ class SameInputs:
                 raise RankMismatchError(f"{title} got different inputs ({found}): {_ADVICE}")
             values[place][rank] = read
         for of_place in values.values():
-            refuse_other_values(title, of_place, _ADVICE)
+            difference = find_difference(of_place)
+            if difference:
+                raise RankMismatchError(f"{title}: {difference}: {_ADVICE}")
         return out

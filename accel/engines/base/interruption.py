@@ -9,7 +9,7 @@ from ...errors import BackendError
 
 @final
 class Interruption:
-    """Remembers incomplete gradients, until the backend drops them. Local."""
+    """Remembers incomplete gradients until they are dropped. Local."""
 
     def __init__(self) -> None:
         self.incomplete = False
@@ -18,6 +18,7 @@ class Interruption:
         """Raise BackendError if gradients are incomplete."""
         if self.incomplete:
             raise BackendError(
-                "The gradients are incomplete, because an exception ended a backward. "
-                "Call optimizer.zero_grad(), then run forward and backward again."
+                "The gradients are incomplete, because an exception ended "
+                "a backward. Call optimizer.zero_grad(), then run forward "
+                "and backward again."
             )

@@ -9,9 +9,10 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes on a rank after an optimizer step, while the gradients still exist.
+    """Bytes on a rank after a step, while the gradients still exist.
 
-    ``optimizer_state`` includes fp32 master weights. ``buckets`` are kept for communication.
+    ``optimizer_state`` includes fp32 master weights. ``buckets`` are kept
+    for communication.
     """
 
     parameters: int = 0
@@ -28,7 +29,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSize:
-    """The full size of a parameter or buffer, and of its optimizer state."""
+    """The full size of a parameter or buffer and its optimizer state."""
 
     name: str
     shape: tuple[int, ...]

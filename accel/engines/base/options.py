@@ -1,4 +1,4 @@
-"""The option dataclasses of backends, as in ``backend=accel.FSDP(replicas=2)``."""
+"""The options of backends, as in ``backend=accel.FSDP(replicas=2)``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ...errors import BackendError
 class Options:
     """Base class of the option dataclasses.
 
-    An option with a bool or int as default accepts only bools or positive ints. ``choices`` and
-    ``check_values`` check the other options.
+    An option with a bool or int as default accepts only bools or positive
+    ints. ``choices`` and ``check_values`` check the other options.
 
     Args:
-        drift_check: compare replicated state at steps 1, 10, 100 and then every ``drift_check``
-            steps. None: every 1,000 steps. 0: never.
+        drift_check: compare replicated state at steps 1, 10, 100 and then
+            every ``drift_check`` steps. None: every 1,000 steps. 0: never.
     """
 
     drift_check: int | None = None
@@ -45,7 +45,8 @@ class Options:
             value = getattr(self, option.name)
             if "or_classes" in option.metadata:
                 valid = type(value) in (bool, tuple)
-                self.expect(option.name, valid, "True, False or a tuple of module classes")
+                expected = "True, False or a tuple of module classes"
+                self.expect(option.name, valid, expected)
             elif type(option.default) is bool:
                 self.expect(option.name, type(value) is bool, "True or False")
             elif type(option.default) is int:
@@ -66,8 +67,8 @@ class Options:
     def expect(self, name: str, valid: bool, expected: str) -> None:
         """Raise BackendError for an option, unless it is valid."""
         if not valid:
-            text = f"{name}={getattr(self, name)!r}"
-            raise BackendError(f"{type(self).__name__}({text}): expected {expected}")
+            kind, value = type(self).__name__, getattr(self, name)
+            raise BackendError(f"{kind}({name}={value!r}): expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +76,11 @@ class LayerOptions(Options):
     """Options of backends with the model's own forward.
 
     Args:
-        activation_checkpointing: keep only the inputs of blocks, and compute their activations
-            again in backward. True selects the blocks that repeat in a ModuleList or Sequential
-            and have submodules (with ``wrap``: the blocks that it selects). A tuple of classes
-            selects the modules of these classes.
+        activation_checkpointing: keep only the inputs of blocks, and
+            compute their activations again in backward. True selects the
+            blocks that repeat in a ModuleList or Sequential and have
+            submodules (with ``wrap``: the blocks that it selects). A tuple
+            of classes selects the modules of these classes.
     """
 
     activation_checkpointing: bool | tuple[type[nn.Module], ...] = dataclasses.field(
@@ -88,13 +90,14 @@ class LayerOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOptions(LayerOptions):
-    """Options of backends with averaged gradients and with whole layers on each rank.
+    """Options of backends with averaged gradients and whole layers.
 
     Args:
-        sequence_parallel: the number of neighboring ranks that share each sequence
-            (``accel.shard_sequence``). They read the same batch and exchange attention heads.
-        auto_refresh: before each forward, look for a change of ``requires_grad`` and compare it
-            over the ranks.
+        sequence_parallel: the number of neighboring ranks that share each
+            sequence (``accel.shard_sequence``). They read the same batch
+            and exchange attention heads.
+        auto_refresh: before each forward, look for a change of
+            ``requires_grad`` and compare it over the ranks.
     """
 
     sequence_parallel: int = 1

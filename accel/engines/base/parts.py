@@ -1,8 +1,9 @@
-"""This rank's parts of parameters in an optimizer's ``param_groups`` while it steps.
+"""This rank's parts of parameters in ``param_groups`` during a step.
 
-The user's optimizer steps plain tensors, which can be several times as fast as a step on a
-library's sharded tensors. The parts are in the groups from the last pre-hook of a step to its first
-post-hook. So the user's hooks and closures find the parameters.
+The user's optimizer steps plain tensors, which can be several times as fast
+as a step on a library's sharded tensors. The parts are in the groups from
+the last pre-hook of a step to its first post-hook. So the user's hooks and
+closures find the parameters.
 """
 
 from __future__ import annotations
@@ -39,18 +40,20 @@ def elementwise(optimizer: Optimizer) -> bool:
     for kind in type(optimizer).__mro__:
         if kind in _ELEMENTWISE:
             # schedulefree's AdamW has a step of its own.
+            own = vars(kind).keys() | vars(Optimizer).keys()
             is_same = inspect.unwrap(step) is inspect.unwrap(kind.step)
-            return is_same and overridden.isdisjoint(vars(kind).keys() | vars(Optimizer).keys())
+            return is_same and overridden.isdisjoint(own)
         overridden.update(name for name in vars(kind) if not name.startswith("__"))
         overridden -= _OUTSIDE
     return False
 
 
 class PartsInGroups:
-    """Puts this rank's parts into the groups of an optimizer while it steps. Local.
+    """Puts this rank's parts into an optimizer's groups in a step. Local.
 
-    ``parts_of`` returns the parts of a group's parameters, without those on other ranks. ``close``
-    gives the optimizer back to its user. It is not kept alive.
+    ``parts_of`` returns the parts of a group's parameters, without those on
+    other ranks. ``close`` gives the optimizer back to its user. It is not
+    kept alive.
     """
 
     def __init__(self, optimizer: Optimizer, parts_of: Callable[[list[Any]], list[Any]]) -> None:
@@ -83,19 +86,21 @@ class PartsInGroups:
 
     def put_in(self, optimizer: Optimizer) -> None:
         """Replace the parameters in the groups by this rank's parts."""
-        self.take_out()  # DeepSpeed's engine may have put them in before the step
+        # DeepSpeed's engine may have put them in before the step.
+        self.take_out()
         for group in optimizer.param_groups:
             self._groups.append((group, group["params"]))
             group["params"] = self._parts_of(group["params"])
 
     def take_out(self) -> None:
-        """Put the parameters back, in their own lists. Harmless outside of a step."""
+        """Put the lists of parameters back. Harmless outside of a step."""
         for group, parameters in self._groups:
             group["params"] = parameters
         self._groups.clear()
 
     def _begin_step(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
-        if torch.compiler.is_compiling():  # a compiled step works on the parameters themselves
+        # A compiled step works on the parameters themselves.
+        if torch.compiler.is_compiling():
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
@@ -124,7 +129,7 @@ _State = defaultdict[Any, Any]
 
 
 def local_of(value: Any) -> Any:
-    """Return the local tensor of a DTensor, and any other value as it is."""
+    """Return a DTensor's local tensor, or any other value as it is."""
     return getattr(value, "_local_tensor", value)
 
 
@@ -155,18 +160,18 @@ class LocalSteps(PartsInGroups):
         written: list[Tensor] = []
         with as_plain():
             for group, parameters in self._groups:
-                for parameter, part in zip(parameters, group["params"], strict=True):
-                    gradient = parameter.grad
-                    if part is not parameter and gradient is not None:
-                        part.grad = _local_gradient(gradient, parameter)
+                for p, part in zip(parameters, group["params"], strict=True):
+                    grad = p.grad
+                    if part is not p and grad is not None:
+                        part.grad = _local_gradient(grad, p)
                         self._stepped.append(part)
-                        written.append(parameter)
+                        written.append(p)
         self._stepping(written)
         local: _State = defaultdict(dict)
-        for parameter, values in optimizer.state.items():
+        for p, values in optimizer.state.items():
             # `local_of` of each value would be slow.
-            kind = type(parameter)
-            local[local_of(parameter)] = {
+            kind = type(p)
+            local[local_of(p)] = {
                 key: local_of(value) if type(value) is kind else value
                 for key, value in values.items()
             }
@@ -191,14 +196,14 @@ class LocalSteps(PartsInGroups):
     def _adopt_state(self, parameters: Sequence[Any], local: _State, state: _State) -> None:
         """Take new and replaced values of the step."""
         by_part: dict[int, Any] = {}
-        for parameter in [*state, *parameters]:
-            by_part[id(local_of(parameter))] = parameter
+        for p in [*state, *parameters]:
+            by_part[id(local_of(p))] = p
         for part, values in local.items():
-            parameter = by_part.get(id(part), part)
-            known = state[parameter]
+            p = by_part.get(id(part), part)
+            known = state[p]
             for key, value in values.items():
                 if local_of(known.get(key)) is not value:
-                    known[key] = _like(parameter, value)
+                    known[key] = _like(p, value)
             for key in known.keys() - values.keys():
                 del known[key]
 

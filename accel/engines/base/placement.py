@@ -34,7 +34,7 @@ class Placements:
 
     @property
     def partial(self) -> bool:
-        """True if a rank may lack some weights, gradients or optimizer state."""
+        """True if a rank may lack some of these tensors."""
         return self != REPLICATED
 
 

@@ -1,7 +1,8 @@
 """The user's raw model and optimizers while an engine works on them.
 
-Stand-ins for its tensors while a full state is loaded or returned, methods of sharded objects, a
-record of a library's changes to a module, and copies of a module.
+Stand-ins for its tensors while a full state is loaded or returned, methods
+of sharded objects, a record of a library's changes to a module, and copies
+of a module.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ Kwargs = dict[str, Any]
 
 #: The table of hooks after ``load_state_dict``.
 _POST_HOOKS: Final = "_load_state_dict_post_hooks"
+_FSDP: Final = "torch.distributed."
 #: A table of a module, a name in it, and the tensor.
 _Place = tuple[Any, str, Any]
 #: By ``id(tensor)``.
@@ -48,8 +50,8 @@ def in_place_of(
 ) -> Iterator[None]:
     """Temporarily replace parameters and buffers.
 
-    While a state is loaded, the hooks after a module's load see the module's own tensors again,
-    and ``before_hooks`` is called before them.
+    While a state is loaded, the hooks after a module's load see the
+    module's own tensors again, and ``before_hooks`` is called before them.
     """
     places: dict[int, list[_Place]] = {}
     hooks: list[tuple[dict[str, Any], Any]] = []
@@ -68,19 +70,19 @@ def in_place_of(
     try:
         for child in module.modules():
             places[id(child)] = _replace_tensors(child, stand_ins)
-            attributes = vars(child)
-            own_hooks = attributes[_POST_HOOKS]
+            names = vars(child)
+            own_hooks = names[_POST_HOOKS]
             if before_hooks is not None and own_hooks:
-                hooks.append((attributes, own_hooks))
+                hooks.append((names, own_hooks))
                 # Hooks of FSDP2 raise for replaced tensors.
-                users = [h for h in own_hooks.values() if not _is_from(h, "torch.distributed.")]
+                users = [h for h in own_hooks.values() if not _is_from(h, _FSDP)]
                 chain = [loaded, *users] if users else []
-                attributes[_POST_HOOKS] = OrderedDict(enumerate(chain))
+                names[_POST_HOOKS] = OrderedDict(enumerate(chain))
         yield
     finally:
         put_back(module)
-        for attributes, own_hooks in hooks:
-            attributes[_POST_HOOKS] = own_hooks
+        for names, own_hooks in hooks:
+            names[_POST_HOOKS] = own_hooks
 
 
 def _replace_tensors(module: nn.Module, stand_ins: StandIns) -> list[_Place]:
@@ -97,23 +99,24 @@ def _replace_tensors(module: nn.Module, stand_ins: StandIns) -> list[_Place]:
 
 @final
 class Target(Absent, Tensor):
-    """A stand-in while a full state is loaded. It records the value copied to it."""
+    """A stand-in during a load, which records the value copied to it."""
 
     plain = frozenset(attributes("requires_grad", "__get__"))
     given: Tensor | None
 
     @staticmethod
     def of(tensor: Tensor, shape: torch.Size | None) -> Target:
-        """Return a stand-in of the full shape in the memory of one element."""
+        """Return a stand-in of full shape in an element's memory."""
         blank = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-        target = blank.expand(tensor.shape if shape is None else shape).as_subclass(Target)
+        full = blank.expand(tensor.shape if shape is None else shape)
+        target = full.as_subclass(Target)
         target.given = None
         return target
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"A load hook used {name_of(function)} of a sharded parameter, which has no values "
-            "while a state is loaded. Change the state dict instead."
+            f"A load hook used {name_of(function)} of a sharded parameter, "
+            "which has no values during a load. Change the state dict."
         )
 
     @classmethod
@@ -121,7 +124,8 @@ class Target(Absent, Tensor):
         if func is not Tensor.copy_ or not isinstance(args[0], Target):
             return super().__torch_function__(func, types, args, kwargs)
         target, value = args[:2]
-        if value is not target:  # a module may load its own tensors
+        # A module may load its own tensors.
+        if value is not target:
             if isinstance(value, Target):
                 value.fetch(func)
             target.given = value
@@ -133,9 +137,10 @@ class Target(Absent, Tensor):
 
 @final
 class Override:
-    """A method in the attributes of a raw object, to call ``act(raw, original, *args)``.
+    """A raw object's method, replaced by ``act(raw, original, *args)``.
 
-    ``remove`` undoes it. If something else has wrapped it since, it stays, and calls the original.
+    ``remove`` undoes it. If something else has wrapped it since, it stays,
+    and calls the original.
     """
 
     def __init__(self, raw: Any, name: str, act: Function) -> None:
@@ -181,9 +186,10 @@ _METHODS: Final = ("state_dict", "load_state_dict", "__getstate__", "__deepcopy_
 
 @final
 class Guard:
-    """Overrides for ``state_dict`` and ``copy.deepcopy``, which gather, and for pickle.
+    """Overrides for ``state_dict`` and ``deepcopy``, which gather, and pickle.
 
-    ``load_state_dict`` takes a full state. Objects without shards run their own methods.
+    ``load_state_dict`` takes a full state. Objects without shards run their
+    own methods.
     """
 
     def __init__(self, holdings: Holdings) -> None:
@@ -229,8 +235,8 @@ class Guard:
         # A pickle of the raw object, or an optimizer that outlives its model.
         advice = f"accel.full_state_dict({'optimizer' if optimizer else 'model'})"
         raise OptimizerError(
-            f"{type(raw).__name__} holds only this rank's shard of its state. Call {advice} on "
-            "every rank."
+            f"{type(raw).__name__} holds only this rank's shard of its state. "
+            f"Call {advice} on every rank."
         )
 
 
@@ -262,7 +268,7 @@ def _remove(owner: Any, marks: Iterable[_Mark]) -> None:
 
 @final
 class Snapshot:
-    """The classes, attributes and hooks of modules and parameters before a library's changes.
+    """Classes, attributes and hooks before a library's changes.
 
     The library may add attributes with the prefixes ``later`` at any time.
     """
@@ -287,7 +293,7 @@ class Snapshot:
         return kind
 
     def added(self, owner: Any) -> set[_Mark]:
-        """Return the library's attributes and hooks of a module or parameter."""
+        """Return a library's attributes and hooks of a module or parameter."""
         marks = self._added.get(id(owner), set())
         return marks | {name for name in vars(owner) if name.startswith(self._later)}
 
@@ -306,7 +312,7 @@ class Snapshot:
                     hooks[number] = change(hook)
 
     def restore(self) -> None:
-        """Undo the library's changes, also if the library failed half-way."""
+        """Undo the library's changes, also after it failed half-way."""
         if not self._added:
             self.changed()
         for owner, kind, _ in self._before.values():
@@ -327,11 +333,13 @@ class Snapshot:
 def as_author_made(
     module: nn.Module, snapshot: Snapshot | None, replaced: Replaced
 ) -> Iterator[None]:
-    """Temporarily undo the changes of accel and a library, except to tensors."""
-    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-    before = [(part, type(part), dict(vars(part))) for part in parts]
+    """Temporarily undo changes of accel and a library, except to tensors."""
+    before: list[tuple[Any, type[Any], dict[str, Any]]] = []
+    for part in module.modules():
+        if not isinstance(part, torch.jit.ScriptModule):
+            before.append((part, type(part), dict(vars(part))))
     try:
-        for part in parts:
+        for part, *_ in before:
             marks = _marks_of_accel(part)
             if snapshot is not None:
                 marks |= snapshot.added(part)
@@ -353,7 +361,10 @@ def as_author_made(
 
 def _marks_of_accel(module: nn.Module) -> set[_Mark]:
     names = vars(module)
-    marks: set[_Mark] = {name for name in _REPLACED if _is_from(names.get(name), "accel.")}
+    marks: set[_Mark] = set()
+    for name in _REPLACED:
+        if _is_from(names.get(name), "accel."):
+            marks.add(name)
     for table in _HOOKS:
         for key, hook in names[table].items():
             if _is_from(hook, "accel."):

@@ -15,12 +15,13 @@ from ...errors import BackendError, OptimizerError
 def check_parameters(optimizer: Optimizer, known: Any, module: nn.Module, path: str) -> None:
     """Raise OptimizerError for unknown parameters, by their identities."""
     for number, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
+        for i, p in enumerate(group["params"]):
+            if id(p) not in known:
                 raise OptimizerError(
                     f"{path}.param_groups[{number}]['params'][{i}] of shape "
-                    f"{tuple(parameter.shape)} is not in {type(module).__name__}. If it trains two "
-                    "models, set up one that contains both: nn.ModuleDict({'a': a, 'b': b})."
+                    f"{tuple(p.shape)} is not in {type(module).__name__}. "
+                    "If it trains two models, set up one that contains both: "
+                    "nn.ModuleDict({'a': a, 'b': b})."
                 )
 
 
@@ -29,31 +30,32 @@ def refuse_sparse(module: nn.Module, backend: str) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
             raise BackendError(
-                f"backend={backend!r} can't shard the sparse gradients of {name}. "
-                'Use sparse=False, or backend="ddp".'
+                f"backend={backend!r} can't shard the sparse gradients of "
+                f'{name}. Use sparse=False, or backend="ddp".'
             )
 
 
 def refuse_quantized(module: nn.Module, backend: str) -> None:
     """Raise BackendError for torchao's quantized weights."""
-    for name, parameter in module.named_parameters():
-        if hasattr(parameter, "__tensor_flatten__"):
+    for name, p in module.named_parameters():
+        if hasattr(p, "__tensor_flatten__"):
             raise BackendError(
-                f"backend={backend!r} can't shard the quantized parameter {name}. "
-                'Use backend="ddp" or "sharded".'
+                f"backend={backend!r} can't shard the quantized parameter "
+                f'{name}. Use backend="ddp" or "sharded".'
             )
 
 
 def refuse_overlaps(module: nn.Module, backend: str) -> None:
-    """Raise BackendError if two parameters begin at the same place in memory."""
+    """Raise BackendError for two parameters with the same memory."""
     names: dict[int, str] = {}
-    for name, parameter in module.named_parameters():
-        odd = is_lazy(parameter) or parameter.is_meta or parameter.layout != torch.strided
-        if odd or type(parameter.data) is not Tensor or not parameter.numel():
+    for name, p in module.named_parameters():
+        odd = is_lazy(p) or p.is_meta or p.layout != torch.strided
+        if odd or type(p.data) is not Tensor or not p.numel():
             continue
-        other = names.setdefault(parameter.data_ptr(), name)
+        other = names.setdefault(p.data_ptr(), name)
         if other != name:
             raise BackendError(
-                f"{other} and {name} are two Parameters with the same memory, which would train "
-                f"apart with backend={backend!r}. Make them one: a.weight = b.weight."
+                f"{other} and {name} are two Parameters with the same memory, "
+                f"which would train apart with backend={backend!r}. "
+                "Make them one: a.weight = b.weight."
             )

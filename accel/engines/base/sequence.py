@@ -1,8 +1,9 @@
 """``sequence_parallel``: neighboring ranks hold shards of each sequence.
 
-This is Ulysses (Jacobs et al., arXiv 2309.14509). An all-to-all before attention gives
-each rank some heads of the full sequence, and an all-to-all after it restores the shards.
-The rest of the model must treat tokens independently.
+This is Ulysses (Jacobs et al., arXiv 2309.14509). An all-to-all before
+attention gives each rank some heads of the full sequence, and an all-to-all
+after it restores the shards. The rest of the model must treat tokens
+independently.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import inspect
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -30,6 +31,7 @@ from ...process.control import Waiting
 from ...process.startup import mesh_of
 from ...trees import all_tensors, walk
 from .inputs import SameInputs
+from .raw_objects import Function
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -39,7 +41,7 @@ _IGNORED: Final = -100
 
 
 def sequence_size(options: Any, process: Process) -> int:
-    """Return the number of ranks with shards of the same sequence. Local."""
+    """Return the number of ranks which share a sequence. Local."""
     world_size = process.place.world_size
     size: int = getattr(options, "sequence_parallel", 1)
     if world_size == 1:
@@ -60,7 +62,7 @@ def _tokens(batch: Any) -> Tensor | None:
 
 
 def prepared(module: nn.Module, batch: Any) -> Any:
-    """Add positions and shifted labels to a batch with transformers' names."""
+    """Add positions and shifted labels to a batch of transformers."""
     tokens = _tokens(batch)
     if tokens is None:
         return batch
@@ -80,7 +82,7 @@ def prepared(module: nn.Module, batch: Any) -> Any:
 
 @final
 class SequenceParallel:
-    """Cuts the batches of an engine, and exchanges heads in its attention."""
+    """Cuts an engine's batches, and exchanges heads in attention."""
 
     def __init__(self, engine: Engine, size: int) -> None:
         self._engine, self.size = engine, size
@@ -98,24 +100,28 @@ class SequenceParallel:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks with shards of the same sequence. Collective at first."""
+        """The ranks which share a sequence. Collective at first."""
         axes = {"sequence": self.size}
         replicas = self.process.place.world_size // self.size
         if replicas > 1:
             axes = {"data": replicas} | axes
-        return mesh_of(self.process, axes).get_group("sequence")
+        mesh = mesh_of(self.process, axes)
+        # By number, because a second start of the process groups changes the names.
+        return mesh.get_group(mesh.ndim - 1)
 
     def shard(self, batch: Any, dim: int) -> Any:
-        """Return this rank's shards of tensors along ``dim``. Collective."""
+        """Return this rank's shards along ``dim``. Collective."""
         self._same_inputs.call(lambda: None, (batch,), {})
-        assert self.group is not None  # it is created here, where all ranks are
+        # It is created here, because all ranks are here.
+        assert self.group is not None
         tokens = _tokens(batch) if dim == 1 else None
         tensors = all_tensors(batch if tokens is None else tokens)
         length = next((t.shape[dim] for _, t in tensors if t.dim() > dim), 0)
         if not length or length % self.size:
             raise BackendError(
-                f"accel.shard_sequence can't divide {length} tokens over {self.size} ranks. Pad "
-                f"them on the right, with labels of {_IGNORED}."
+                f"accel.shard_sequence can't divide {length} tokens over "
+                f"{self.size} ranks. Pad them on the right, with labels of "
+                f"{_IGNORED}."
             )
         if tokens is not None:
             batch = prepared(self._engine.module, batch)
@@ -130,8 +136,8 @@ class SequenceParallel:
         return walk(cut, batch, "")
 
     @contextlib.contextmanager
-    def forward(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Exchange heads in the attention of a forward or of a user's method."""
+    def forward(self, function: Function) -> Iterator[None]:
+        """Exchange heads in the attention of a forward or method."""
         mha, outer = torch.backends.mha, getattr(_now, "sequence", None)
         fast = mha.get_fastpath_enabled()
         # The fast path of nn.TransformerEncoder calls no attention function of torch.
@@ -144,10 +150,12 @@ class SequenceParallel:
             self.running, _now.sequence = False, outer
             mha.set_fastpath_enabled(fast)
         # For example attn_implementation="eager" of transformers, or softmax(q @ k.mT) @ v.
-        if function is self._engine.entry and not self.whole and not self._exchanges:
+        is_forward = function is self._engine.entry
+        if is_forward and not self.whole and not self._exchanges:
             raise BackendError(
-                f"{self.label} called no scaled_dot_product_attention, so shards of a sequence saw "
-                "only themselves. Use attn_implementation='sdpa' or need_weights=False."
+                f"{self.label} called no scaled_dot_product_attention, so shards "
+                "of a sequence saw only themselves. Use "
+                "attn_implementation='sdpa' or need_weights=False."
             )
 
     def attention(
@@ -158,8 +166,9 @@ class SequenceParallel:
         lengths = {shape[2] if len(shape) == 4 else 0 for shape in shapes}
         if len(lengths) > 1 or not lengths <= self.lengths:
             raise BackendError(
-                f"Attention of {self.label} got {shapes}, which are not shards. Call "
-                "accel.shard_sequence(model, batch), or use accel.whole_sequences(model)."
+                f"Attention of {self.label} got {shapes}, which are not shards. "
+                "Call accel.shard_sequence(model, batch), or use "
+                "accel.whole_sequences(model)."
             )
         # If there are fewer heads of keys than ranks, they are repeated.
         repeats = math.lcm(key.shape[1], self.size) // key.shape[1]
@@ -173,7 +182,7 @@ class SequenceParallel:
     def cross_entropy(
         self, original: Any, logits: Tensor, target: Tensor, weight: Any = None, **options: Any
     ) -> Any:
-        """Compute the mean over the tokens of all shards, without ignored tokens."""
+        """Compute the mean over the tokens of all shards."""
         if options.get("reduction", "mean") != "mean" or target.is_floating_point():
             return original(logits, target, weight, **options)
         total = original(logits, target, weight, **options | {"reduction": "sum"})
@@ -184,7 +193,7 @@ class SequenceParallel:
             return mean_over(total, count.sum(), self.group, self.size)
 
     def swap(self, inward: bool, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange shards of all heads for some heads of all tokens, or back."""
+        """Exchange shards of all heads for some heads, or back."""
         before, after = (1, 2) if inward else (2, 1)
         shape = (self.size, -1)
         pieces = [t.unflatten(before, shape).movedim(before, 0) for t in tensors]
@@ -207,8 +216,9 @@ def _drop_mask(batch: Any, tokens: Tensor) -> None:
         return
     if not bool(mask.all()):
         raise BackendError(
-            "accel.shard_sequence doesn't support padding in attention_mask. For a causal "
-            f"model, pad on the right with labels of {_IGNORED} and leave out the mask."
+            "accel.shard_sequence doesn't support padding in attention_mask. "
+            "For a causal model, leave out the mask and pad on the right "
+            f"with labels of {_IGNORED}."
         )
     batch["attention_mask"] = None
 

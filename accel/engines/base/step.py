@@ -1,4 +1,4 @@
-"""The step of the user's optimizer, with final gradients and without overflows."""
+"""The step of the user's optimizer, with final and finite gradients."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def refuse_changes(engine: Engine) -> None:
     if changed:
         names = ", ".join(sorted(dict(changed))[:10])
         raise BackendError(
-            f"{engine.kind} has added or replaced parameters after accel.setup: {names}. "
-            "Call raw = accel.teardown(model), and set it up again."
+            f"{engine.kind} has added or replaced parameters after "
+            f"accel.setup: {names}. Call raw = accel.teardown(model), "
+            "and set it up again."
         )
     engine.restructured = False
 
@@ -47,9 +48,9 @@ def refuse_changes(engine: Engine) -> None:
 def prepare(
     engine: Engine, optimizer: Optimizer, *, by_grad_scaler: bool = False, in_closure: bool = False
 ) -> None:
-    """Make gradients final before a step of ``optimizer``, or in a closure. Collective.
+    """Make gradients final before a step, or in a closure. Collective.
 
-    A plain backward is right if ``by_grad_scaler``, the user's GradScaler, steps.
+    A plain backward is right if a GradScaler steps (``by_grad_scaler``).
     """
     if engine.restructured:
         refuse_changes(engine)
@@ -65,7 +66,8 @@ def prepare(
     except RuntimeError as error:
         raise_lost(f"the reduction of gradients before a step ({engine.label})", error)
         raise
-    if engine.process.ended:  # a device that waited for the other ranks has no sums
+    # A device that waited for the other ranks has no sums.
+    if engine.process.ended:
         current()
 
 
@@ -115,9 +117,15 @@ class Stepper:
     def _step(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
+        except BaseException:
+            # The weights are between two steps on this rank, so no rank may save them.
+            engine = self._engine()
+            if engine is not None:
+                engine.drift.broken = engine.drift.steps
+            raise
         finally:
-            for parameter, grad in self._hidden:
-                parameter.grad = grad
+            for p, grad in self._hidden:
+                p.grad = grad
             self._hidden.clear()
 
     def _add_param_group(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -133,12 +141,16 @@ class Stepper:
     # -- hooks of the optimizer --------------------------------------------------------------------
 
     def _before(self, optimizer: Optimizer, args: Args, kwargs: Kwargs) -> Any:
-        if torch.compiler.is_compiling():  # a graph can't contain messages between ranks
+        # A graph can't contain messages between ranks.
+        if torch.compiler.is_compiling():
             return _outside_graphs(self._before, optimizer, args, kwargs)
         engine = self._engine()
         if engine is None:
             return None
-        engine.drift.count()
+        drift = engine.drift  # without `count`, because every step comes here
+        drift.steps += 1
+        if drift.steps >= drift.next:
+            drift.check()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if callable(closure):
             global_closure = self._global_closure(engine, closure)
@@ -173,15 +185,15 @@ class Stepper:
 
     def _count(self, skipped: bool | Tensor) -> None:
         """Count a skipped step, and hide its gradients."""
-        attributes = vars(self.optimizer)
-        attributes["step_was_skipped"] = skipped
-        attributes["skipped_steps"] += skipped
+        counts = vars(self.optimizer)
+        counts["step_was_skipped"] = skipped
+        counts["skipped_steps"] += skipped
         if skipped is not True:
             return
-        for parameter in parameters_of(self.optimizer):
-            if parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
+        for p in parameters_of(self.optimizer):
+            if p.grad is not None:
+                self._hidden.append((p, p.grad))
+                p.grad = None
 
     # -- the user's GradScaler ---------------------------------------------------------------------
 
@@ -191,15 +203,17 @@ class Stepper:
         try:
             if engine.gradients.pending() or engine.gradients.hidden():
                 raise PrecisionError(
-                    f"torch.amp.GradScaler can't check gradients that backend {engine.name!r} "
-                    "reduces in the step. Use accel.backward(loss) and optimizer.step()."
+                    "torch.amp.GradScaler can't check gradients that backend "
+                    f"{engine.name!r} reduces in the step. "
+                    "Use accel.backward(loss) and optimizer.step()."
                 )
             prepare(engine, optimizer, by_grad_scaler=True)
         except BaseException:
             # GradScaler deletes them only after a step. The next step would take them for its own.
             del optimizer.grad_scale, optimizer.found_inf
             raise
-        if self._fused:  # the optimizer unscales and skips by itself, without a synchronization
+        # The optimizer unscales and skips by itself, without a synchronization.
+        if self._fused:
             self._count(found_inf > 0)
             return
         # Only now, because `before_step` of pipeline and DeepSpeed looks for them.
@@ -244,8 +258,8 @@ def refuse_steps(optimizer: Optimizer, reason: str) -> None:
 
     def refuse(*_: object) -> None:
         raise OptimizerError(
-            f"This optimizer has lost a part of its state: {reason}. Build a new one, and load a "
-            "checkpoint."
+            f"This optimizer has lost a part of its state: {reason}. "
+            "Build a new one, and load a checkpoint."
         )
 
     optimizer.register_step_pre_hook(refuse)

@@ -24,15 +24,17 @@ def check_torch(backend: str) -> None:
 
 @functools.cache
 def check_version(backend: str, package: str, oldest: str, newest: str) -> None:
-    """Raise BackendError for an older package than the tested ones. Warn for a newer one."""
+    """Raise BackendError for an older package. Warn for a newer package."""
     version = importlib.metadata.version(package)
     if _numbers(version) < _numbers(oldest):
         raise BackendError(
-            f"backend={backend!r} needs {package} {oldest} or newer, but {version} is installed. "
-            f"Run pip install '{package}>={oldest}'."
+            f"backend={backend!r} needs {package} {oldest} or newer, "
+            f"but {version} is installed. Run "
+            f"pip install '{package}>={oldest}'."
         )
     tested = _numbers(newest)
-    if _numbers(version)[: len(tested)] > tested:  # 2.13.1 is not newer than 2.13
+    # 2.13.1 is not newer than 2.13.
+    if _numbers(version)[: len(tested)] > tested:
         logger.warning(_TOO_NEW, backend, package, newest, version)
 
 

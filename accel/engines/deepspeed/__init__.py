@@ -1,14 +1,14 @@
-"""``deepspeed``: ZeRO stages 1 to 3. DeepSpeed shards and reduces. The user's optimizer steps."""
+"""``deepspeed``: DeepSpeed's ZeRO stages, with a step by the user's optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import BackendError
@@ -17,18 +17,13 @@ from ...process import Process
 from ...process.devices import available
 from ...shard import parameters_of
 from ..base.engine import Context, Engine, lost_weights
-from ..base.gradients import (
-    Gradients,
-    refuse_inside_backward,
-    refuse_overlaps,
-    refuse_quantized,
-    refuse_sparse,
-)
+from ..base.gradients import Gradients, refuse_inside_backward
 from ..base.memory import MemoryUse, TensorSize
 from ..base.options import SequenceOptions
 from ..base.parts import PartsInGroups
 from ..base.placement import Placement, Placements
-from ..base.raw_objects import Override
+from ..base.raw_objects import Args, Function, Kwargs, Override
+from ..base.refusals import refuse_overlaps, refuse_quantized, refuse_sparse
 from .config import Configuration, check_parameters
 from .flat import Flat
 from .library import probe
@@ -65,7 +60,7 @@ DeepSpeed.variants = (DeepSpeed(stage=1), DeepSpeed(stage=3))
 
 @final
 class ZeROGradients(Gradients):
-    """Gradients of this rank's fragments, and ``p.grad`` until the model is sharded."""
+    """Gradients of fragments, and ``p.grad`` until the model is sharded."""
 
     reduced = True
     engine: DeepSpeedEngine
@@ -108,7 +103,7 @@ class ZeROGradients(Gradients):
             self.engine.steps[id(optimizer)].put_in(optimizer)
 
     def _average(self) -> None:
-        """Average ``p.grad``. Stages 1 and 2 shard nothing without an optimizer."""
+        """Average ``p.grad`` of a model without an optimizer."""
         engine, parameters = self.engine, self.engine.parameters
         if engine.distributed and any(p.grad is not None for p in parameters):
             what = f"the reduction of gradients ({engine.label})"
@@ -116,16 +111,14 @@ class ZeROGradients(Gradients):
                 self.buffers.synchronize()
 
     def _clip(self) -> None:
-        """Clip to the configuration's ``gradient_clipping``, as DeepSpeed's step does."""
+        """Clip to ``gradient_clipping``, as DeepSpeed's step does."""
         max_norm = self.engine.configuration.clipping
         if max_norm > 0 and self.in_parts:
             self.clip_parts(max_norm, 2.0)
         elif max_norm > 0:
             nn.utils.clip_grad_norm_(self.engine.parameters, max_norm)
 
-    def parts(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         weights = self.engine.weights_of(parameters)
         return [w.grad for w in weights if w.grad is not None], []
 
@@ -151,7 +144,7 @@ class ZeROGradients(Gradients):
 
 @final
 class DeepSpeedEngine(Engine):
-    """A model that DeepSpeed shards once it has an optimizer, and at stage 3 at once."""
+    """A model which DeepSpeed shards at stage 3 or with an optimizer."""
 
     name = "deepspeed"
     options_type = DeepSpeed
@@ -210,14 +203,13 @@ class DeepSpeedEngine(Engine):
             self.undo.callback(watch_zero_grad(self, module).remove)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take rank 0's weights, and let DeepSpeed shard them. Collective."""
+        """Shard rank 0's weights. Collective."""
         super().start(optimizers)
         shards = self.distributed and (self.stage == 3 or bool(optimizers))
         shards &= any(map(torch.is_floating_point, self.parameters))
         if shards and self.zero is None:
             self.zero = Stage3(self) if self.stage == 3 else Flat(self)
-            config = self.configuration.complete(self.parameters)
-            self.zero.start(config, self.process.device)
+            self.zero.start(self.configuration.complete(self.parameters))
         if self.zero is None:
             return
         for optimizer in optimizers:
@@ -225,10 +217,8 @@ class DeepSpeedEngine(Engine):
             state = {self.names[i]: raw.pop(self.parameters[i], {}) for i in indices}
             self.holdings.take(optimizer, state)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a forward or method. At stage 3 each module gathers its weights."""
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
+        """Call a forward or method. Stage 3 gathers by module."""
         if self.zero is not None:
             self.zero.recover()
         if isinstance(self.zero, Stage3):
@@ -248,8 +238,8 @@ class DeepSpeedEngine(Engine):
             self._zero_grads.pop(id(optimizer)).remove()
         super().detach(optimizer)
 
-    def weights_of(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the weights of this rank's fragments, which an optimizer updates."""
+    def weights_of(self, parameters: Sequence[Tensor]) -> list[Any]:
+        """Return the weights of fragments, which an optimizer updates."""
         if self.zero is None:
             return list(parameters)
         fragments = filter(None, map(self.zero.fragment_of, parameters))

@@ -1,4 +1,4 @@
-"""The user's DeepSpeed configuration, and that of ``deepspeed.initialize``."""
+"""The user's DeepSpeed configuration, and DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -69,8 +69,7 @@ class Configuration:
             advice = f"Or remove stage={options.stage}."
             _refuse("zero_optimization.stage", self.stage, advice)
         if self.stage not in (1, 2, 3):
-            advice = "Use 1, 2 or 3, or backend='ddp' instead of 0."
-            _refuse("stage", self.stage, advice)
+            _refuse("stage", self.stage, "Use 1, 2 or 3, or backend='ddp'.")
         #: The weights that the optimizer updates are in CPU memory.
         self.offload_optimizer = self._offloads("offload_optimizer")
         self.offload_optimizer |= options.offload_optimizer
@@ -91,21 +90,20 @@ class Configuration:
         return bool(device == "cpu")
 
     def check(self, world_size: int) -> None:
-        """Raise BackendError for keys that contradict the loop."""
+        """Raise BackendError for keys which contradict the loop."""
         known = _PASSED | _READ | self._zero.keys() - _REFUSED.keys()
         for key, value in {**self._config, **self._zero}.items():
             is_one = key == "gradient_accumulation_steps" and value == 1
             if key.startswith("zero_quantized") and value:
                 _refuse(key, value, "Remove it, because quantization changes the result.")
             if key not in known and not _is_off(value) and not is_one:
-                unknown = "Remove it, because accel doesn't use it."
-                _refuse(key, value, _REFUSED.get(key, unknown))
+                advice = _REFUSED.get(key, "Remove it, because accel doesn't use it.")
+                _refuse(key, value, advice)
         if self._offload_param and self.stage != 3:
             _refuse("zero_optimization.offload_param", "cpu", "Use stage=3 with it.")
         needs_ranks = self.offload_optimizer or self._offload_param or self.masters
         if world_size == 1 and needs_ranks:
-            advice = "Offload and fp32 master weights need at least 2 ranks."
-            _refuse("world size", 1, advice)
+            _refuse("world size", 1, "Offload and fp32 masters need at least 2 ranks.")
 
     def check_precision(self, name: str) -> None:
         """Raise PrecisionError for master weights without bf16-true."""
@@ -116,7 +114,7 @@ class Configuration:
             )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise OptimizerError if an optimizer can't step a range of a parameter."""
+        """Raise OptimizerError unless it can step ranges of parameters."""
         kind = type(optimizer)
         fits = elementwise(optimizer) or kind.__name__ in _ELEMENTWISE
         if not kind.__module__.startswith("deepspeed.ops."):
@@ -129,7 +127,7 @@ class Configuration:
             )
 
     def predict(self, tensors: Sequence[TensorSize], world_size: int) -> MemoryUse:
-        """Return the bytes on each rank, as in the ZeRO paper (1910.02054)."""
+        """Return the bytes on each rank (arXiv 1910.02054)."""
         # Stage 1 also keeps only its shards of reduced gradients. Stage 3 keeps small weights in
         # full too, and a bucket for gradients.
         shards_weights = self.stage == 3 and world_size > 1
@@ -157,10 +155,10 @@ class Configuration:
         """Return the configuration for ``deepspeed.initialize``."""
         numel, dtype = 0, torch.float32
         # DeepSpeed shards weights of a single dtype. A frozen base may have another.
-        for parameter in sorted(parameters, key=lambda p: p.requires_grad):
-            numel += parameter.numel()
-            if parameter.is_floating_point():
-                dtype = parameter.dtype
+        for p in sorted(parameters, key=lambda p: p.requires_grad):
+            numel += p.numel()
+            if p.is_floating_point():
+                dtype = p.dtype
         size = min(_BUCKET, numel + numel % 2)
         sizes = {"reduce_bucket_size": size, "allgather_bucket_size": size}
         zero: dict[str, Any] = {**sizes, **self._zero, "stage": self.stage}
@@ -190,14 +188,14 @@ class Configuration:
 
 
 def check_parameters(named: Mapping[str, nn.Parameter], stage: int) -> None:
-    """Raise BackendError for weights outside of DeepSpeed's single buffer."""
+    """Raise BackendError for weights which DeepSpeed can't shard."""
     first: tuple[str, torch.dtype] | None = None
-    for name, parameter in named.items():
-        dtype = parameter.dtype
-        if stage < 3 and not parameter.requires_grad:
+    for name, p in named.items():
+        dtype = p.dtype
+        if stage < 3 and not p.requires_grad:
             continue
-        if dtype is torch.float64 or dtype.is_complex or not parameter.numel():
-            kind = f"{dtype} of shape {tuple(parameter.shape)}"
+        if dtype is torch.float64 or dtype.is_complex or not p.numel():
+            kind = f"{dtype} of shape {tuple(p.shape)}"
             raise BackendError(f'DeepSpeed can\'t shard {name} ({kind}). Use backend="fsdp".')
         if not dtype.is_floating_point:
             continue

@@ -1,4 +1,4 @@
-"""Stages 1 and 2 of DeepSpeed, with all weights in flat memory on each rank."""
+"""Stages 1 and 2 of DeepSpeed, with flat weights on each rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .library import accelerator, library
-from .partitions import Partitions
+from .partitions import BUCKET, Partitions
 
 
 @final
@@ -22,48 +22,48 @@ class Flat(Partitions):
         self.snapshot.changed()
         #: The group and the place in the flat memory of each parameter.
         self._groups: dict[int, int] = {}
-        self._places: dict[int, torch.Tensor] = {}
+        self._places: dict[int, Tensor] = {}
         for number, parameters in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[number])
             first = size * dist.get_rank(zero.real_dp_process_group[number])
             flat = zero.bit16_groups_flat[number]
-            for parameter in parameters:
-                index = self.numbers[id(parameter)]
+            for p in parameters:
+                index = self.numbers[id(p)]
                 self._groups[index] = number
-                self._places[index] = parameter.data.view(self.shapes[index])
-                offset = parameter.data.storage_offset() - flat.storage_offset()
+                self._places[index] = p.data.view(self.shapes[index])
+                offset = p.data.storage_offset() - flat.storage_offset()
                 start = max(offset, first)
-                numel = min(offset + parameter.numel(), first + size) - start
+                numel = min(offset + p.numel(), first + size) - start
                 if numel > 0:
                     home = flat.narrow(0, start, numel)
                     self.own(index, start - offset, home)
-                parameter._hp_mapping = None
+                p._hp_mapping = None
             # DeepSpeed's own copy of the weights, of which `_hp_mapping` had views.
             own_copy = zero.single_partition_of_fp32_groups[number]
             own_copy.data = torch.empty(0, device="cpu")
         zero.copy_grads_in_partition = self._collect
-        self.announce_buckets("reduce_ipg_grads")
+        zero.reduce_ipg_grads = self.announced(zero.reduce_ipg_grads, BUCKET)
         #: The stream on which DeepSpeed reduces, or None.
         self._stream = zero.reduction_stream if zero.overlap_comm else None
 
     def take(self, index: int) -> None:
-        parameter, zero = self.parameters[index], self.zero
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        is_large = parameter.numel() > zero.reduce_bucket_size
+        p, zero = self.parameters[index], self.zero
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        is_large = p.numel() > zero.reduce_bucket_size
         if self._stream is not None and is_large:
             # DeepSpeed drops it before it has reduced it.
-            parameter.grad.record_stream(self._stream)
+            p.grad.record_stream(self._stream)
         zero.setup_buckets()
         group = self._groups[index]
-        zero.reduce_independent_p_g_buckets_and_remove_grads(parameter, group)
+        zero.reduce_independent_p_g_buckets_and_remove_grads(p, group)
 
-    def _collect(self, parameter: nn.Parameter, _: int | None = None) -> None:
+    def _collect(self, p: nn.Parameter, _: int | None = None) -> None:
         """Take this rank's range of a reduced gradient."""
-        fragment = self.fragment_of(parameter)
-        if fragment is not None and parameter.grad is not None:
-            fragment.accumulate(fragment.range_of(parameter.grad))
-        parameter.grad = None
+        fragment = self.fragment_of(p)
+        if fragment is not None and p.grad is not None:
+            fragment.accumulate(fragment.range_of(p.grad))
+        p.grad = None
 
     def finish(self) -> None:
         zero = self.zero
@@ -73,9 +73,9 @@ class Flat(Partitions):
         self._wait_for_reductions()
         zero._clear_previous_reduced_grads()
         reduced = zero.params_already_reduced
-        for parameter in self.floating.values():
-            if reduced[zero.get_param_id(parameter)]:
-                self._collect(parameter)
+        for p in self.floating.values():
+            if reduced[zero.get_param_id(p)]:
+                self._collect(p)
         self._free()
         self.wait_for_copies()
 
@@ -100,10 +100,10 @@ class Flat(Partitions):
     def take_homes(self) -> None:
         # A write in place reaches the home by itself, but p.data = average doesn't.
         for index, place in self._places.items():
-            parameter = self.parameters[index]
-            if parameter.data_ptr() != place.data_ptr():
-                place.copy_(parameter.data)
-                parameter.data = place
+            p = self.parameters[index]
+            if p.data_ptr() != place.data_ptr():
+                place.copy_(p.data)
+                p.data = place
 
     def gather(self) -> None:
         zero = self.zero
@@ -115,7 +115,7 @@ class Flat(Partitions):
             allgather_bucket_size=zero.allgather_bucket_size,
         )
 
-    def end(self, full: Sequence[torch.Tensor]) -> None:
+    def end(self, full: Sequence[Tensor]) -> None:
         super().end(full)
         # DeepSpeed's objects hold the flat memory until a garbage collection.
         self._places.clear()

@@ -1,4 +1,4 @@
-"""Import DeepSpeed late, quietly, and without parts that a raw loop doesn't use."""
+"""Import DeepSpeed late, quietly, and without unneeded parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -20,11 +20,14 @@ from ...gradients.hooks import remove_hooks
 from ...gradients.patches import around, replaced
 from ...process import running
 from ...process.startup import unseen_group
+from ..base.raw_objects import Function
 from ..base.versions import check_version
 
 #: Python's prefixes of the attributes that these two classes name with two underscores.
 OF_STAGE3: Final = "_DeepSpeedZeroOptimizer_Stage3__"
 OF_COORDINATOR: Final = "_PartitionedParameterCoordinator__"
+#: Modules with objects that hold process groups.
+_HOMES: Final = ("deepspeed.", "accel.engines.deepspeed.")
 
 
 def library(name: str = "deepspeed") -> Any:
@@ -35,9 +38,6 @@ def library(name: str = "deepspeed") -> Any:
 def accelerator() -> Any:
     """Return DeepSpeed's interface to the device: streams and waiting."""
     return library("deepspeed.accelerator").get_accelerator()
-
-
-# -- importing ------------------------------------------------------------------------------------
 
 
 def probe(device: torch.device) -> None:
@@ -70,16 +70,8 @@ def _quietly(device: torch.device) -> Iterator[None]:
         yield
 
 
-# -- building -------------------------------------------------------------------------------------
-
-
-def initialize(
-    module: nn.Module,
-    groups: list[list[nn.Parameter]],
-    config: dict[str, Any],
-    device: torch.device,
-) -> Any:
-    """Call ``deepspeed.initialize``, which shards ``groups``. Collective."""
+def initialize(module: nn.Module, groups: list[Any], config: Any, device: torch.device) -> Any:
+    """Let DeepSpeed shard ``groups``. Collective."""
     zero = config["zero_optimization"]
     # It would replace torch.nn.functional.linear for all models, and for good.
     own_linear = zero.pop("memory_efficient_linear", True)
@@ -119,14 +111,14 @@ def initialize(
 
 
 def end(engine: Any) -> None:
-    """Let go of DeepSpeed's engine. The garbage collector frees its objects."""
+    """Let go of DeepSpeed's engine. Garbage collection frees it."""
     # It logs, and asks for its rank first, which fails after the process group.
     if library("deepspeed.comm.comm").cdb is not None:
         engine.destroy()
     _efficient_linear.drop(engine)
 
 
-def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(plain: Function, input: Any, weight: Any, bias: Any = None) -> Any:
     """Call DeepSpeed's linear for a weight of stage 3."""
     # torch's would keep it gathered until backward. DeepSpeed's takes no nested tensors.
     if not hasattr(weight, "ds_id") or input.is_nested:
@@ -138,11 +130,8 @@ def _linear(plain: Callable[..., Any], input: Any, weight: Any, bias: Any = None
 _efficient_linear: Final = around(vars(nn.functional), "linear", _linear)
 
 
-# -- process groups -------------------------------------------------------------------------------
-
-
 def _set_groups(group: Any) -> None:
-    """Let DeepSpeed use this group, instead of a copy with threads of its own."""
+    """Let DeepSpeed use this group, instead of a copy with threads."""
     groups = library("deepspeed.utils.groups")
     groups._WORLD_GROUP = group
     # DeepSpeed raises if an earlier model has set one.
@@ -156,12 +145,11 @@ def forget_groups() -> None:
     library("deepspeed.comm.comm").cdb = None
     for owner in gc.get_objects():
         kind = type(owner)
-        home = str(kind.__module__)
-        is_own = home.startswith(("deepspeed.", "accel.engines.deepspeed."))
-        if not is_own and not issubclass(kind, torch.nn.Parameter):
+        is_own = str(kind.__module__).startswith(_HOMES)
+        if not is_own and not issubclass(kind, nn.Parameter):
             continue
-        attributes = getattr(owner, "__dict__", {})
-        for name, value in list(attributes.items()):
+        names = getattr(owner, "__dict__", {})
+        for name, value in list(names.items()):
             values = value if isinstance(value, list) else [value]
             if any(isinstance(v, dist.ProcessGroup) for v in values):
-                attributes[name] = None
+                names[name] = None

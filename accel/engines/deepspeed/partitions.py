@@ -1,8 +1,7 @@
-"""How DeepSpeed shards a model: this rank's fragment of each parameter.
+"""A model sharded by DeepSpeed: a fragment of each parameter.
 
-DeepSpeed keeps the memory and the buckets, and gathers. This file keeps by
-parameter which gradients exist and what an optimizer updates. So a frozen or
-unused parameter is left alone exactly as in one process.
+DeepSpeed keeps memory and buckets, and gathers. This file keeps by parameter
+which gradients exist, so a frozen or unused parameter is left alone.
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ...gradients.hooks import at_end_of_backward, remove_hooks, runs_backward
 from ...gradients.totals import held_by_any, held_here
 from ...process.control import Waiting, announce, require_equal
 from ...process.packing import row_of
-from ..base.absent import plainly
+from ..base.absent import as_plain, plainly
 from ..base.interruption import Interruption
-from ..base.raw_objects import Snapshot
+from ..base.raw_objects import Function, Snapshot
 from .library import accelerator, end, initialize
 
 if TYPE_CHECKING:
@@ -32,24 +32,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("accel")
 
+BUCKET: Final = "the reduction of a bucket"
+
 
 @final
 @dataclass(slots=True, eq=False)
 class Fragment:
-    """This rank's range of a parameter. Its mean gradient is ``weights.grad``."""
+    """A range of a parameter, with the mean gradient ``weights.grad``."""
 
     start: int  # its first element
-    home: torch.Tensor  # the range in the model's own memory
+    home: Tensor  # the range in the model's own memory
     #: For the optimizer: ``home``, or a copy of higher precision or in CPU memory.
-    weights: torch.Tensor
+    weights: Tensor
 
-    def range_of(self, full: torch.Tensor) -> torch.Tensor:
+    def range_of(self, full: Tensor) -> Tensor:
         """Return the range of a tensor of the parameter's shape."""
         return full.reshape(-1).narrow(0, self.start, self.home.numel())
 
     @torch.no_grad()
-    def accumulate(self, gradient: torch.Tensor) -> None:
-        """Add a reduced gradient. ``wait_for_copies`` ends copies to CPU memory."""
+    def accumulate(self, gradient: Tensor) -> None:
+        """Add a reduced gradient. ``wait_for_copies`` ends its copy."""
         weights, grad = self.weights, self.weights.grad
         if grad is None:
             weights.grad = gradient.to(weights, copy=True, non_blocking=True)
@@ -57,13 +59,17 @@ class Fragment:
             grad.add_(gradient.to(weights))  # which waits for the first copy
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy many tensors at once. Copies from CPU memory may still run after it."""
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy many tensors. Copies from CPU memory may run longer."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
-def _arrived(partitions: weakref.ref[Partitions], index: int, _: torch.Tensor) -> None:
+def _other_order(_: object) -> str:
+    return "different parameters, or in a different order"
+
+
+def _arrived(partitions: weakref.ref[Partitions], index: int, _: Tensor) -> None:
     owner = partitions()
     if owner is not None:
         owner.arrived(index)
@@ -100,44 +106,42 @@ class Partitions(ABC):
         self.interruption = Interruption()
         self.snapshot = Snapshot(self.module, ("ds_", "applied_pre_backward_ref_cnt"))
 
-    def start(self, config: dict[str, Any], device: torch.device) -> None:
-        """Let DeepSpeed shard the model, and find this rank's fragments. Collective."""
+    def start(self, config: dict[str, Any]) -> None:
+        """Let DeepSpeed shard the model. Collective."""
         # A frozen base may have another dtype than the adapters of LoRA.
         groups: dict[bool, list[Any]] = {True: [], False: []}
-        for parameter in self.floating.values():
-            groups[parameter.requires_grad].append(parameter)
+        for p in self.floating.values():
+            groups[p.requires_grad].append(p)
         trainable = [p.requires_grad for p in self.parameters]
         try:
-            for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            for p, shape in zip(self.parameters, self.shapes, strict=True):
                 # DeepSpeed can't send weights in other orders, such as channels_last,
                 # and no tensor without dimensions, such as CLIP's logit_scale.
-                in_order = parameter.is_contiguous() and shape
-                if not in_order or parameter.stride(-1) != 1:
-                    row = row_of(parameter.data.contiguous())
-                    parameter.data = row.view(shape or (1,))
-                parameter.requires_grad_(parameter.is_floating_point())
+                in_order = p.is_contiguous() and shape
+                if not in_order or p.stride(-1) != 1:
+                    row = row_of(p.data.contiguous())
+                    p.data = row.view(shape or (1,))
+                p.requires_grad_(p.is_floating_point())
+            device = self.process.device
             self.library = initialize(self.module, list(groups.values()), config, device)
             self.zero = self.library.optimizer
             self.arrange()
-            for index, parameter in self.floating.items():
+            for index, p in self.floating.items():
                 # Weakly, because the garbage collector doesn't see autograd's hooks.
                 hook = functools.partial(_arrived, weakref.ref(self), index)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
         finally:
-            self._show(trainable)
-
-    @plainly
-    def _show(self, trainable: Sequence[bool]) -> None:
-        for index, parameter in enumerate(self.parameters):
-            parameter.requires_grad_(trainable[index])
-            if not self.shapes[index] and parameter.numel():
-                parameter.data = parameter.data.view(())
+            with as_plain():
+                for index, p in enumerate(self.parameters):
+                    p.requires_grad_(trainable[index])
+                    if not self.shapes[index] and p.numel():
+                        p.data = p.data.view(())
 
     @abstractmethod
     def arrange(self) -> None:
         """Find this rank's fragments in DeepSpeed's memory."""
 
-    def own(self, index: int, start: int, home: torch.Tensor) -> None:
+    def own(self, index: int, start: int, home: Tensor) -> None:
         """Add the fragment of a parameter. ``home`` is its memory."""
         floats = self.masters and home.is_floating_point()
         dtype = torch.float32 if floats else home.dtype
@@ -147,14 +151,12 @@ class Partitions(ABC):
             weights = weights.pin_memory()
         self.fragments[index] = Fragment(start, home, weights)
 
-    def fragment_of(self, parameter: torch.Tensor) -> Fragment | None:
+    def fragment_of(self, parameter: Tensor) -> Fragment | None:
         """Return this rank's fragment of a parameter."""
         return self.fragments.get(self.numbers[id(parameter)])
 
-    def announced(
-        self, act: Callable[..., Any], what: str | Callable[..., str]
-    ) -> Callable[..., Any]:
-        """Return a collective function of DeepSpeed's, which is announced first."""
+    def announced(self, act: Function, what: str | Callable[..., str]) -> Function:
+        """Return a collective of DeepSpeed, which is announced first."""
         process, label = self.process, self.label
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -166,15 +168,11 @@ class Partitions(ABC):
 
         return call
 
-    def announce_buckets(self, name: str) -> None:
-        """Announce the method of DeepSpeed's optimizer that reduces a bucket."""
-        act = getattr(self.zero, name)
-        setattr(self.zero, name, self.announced(act, "the reduction of a bucket"))
-
     @plainly
     def arrived(self, index: int) -> None:
         """Autograd has accumulated a gradient in ``p.grad``."""
-        if self.parameters[index].grad is None:  # frozen since the forward
+        # The loop froze it after the forward.
+        if self.parameters[index].grad is None:
             return
         self.arrivals.append(index)
         if self.eager:
@@ -188,39 +186,37 @@ class Partitions(ABC):
         if task not in self.running:
             self.interruption.refuse()
             self.running.add(task)
-            at_end_of_backward(lambda: self._end_backward(task))
 
-    def _end_backward(self, task: int) -> None:
-        self.finish()
-        self.running.discard(task)
+            def end_backward() -> None:
+                self.finish()
+                self.running.discard(task)
+
+            at_end_of_backward(end_backward)
 
     @abstractmethod
     def take(self, index: int) -> None:
-        """Put ``p.grad`` into a bucket, and reduce a full bucket. Collective."""
+        """Put ``p.grad`` into a bucket, reduced when full. Collective."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Reduce the buckets and give every fragment its gradient. Collective."""
+        """Reduce buckets into gradients of fragments. Collective."""
 
     @plainly
     def assigned(self) -> list[int]:
-        """Return the parameters with a ``p.grad`` from the program itself."""
+        """Return the parameters with a ``p.grad`` from the program."""
         from_backward = set() if self.eager else set(self.arrivals)
         grads = enumerate([p.grad for p in self.parameters])
         return [i for i, grad in grads if grad is not None and i not in from_backward]
 
     def flush(self) -> None:
-        """Reduce each ``p.grad`` of stage 1 or of the program itself. Collective."""
+        """Reduce ``p.grad`` of stage 1 or of the program. Collective."""
         what = f"the gradients of a step ({self.label})"
         assigned = self.assigned()
         arrivals = self.arrivals if self.eager else []
-        masks = require_equal(
-            what,
-            # Numbers only: hash(None) is an address, which differs between processes.
-            hash((*arrivals, -1, *assigned)),
-            lambda _: "different parameters, or in a different order",
-            plainly(held_here)(self.floating.values()),
-        )
+        held = plainly(held_here)(self.floating.values())
+        # Numbers only: hash(None) is an address, which differs between processes.
+        order = hash((*arrivals, -1, *assigned))
+        masks = require_equal(what, order, _other_order, held)
         for index in assigned:
             if index in self.fragments:
                 self.fragments[index].weights.grad = None
@@ -241,7 +237,7 @@ class Partitions(ABC):
         self.arrivals.clear()
 
     def drop(self, indices: Sequence[int], set_to_none: bool) -> None:
-        """Drop the gradients of these parameters, after ``zero_grad``. Local."""
+        """Drop gradients after ``zero_grad``. Local."""
         self.recover()
         self.interruption.incomplete = False
         self.used.difference_update(indices)
@@ -256,7 +252,7 @@ class Partitions(ABC):
             self.arrivals[:] = [i for i in self.arrivals if i not in dropped]
 
     def wait_for_copies(self) -> None:
-        """Wait for copies from and to CPU memory, before the CPU uses it."""
+        """Wait for copies from and to CPU memory."""
         if self._offloads:
             accelerator().synchronize()
 
@@ -270,14 +266,14 @@ class Partitions(ABC):
         if not self.stale:
             return
         if self.interruption.incomplete:
-            for parameter in self.parameters:
-                parameter.grad = None
+            for p in self.parameters:
+                p.grad = None
         self.reset()
         self.stale = False
 
     @abstractmethod
     def reset(self) -> None:
-        """Clear DeepSpeed's state of a forward or backward without an end. Local."""
+        """Clear DeepSpeed's state of an interrupted pass. Local."""
 
     @torch.no_grad()
     def take_edits(self) -> None:
@@ -288,12 +284,13 @@ class Partitions(ABC):
         for fragment in self.fragments.values():
             weights = fragment.weights
             home = fragment.home.to(weights.device)
-            unchanged = weights.to(home.dtype) == home  # the copy may have more digits
+            # The copy may have more digits.
+            unchanged = weights.to(home.dtype) == home
             weights.copy_(torch.where(unchanged, weights, home.to(weights.dtype)))
 
     @abstractmethod
     def take_homes(self) -> None:
-        """Write the program's values of a weight to its fragment's home. Local."""
+        """Write the program's weights to the fragments' homes. Local."""
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -309,11 +306,11 @@ class Partitions(ABC):
         """Give every rank the values of all homes. Collective."""
 
     @torch.no_grad()
-    def end(self, full: Sequence[torch.Tensor]) -> None:
+    def end(self, full: Sequence[Tensor]) -> None:
         """Give the module its own parameters back, with these values."""
         remove_hooks(self._hooks)
         end(self.library)
         self.snapshot.restore()
-        for parameter, values in zip(self.parameters, full, strict=True):
-            parameter.data = values
+        for p, values in zip(self.parameters, full, strict=True):
+            p.data = values
         self.fragments.clear()

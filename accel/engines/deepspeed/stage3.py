@@ -1,4 +1,4 @@
-"""Stage 3 of DeepSpeed: each rank owns fragments of weights, and gathers them."""
+"""Stage 3 of DeepSpeed: ranks own fragments of weights, and gather."""
 
 from __future__ import annotations
 
@@ -6,37 +6,36 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any, Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from ...errors import BackendError
 from ...gradients.hooks import runs_backward
 from ...trees import map_tensors
 from ..base.absent import FOR_AUTOGRAD, Absent, name_of, plainly
+from ..base.raw_objects import Function
 from .library import OF_COORDINATOR, OF_STAGE3, accelerator, library
-from .partitions import Partitions, copy_all
-
-# -- hooks and functions of DeepSpeed --------------------------------------------------------------
+from .partitions import BUCKET, Partitions, copy_all
 
 
-def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook of DeepSpeed's for the tensors in a module's inputs or output."""
+def among_tensors(hook: Function) -> Function:
+    """Return DeepSpeed's hook for tensors in inputs or an output."""
     # The hook itself fails at numbers, and finds no tensor in a dataclass.
 
     def call(module: Any, *values: Any) -> Any:
         tree = values[-1]
         single = type(tree) is tuple and len(tree) == 1
         leaf = tree[0] if single else tree
-        if isinstance(leaf, torch.Tensor):  # the usual case
+        if isinstance(leaf, Tensor):  # the usual case
             changed = hook(module, *values[:-1], [leaf])
             return changed and (tuple(changed) if single else changed[0])
         # Once each, because attention(x, x, x) computes differently with three tensors.
-        tensors: dict[int, torch.Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         map_tensors(lambda tensor: tensors.setdefault(id(tensor), tensor), tree)
         changed = hook(module, *values[:-1], list(tensors.values()))
         if changed is None:
@@ -47,11 +46,11 @@ def among_tensors(hook: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(call)
 
 
-def _nothing(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _nothing(hook: Function) -> Function:
     return lambda *_: None
 
 
-def by_library(function: Callable[..., Any]) -> Callable[..., Any]:
+def by_library(function: Function) -> Function:
     """Return a function of DeepSpeed's, which finds plain tensors."""
 
     @functools.wraps(function)
@@ -65,12 +64,9 @@ def by_library(function: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(plainly(call))
 
 
-# -- weights ---------------------------------------------------------------------------------------
-
-
 @final
 class Stage3Weight(Absent, nn.Parameter):
-    """A weight of stage 3. A use of its values gathers them inside a forward."""
+    """A weight of stage 3. Its use in a forward gathers the values."""
 
     __slots__ = ()
     plain = FOR_AUTOGRAD
@@ -149,12 +145,14 @@ class Stage3(Partitions):
         self._coordinator = self.zero.parameter_offload.get_param_coordinator()
         #: Weights that are being gathered, with what to wait for.
         self._inflight: Any = self.module.ds_inflight_param_registry
-        for index, parameter in enumerate(self.parameters):
-            shard, shape = parameter.ds_tensor, self.shapes[index]
-            start = shard.ds_numel * parameter.ds_zero_partition_rank
-            parameter.ds_shape = shape  # a scalar was shown with one dimension
+        for index, p in enumerate(self.parameters):
+            shard, shape = p.ds_tensor, self.shapes[index]
+            start = shard.ds_numel * p.ds_zero_partition_rank
+            # A scalar was shown with a dimension.
+            p.ds_shape = shape
             numel = min(shard.ds_numel, shape.numel() - start)
-            if numel > 0:  # the last shards may be padding only
+            # The last shards may be padding only.
+            if numel > 0:
                 self.own(index, start, shard.data.narrow(0, 0, numel))
         self._take_over_gradients()
         self._watch_modules()
@@ -171,7 +169,7 @@ class Stage3(Partitions):
         self.gather()
 
     def _take_over_gradients(self) -> None:
-        """Collect reduced gradients in the fragments, and announce DeepSpeed's reductions."""
+        """Collect reduced gradients in the fragments."""
         zero = self.zero
         zero.partition_grads = self._collect
         # The memory of its own gradients and master weights.
@@ -181,10 +179,10 @@ class Stage3(Partitions):
         for flat in zero.fp32_partitioned_groups_flat:
             flat.grad = None
         zero.fp32_partitioned_groups_flat = []
-        self.announce_buckets(_REDUCE)
+        setattr(zero, _REDUCE, self.announced(getattr(zero, _REDUCE), BUCKET))
 
     def _watch_modules(self) -> None:
-        """Announce the gathers for each module, and notice backward passes."""
+        """Announce gathers for modules, and notice backward passes."""
         offload, coordinator = self.zero.parameter_offload, self._coordinator
         names = {id(m): name or "the model itself" for name, m in self.module.named_modules()}
 
@@ -213,21 +211,21 @@ class Stage3(Partitions):
     def take(self, index: int) -> None:
         self.zero.reduce_independent_p_g_buckets_and_remove_grads(self.parameters[index])
 
-    def _collect(self, parameters: Sequence[Any], shards: Sequence[torch.Tensor]) -> None:
-        """Take this rank's shards of reduced gradients, without the padding."""
+    def _collect(self, parameters: Sequence[Any], shards: Sequence[Tensor]) -> None:
+        """Take this rank's reduced gradients, without the padding."""
         stream = self.zero.reduce_and_partition_stream
-        for parameter, shard in zip(parameters, shards, strict=True):
-            fragment = self.fragment_of(parameter)
+        for p, shard in zip(parameters, shards, strict=True):
+            fragment = self.fragment_of(p)
             if fragment is not None:
                 fragment.accumulate(shard.reshape(-1)[: fragment.home.numel()])
             if stream is not None:
                 # DeepSpeed's stream still reads the memory, which backward has allocated.
-                parameter.grad.record_stream(stream)
-            parameter.grad = None
+                p.grad.record_stream(stream)
+            p.grad = None
 
     @plainly
     def finish(self) -> None:
-        """Reduce the buckets, and release modules whose own hook did not fire."""
+        """Reduce the buckets, and release modules which no hook released."""
         zero = self.zero
         for dtype in list(zero.ipg_buckets):
             getattr(zero, _REDUCE)(dtype)
@@ -248,7 +246,8 @@ class Stage3(Partitions):
                 if name in vars(module):
                     setattr(module, name, 0)
         self._release_weights()
-        self._forget_trace()  # ranks may have come to different modules
+        # Ranks may have come to different modules.
+        self._forget_trace()
 
     @plainly
     def take_homes(self) -> None:
@@ -287,11 +286,12 @@ class Stage3(Partitions):
                 self._inflight.popitem()[1].wait()
 
     def _release_weights(self) -> None:
-        """Release all but the small weights, also in the middle of a gather."""
+        """Release all but the small weights, also during a gather."""
         self._wait_for_gathers()
         for weight in self.parameters:
             states = type(weight.available)
-            if weight.ds_status is states.INFLIGHT:  # a gather ended half-way
+            # A gather ended half-way.
+            if weight.ds_status is states.INFLIGHT:
                 weight.ds_status = states.NOT_AVAILABLE
             weight.ds_active_sub_modules.clear()
             if weight.ds_status is weight.available:
@@ -301,7 +301,7 @@ class Stage3(Partitions):
 
     @plainly
     def gather_for_forward(self, weight: Any) -> bool:
-        """Gather a weight of a different module, or return False outside of a forward."""
+        """Gather another module's weight. False outside of a forward."""
         if not self._forwards:
             return False
         module = self._stack[-1]
@@ -320,12 +320,12 @@ class Stage3(Partitions):
         return True
 
     def _forget_trace(self) -> None:
-        """Let DeepSpeed trace the model again. It raises for unexpected weights."""
+        """Let DeepSpeed trace the model again, for unexpected weights."""
         if not self._coordinator.is_invalid_trace():
             self._coordinator._invalidate_trace()
 
-    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a forward, or a method. Modules may read each other's weights."""
+    def call(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """Call a forward or method, with gathers of other modules' weights."""
         depth = len(self._stack)
         self._stack.append(self.module)
         self._forwards += 1
@@ -341,7 +341,7 @@ class Stage3(Partitions):
             self._forwards -= 1
             del self._stack[depth:]
 
-    def _call_method(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call_method(self, function: Function, args: Any, kwargs: Any) -> Any:
         """Call a method with DeepSpeed's hooks of a forward around it."""
         for hook in self.snapshot.hooks("_forward_pre_hooks"):
             changed = hook(self.module, args)
@@ -353,6 +353,6 @@ class Stage3(Partitions):
         return out
 
     @plainly
-    def end(self, full: Sequence[torch.Tensor]) -> None:
+    def end(self, full: Sequence[Tensor]) -> None:
         self._wait_for_gathers()
         super().end(full)

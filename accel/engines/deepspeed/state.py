@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...deferred import without_values
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @final
 class DeepSpeedHoldings(Holdings):
-    """Fragments of parameters. While ``engine.zero`` is None, ranks have everything."""
+    """Fragments of parameters, or everything if ``engine.zero`` is None."""
 
     engine: DeepSpeedEngine
 
@@ -40,7 +40,7 @@ class DeepSpeedHoldings(Holdings):
         return Configuration(options).stage == 3
 
     def partial(self, optimizer: Optimizer | None) -> bool:
-        """True for optimizers, and for the model if they update copies or shards."""
+        """True for optimizers, and for a model with copies or shards."""
         zero = self.engine.zero
         if zero is None:
             return False
@@ -51,17 +51,16 @@ class DeepSpeedHoldings(Holdings):
             self.engine.zero.take_edits()
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        shards: list[Shard] = plainly(super().shards)(optimizer)
-        return shards
+        return plainly(super().shards)(optimizer)  # type: ignore[no-any-return]
 
-    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+    def part(self, name: str, tensor: Tensor, key: Any = "") -> Shard | None:
         zero = self.engine.zero
         if zero is None or name not in self.engine.named:
             return super().part(name, tensor, key)
-        parameter, shape = self.engine.named[name], tuple(self.shapes[name])
-        fragment = zero.fragment_of(parameter)
+        p, shape = self.engine.named[name], tuple(self.shapes[name])
+        fragment = zero.fragment_of(p)
         # Below stage 3, integers such as 4-bit weights are on every rank.
-        if not key and (self.engine.stage == 3 or parameter.is_floating_point()):
+        if not key and (self.engine.stage == 3 or p.is_floating_point()):
             return fragment and flat_shard(name, shape, fragment.start, fragment.weights)
         is_step = key == "step" and tensor.numel() == 1
         if fragment is None or tensor.shape != fragment.weights.shape or is_step:
@@ -82,7 +81,7 @@ class DeepSpeedHoldings(Holdings):
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    ) -> Tensor:
         shape = tuple(entry.parameter.shape) if shape == entry.shape else shape
         return super().new_state(entry, key, shape, dtype)
 
@@ -91,12 +90,12 @@ class DeepSpeedHoldings(Holdings):
             self.engine.zero.publish()
 
     def restore(self, zero: Partitions, optimizers: Sequence[Optimizer]) -> None:
-        """Give the user's objects full weights, gradients and state. Collective."""
+        """Give back full weights, gradients and state. Collective."""
         engine, cpu = self.engine, torch.device("cpu")
         zero.take_edits()
         named, device = engine.named, engine.process.device
-        held: list[Item] = [(name, "", parameter) for name, parameter in named.items()]
-        dtypes = {name: parameter.dtype for name, parameter in named.items()}
+        held: list[Item] = [(name, "", p) for name, p in named.items()]
+        dtypes = {name: p.dtype for name, p in named.items()}
         for index, fragment in zero.fragments.items():
             grad = fragment.weights.grad
             if grad is not None and not zero.interruption.incomplete:
@@ -104,10 +103,10 @@ class DeepSpeedHoldings(Holdings):
         full = self.gather("the end of a sharded model", held, device=cpu)
         zero.end([full.pop((name, "")) for name in named])
         # Only now, when the fragments have made room on the device.
-        for name, parameter in named.items():
-            parameter.data = parameter.data.to(device, dtypes[name])
+        for name, p in named.items():
+            p.data = p.data.to(device, dtypes[name])
             if (name, "grad") in full:
-                parameter.grad = full.pop((name, "grad")).to(parameter)
+                p.grad = full.pop((name, "grad")).to(p)
         for optimizer in optimizers:
             # Nothing closes the stack, so for good.
             convert_optimizer(optimizer, contextlib.ExitStack())

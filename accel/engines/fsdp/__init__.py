@@ -1,15 +1,15 @@
-"""``fsdp``: torch's ``fully_shard`` (FSDP2) shards the model and its optimizers."""
+"""``fsdp``: torch's ``fully_shard`` (FSDP2)."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...errors import OptimizerError
@@ -31,7 +31,7 @@ from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options, SequenceOptions
 from ..base.parts import LocalSteps, elementwise, parts_of
 from ..base.placement import Placement, Placements
-from ..base.raw_objects import Snapshot
+from ..base.raw_objects import Args, Function, Kwargs, Snapshot
 from .plan import Mesh, Plan, axes_of, blocks, check_module, planned_layers
 
 if TYPE_CHECKING:
@@ -44,19 +44,23 @@ class FSDP(SequenceOptions):
     """Options of ``fsdp``. They are those of ``fully_shard`` if it has the name.
 
     Args:
-        wrap: classes of modules to gather separately, or a function that selects them.
-            None: repeated blocks of a ModuleList or Sequential, if they have submodules.
-        reshard_after_forward: free gathered parameters after the block's forward.
-        cpu_offload: keep shards, their gradients and optimizer state in CPU memory.
-        replicas: HSDP: the number of copies of the model, each sharded over neighboring
-            ranks. Gradients are averaged over the copies.
-        tensor_parallel: the number of neighboring ranks that split each planned layer.
-            They compute on the same batches. The other ranks shard what is left.
-        plan: styles of ``torch.distributed.tensor.parallel`` by the names of modules.
-            ``*`` stands for one component.
+        wrap: classes of modules to gather separately, or a function that
+            selects them. None: repeated blocks of a ModuleList or
+            Sequential, if they have submodules.
+        reshard_after_forward: free gathered parameters after the block's
+            forward.
+        cpu_offload: keep shards, their gradients and optimizer state in CPU
+            memory.
+        replicas: HSDP: the number of copies of the model, each sharded over
+            neighboring ranks. Gradients are averaged over the copies.
+        tensor_parallel: the number of neighboring ranks that split each
+            planned layer. They compute on the same batches. The other ranks
+            shard what is left.
+        plan: styles of ``torch.distributed.tensor.parallel`` by the names
+            of modules. ``*`` stands for one component.
         param_dtype: gather and compute in this dtype: torch.bfloat16.
-        reduce_dtype: reduce gradients in this dtype. None: float32 with ``param_dtype``,
-            otherwise the dtype of the parameters.
+        reduce_dtype: reduce gradients in this dtype. None: float32 with
+            ``param_dtype``, otherwise the dtype of the parameters.
     """
 
     # The text of a function has an address, which differs between ranks.
@@ -121,7 +125,7 @@ class FSDPHoldings(Holdings):
 
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    ) -> Tensor:
         like = entry.parameter
         if shape == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
@@ -134,17 +138,17 @@ class FSDPHoldings(Holdings):
             # In place, because schedulers hold the groups.
             group["params"][:] = map(canonical, group["params"])
         names, full = self.parameter_names, dict[str, dict[Any, Any]]()
-        for parameter in list(optimizer.state):
+        for p in list(optimizer.state):
             # Some optimizers keep values under strings too.
-            if isinstance(parameter, torch.Tensor):
-                name = names[id(canonical(parameter))]
-                full[name] = optimizer.state.pop(parameter)
+            if isinstance(p, Tensor):
+                name = names[id(canonical(p))]
+                full[name] = optimizer.state.pop(p)
         self.take(optimizer, full)
 
-    def replicas(self) -> Sequence[tuple[str, torch.Tensor]]:
+    def replicas(self) -> Sequence[tuple[str, Tensor]]:
         """Return replicated tensors. A shard's name has its place."""
         mesh = self.engine.sharded.mesh
-        tensors: list[tuple[str, torch.Tensor]] = []
+        tensors: list[tuple[str, Tensor]] = []
         for name, p in self.engine.named.items():
             copies = mesh.copies(p)
             place = [f"{a} {n}" for a, n in mesh.place.items() if a not in copies]
@@ -226,12 +230,12 @@ class FSDPGradients(Gradients):
             self.announce("the broadcast of buffers")
             self.buffers.synchronize()
 
-    def parts(self, parameters: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        counted, rest = list[torch.Tensor](), list[torch.Tensor]()
-        for p, gradient in zip(parameters, map(GRAD, parameters), strict=True):
-            if gradient is not None:
+    def parts(self, parameters: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+        counted, rest = list[Tensor](), list[Tensor]()
+        for p, grad in zip(parameters, map(GRAD, parameters), strict=True):
+            if grad is not None:
                 is_rest = self._uncounted and id(self.canonical(p)) in self._uncounted
-                (rest if is_rest else counted).append(gradient)
+                (rest if is_rest else counted).append(grad)
         return parts_of(counted), parts_of(rest)
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -319,7 +323,7 @@ class FSDPEngine(Engine):
         super().detach(optimizer)
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
-        """Shard rank 0's weights, and put the shards into the optimizers."""
+        """Shard rank 0's weights, also in the optimizers. Collective."""
         if not self.distributed:
             return
         if not self.divided:
@@ -328,7 +332,8 @@ class FSDPEngine(Engine):
             self.holdings.rebind(optimizer)
 
     def _shard(self) -> None:
-        from .convert import Conversion  # slow to import, because torch's own code is
+        # Slow to import, because torch's own code is.
+        from .convert import Conversion
         from .shard import ShardedModule
 
         self.holdings.synchronize()
@@ -345,16 +350,16 @@ class FSDPEngine(Engine):
         self.known = self.conversion.known
         self.gradients.start(self.sharded.mesh)
         # They survive a teardown and a second setup.
-        for name, key, gradient in gradients:
+        for name, key, grad in gradients:
             shard = self.named[name]
             entry = StateEntry(name, tuple(shard.shape), shard, {})
-            shard.grad = self.holdings.own_part(entry, key, gradient, {})
+            shard.grad = self.holdings.own_part(entry, key, grad, {})
         if self.sharded.mesh.parallel:
             self._match_ranks(self.sharded.mesh)
         self.started = True
 
     def _match_ranks(self, mesh: Mesh) -> None:
-        """Give ranks with parts of a layer equal random numbers. Collective."""
+        """Give ranks of a split layer equal random numbers. Collective."""
         place = mesh.place["replicate"], mesh.place["shard"]
         self._same_inputs = SameInputs(self.label, place)
         states = torch_states() if mesh.place["tensor"] == 0 else None
@@ -362,9 +367,7 @@ class FSDPEngine(Engine):
             if other == place and values is not None:
                 put_torch_states(values)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         if not self.divided:
             return function(*args, **kwargs)
         sharded, same = self.sharded, self._same_inputs

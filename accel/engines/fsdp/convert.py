@@ -30,10 +30,11 @@ def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 @final
 class Conversion:
-    """The parameters of before ``setup``, and their shards. Methods are collective.
+    """The parameters before ``setup``, and their shards. Collective.
 
     Attributes:
-        known: the shard of each old or gathered parameter, and of itself, by identity.
+        known: the shard of each old or gathered parameter, and of itself,
+            by identity.
         gathered: the parameter in the graph, by the identity of its shard.
         old: the parameter objects that shards replaced, by name.
     """
@@ -48,9 +49,9 @@ class Conversion:
     def shard(self, blocks: Mapping[str, nn.Module]) -> None:
         """Put shards in the parameters' places, block by block."""
         before = dict(self.module.named_parameters())
-        for parameter in before.values():
+        for p in before.values():
             # Image models use torch.channels_last, but FSDP2 takes only contiguous weights.
-            parameter.data = parameter.data.contiguous()
+            p.data = p.data.contiguous()
         reads = self.engine.reads
         if not reads and any(p.is_meta for p in before.values()):
             self._give_values(blocks.values())
@@ -60,13 +61,13 @@ class Conversion:
         self.sharded.apply(self.module)
         self.sharded.initialize(blocks, self.engine.label, reads)
         for name, shard in self.module.named_parameters():
-            parameter = before[name]
-            self.known[id(shard)] = self.known[id(parameter)] = shard
-            if shard is not parameter:
-                self.old[name] = parameter
-                parameter.grad = None
-                parameter.requires_grad_(False)
-                take_away(parameter, StandIn, shard=shard)
+            p = before[name]
+            self.known[id(shard)] = self.known[id(p)] = shard
+            if shard is not p:
+                self.old[name] = p
+                p.grad = None
+                p.requires_grad_(False)
+                take_away(p, StandIn, shard=shard)
         for param in self.sharded.params:
             self.gathered[id(param.sharded_param)] = param.unsharded_param
             self.known[id(param.unsharded_param)] = param.sharded_param
@@ -112,21 +113,21 @@ class Conversion:
             engine.ended = str(error) if isinstance(error, AccelError) else reason_of(error)
         self.sharded.undo()
         back: dict[int, nn.Parameter] = {}
-        for name, parameter in self.old.items():
-            bring_back(parameter)
+        for name, p in self.old.items():
+            bring_back(p)
             shard = named[name]
-            back[id(shard)] = parameter
+            back[id(shard)] = p
             value = full.get((name, ""))
             if value is None:
                 value = without_values(shard, engine.process.device)
-            if parameter.is_meta:
-                swap(parameter, nn.Parameter(value, requires_grad=False))
+            if p.is_meta:
+                swap(p, nn.Parameter(value, requires_grad=False))
             else:
-                parameter.data = value
-            parameter.grad = full.get((name, "grad"))
-            parameter.requires_grad_(shard.requires_grad)
-        for owner, name, parameter in self._places:
-            setattr(owner, name, parameter)
+                p.data = value
+            p.grad = full.get((name, "grad"))
+            p.requires_grad_(shard.requires_grad)
+        for owner, name, p in self._places:
+            setattr(owner, name, p)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [back.get(id(p), p) for p in group["params"]]
@@ -144,10 +145,11 @@ def _of_shard(name: str) -> Any:
 
 
 class StandIn(Absent, nn.Parameter):
-    """A replaced parameter with its shard's ``grad``. A use of its values raises."""
+    """A replaced parameter without values. It has its shard's ``grad``."""
 
     shard: nn.Parameter
-    plain = frozenset([torch.autograd.grad, torch.autograd.backward])  # by `FSDPGradients.leaf`
+    # By `FSDPGradients.leaf`.
+    plain = frozenset([torch.autograd.grad, torch.autograd.backward])
     grad = _of_shard("grad")
     requires_grad = _of_shard("requires_grad")
 
@@ -160,6 +162,6 @@ class StandIn(Absent, nn.Parameter):
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"{name_of(function)} uses a parameter from before accel.setup, which has no values. "
-            "Take it from model.parameters()."
+            f"{name_of(function)} uses a parameter from before accel.setup, "
+            "which has no values. Take it from model.parameters()."
         )

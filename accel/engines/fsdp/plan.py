@@ -36,8 +36,8 @@ def axes_of(options: Any, world_size: int) -> dict[str, int]:
     shards, rest = divmod(world_size, copies * tensor)
     if rest:
         raise BackendError(
-            f"FSDP(replicas={copies}, tensor_parallel={tensor}) needs a multiple of "
-            f"{copies * tensor} processes, and there are {world_size}."
+            f"FSDP(replicas={copies}, tensor_parallel={tensor}) needs a "
+            f"multiple of {copies * tensor} processes, and there are {world_size}."
         )
     return {"replicate": copies, "shard": shards, "tensor": tensor}
 
@@ -130,8 +130,8 @@ def planned_layers(module: nn.Module, plan: Plan) -> dict[nn.Module, ParallelSty
         matching = list(filter(re.compile(expression).fullmatch, modules))
         if not matching:
             raise BackendError(
-                f"The plan's {pattern!r} names no module of this {type(module).__name__}. "
-                "Use names from model.named_modules()."
+                f"The plan's {pattern!r} names no module of this "
+                f"{type(module).__name__}. Use model.named_modules()."
             )
         layers.update(dict.fromkeys(map(modules.__getitem__, matching), style))
     others = set(modules.values()) - layers.keys()
@@ -155,15 +155,16 @@ def split_layer(
     # torch makes DTensors of buffers, which can't be broadcast.
     for name, buffer in buffers.items():
         setattr(layer, name, buffer)
-    for name, parameter in parameters.items():
+    for name, p in parameters.items():
         shard: Any = layer.get_parameter(name)
-        if shard is parameter:
+        if shard is p:
             continue
         for placement in shard.placements:
             if placement.is_shard() and shard.shape[placement.dim] % ranks.size():
                 raise BackendError(
-                    f"{name} of shape {tuple(shard.shape)} in a planned {type(layer).__name__} "
-                    f"doesn't divide by {ranks.size()} along dim {placement.dim}. "
+                    f"{name} of shape {tuple(shard.shape)} in a planned "
+                    f"{type(layer).__name__} doesn't divide by {ranks.size()} "
+                    f"along dim {placement.dim}. "
                     "Leave this layer out of the plan."
                 )
-        layer.register_parameter(name, shards.setdefault(id(parameter), shard))
+        layer.register_parameter(name, shards.setdefault(id(p), shard))

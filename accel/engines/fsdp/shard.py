@@ -1,4 +1,4 @@
-"""A module under torch's ``fully_shard``, and its use of FSDP2's objects."""
+"""A module under ``fully_shard``, and objects of FSDP2."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...gradients.patches import Patch, data_patch, muon_patch, replaced, shard_
 from ...process import Process
 from ...process.control import Waiting, announce
 from ..base.absent import refuse_second_derivatives
-from ..base.raw_objects import Snapshot
+from ..base.raw_objects import Function, Snapshot
 from .plan import Mesh, planned_layers, split_layer
 
 #: Of torch, while a sharded module lives.
@@ -48,7 +48,7 @@ class ShardedModule:
             patch.need(self)
 
     def apply(self, block: nn.Module) -> None:
-        """Replace the parameters of a block by shards. The root comes last."""
+        """Replace a block's parameters by shards, the root's last."""
         options, device = self._options, self.process.device
         for layer in block.modules():
             style = self._planned.pop(layer, None)
@@ -75,7 +75,7 @@ class ShardedModule:
         )
 
     def initialize(self, blocks: Mapping[str, Any], label: str, reads: bool) -> None:
-        """Prepare training. Collective. ``reads`` gives memory to shards."""
+        """Prepare training. ``reads`` gives memory to shards. Collective."""
         if reads:
             # The values of accel.deferred_init(weights=...) are read into the shards.
             device = "cpu" if self._options.cpu_offload else self.process.device
@@ -95,7 +95,7 @@ class ShardedModule:
         # FSDP2 registers a method by its name, and returns nothing.
         self.module.accel_call = lambda call, /, *args, **kwargs: call(*args, **kwargs)
         fsdp.register_fsdp_forward_method(self.module, "accel_call")
-        self._call: Callable[..., Any] = vars(self.module).pop("accel_call")
+        self._call: Function = vars(self.module).pop("accel_call")
         inside = {self.module}
         for block in blocks.values():
             inside.update(block.modules())
@@ -108,16 +108,16 @@ class ShardedModule:
         for name, group in self.groups.items():
             _announce(group, name, self.process, label)
         for param in self.params:
-            attributes = vars(param.sharded_param)
+            names = vars(param.sharded_param)
             # Autograd never reaches the shard, so a hook of the user's there would never run.
-            attributes["register_hook"] = param.unsharded_param.register_hook
+            names["register_hook"] = param.unsharded_param.register_hook
             # A weak reference, so that an optimizer that outlives its model doesn't keep it.
-            attributes["set_data"] = functools.partial(_set_data, weakref.ref(param))
+            names["set_data"] = functools.partial(_set_data, weakref.ref(param))
 
     # -- training ----------------------------------------------------------------------------------
 
-    def compute(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the model or a submodule with the root's parameters."""
+    def compute(self, method: Function, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method with the root's parameters."""
         if self._root._training_state is not TrainingState.IDLE:
             return method(*args, **kwargs)
         return self._call(method, *args, **kwargs)
@@ -134,7 +134,7 @@ class ShardedModule:
         return context.post_backward_final_callback_queued and not runs_backward()
 
     def reset(self) -> None:
-        """Clear FSDP2's state after an exception in a forward or backward."""
+        """Clear FSDP2's state after an exception in a pass."""
         # Checkpointing ends its second forward by an exception, inside of a backward.
         if not runs_backward():
             for param in self.params:
@@ -154,9 +154,10 @@ class ShardedModule:
 
 
 def _set_data(reference: Callable[[], Any], value: Any) -> None:
-    """Set a shard to full values, or to an equally sharded DTensor.
+    """Set a shard to a full tensor or an equally sharded DTensor.
 
-    EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone would ignore it.
+    EMA recipes write ``p.data = ema_p`` before an evaluation. FSDP2 alone
+    would ignore it.
     """
     param = reference()
     shard = param.sharded_param

@@ -1,16 +1,15 @@
-"""``pipeline``: an nn.Sequential in stages, with micro-batches and activation checkpointing."""
+"""``pipeline``: an nn.Sequential in stages, with micro-batches."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, final
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -21,11 +20,12 @@ from ...shard import Shard, StateEntry
 from ..base.absent import OF_ITSELF, Absent, blank, bring_back, name_of, take_away
 from ..base.engine import Engine, lost_weights
 from ..base.gather import Item
-from ..base.gradients import refuse_overlaps
 from ..base.holdings import Holdings
 from ..base.memory import MemoryUse, TensorSize, add_uses
 from ..base.options import Options
 from ..base.placement import Placement, Placements
+from ..base.raw_objects import Args, Function, Kwargs
+from ..base.refusals import refuse_overlaps
 from .passes import PipelineGradients, forward
 
 
@@ -61,7 +61,7 @@ class Pipeline(Options):
 
 
 def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
-    """Return a stage for each child. Neighbors form equally heavy stages."""
+    """Return a stage for each child, all about equally heavy."""
     stages: list[int] = []
     total = sum(weights) or 1
     before, last = 0.0, -1
@@ -76,7 +76,7 @@ def stages_by_weight(weights: Sequence[float], count: int) -> list[int]:
 
 
 def stages_of(module: nn.Module, balance: Any, world_size: int) -> dict[str, int]:
-    """Return the stage of each child. "size" balances the bytes of parameters and buffers."""
+    """Return the stage of each child. "size" balances their bytes."""
     # children() would skip an activation that the Sequential has twice.
     children: Any = module._modules
     stages: list[int] = []
@@ -101,8 +101,8 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
     # A subclass may have its own forward, for example to return features too.
     if getattr(type(module), "forward", None) is not nn.Sequential.forward:
         raise BackendError(
-            f"A pipeline needs an nn.Sequential, but {type(module).__name__} has its "
-            'own forward. Write the model as nn.Sequential, or use backend="fsdp".'
+            f"A pipeline needs an nn.Sequential, but {type(module).__name__} "
+            'has its own forward. Rewrite it, or use backend="fsdp".'
         )
     if world_size == 1:
         return
@@ -112,8 +112,8 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
         fits = len(balance) == world_size and sum(balance) == count
     if not fits:
         raise BackendError(
-            f"Pipeline(balance={balance!r}) doesn't fit {count} children and {world_size} ranks. "
-            "Give the number of children on each rank, or flatten nested Sequentials."
+            f"Pipeline(balance={balance!r}) doesn't fit {count} children and "
+            f"{world_size} ranks. Give the number of children on each rank."
         )
     # Language models tie the embedding and the head, which would be trained apart.
     first_names: dict[int, str] = {}
@@ -125,12 +125,12 @@ def check_module(module: nn.Module, balance: Any, world_size: int) -> None:
         if owner(first, stage_of) != owner(name, stage_of):
             raise BackendError(
                 f"{first} and {name} are one tensor in two stages. "
-                "Put them into one stage by Pipeline(balance=[...]), or untie them."
+                "Put them into one stage by balance=[...], or untie them."
             )
 
 
 def check_batchnorm(module: nn.Module) -> None:
-    """Raise BackendError if BatchNorm in training would see micro-batches."""
+    """Raise BackendError for BatchNorm in training."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and layer.training:
             raise BackendError(
@@ -143,24 +143,21 @@ def check_batchnorm(module: nn.Module) -> None:
 
 
 class Elsewhere(Absent, nn.Parameter):
-    """A parameter in another rank's stage. It has a name and a shape, but no values."""
+    """A parameter of another stage, with a name and shape, but no values."""
 
     plain = OF_ITSELF
     place: str
 
     def fetch(self, function: Any) -> None:
         raise BackendError(
-            f"{name_of(function)} needs {self.place}. Read weights with "
-            "accel.full_state_dict(model), and write them with model.load_state_dict()."
+            f"{name_of(function)} needs {self.place}. Use "
+            "accel.full_state_dict(model) or model.load_state_dict()."
         )
 
 
 @final
 class PipelineHoldings(Holdings):
-    """The weights and optimizer state of this rank's stage.
-
-    A rank keeps names and shapes of other stages, for loops over all parameters.
-    """
+    """This rank's stage, and names and shapes of the other stages."""
 
     engine: PipelineEngine
     #: The stage of each child. Empty while every rank holds all children.
@@ -177,17 +174,17 @@ class PipelineHoldings(Holdings):
     def partial(self, optimizer: Optimizer | None) -> bool:
         return bool(self.stage_of)
 
-    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+    def part(self, name: str, tensor: Tensor, key: Any = "") -> Shard | None:
         return super().part(name, tensor, key) if self.has(name) else None
 
     def entries(self, optimizer: Optimizer) -> list[StateEntry]:
         return list(filter(lambda entry: self.has(entry.name), super().entries(optimizer)))
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         return self.engine.named | dict(self.engine.module.named_buffers())
 
     def divide(self, stage_of: dict[str, int]) -> None:
-        """Keep this rank's stage, and free the memory of the other stages. Local."""
+        """Keep this rank's stage, and free other stages' memory. Local."""
         self.stage_of = stage_of
         for name, tensor in self._tensors().items():
             if self.has(name):
@@ -200,11 +197,11 @@ class PipelineHoldings(Holdings):
                 tensor.data = blank(tensor)
 
     def gather_stages(self) -> None:
-        """Give every rank all stages, unless the others have ended. Collective."""
+        """Give every rank all stages, unless others ended. Collective."""
         items: list[Item] = list(self.gradients())
         for name, value in self.values(None).items():
             items.append((name, "extra", value))
-        others: dict[str, torch.Tensor] = {}
+        others: dict[str, Tensor] = {}
         for name, tensor in self._tensors().items():
             if not self.has(name):
                 others[name] = tensor
@@ -225,7 +222,7 @@ class PipelineHoldings(Holdings):
 
 @final
 class PipelineEngine(Engine):
-    """Runs one stage on each rank."""
+    """Runs a stage on each rank."""
 
     name = "pipeline"
     options_type = Pipeline
@@ -262,7 +259,7 @@ class PipelineEngine(Engine):
 
     @classmethod
     def replica(cls, options: Any, process: Process) -> tuple[int, int]:
-        """All ranks hold one model together."""
+        """All ranks hold a model together."""
         return 0, 1
 
     def start(self, optimizers: Sequence[Optimizer]) -> None:
@@ -290,9 +287,7 @@ class PipelineEngine(Engine):
             if self.ended:
                 raise lost_weights(self)
 
-    def run(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         if self.stage is None or function is not self.entry:
             return function(*args, **kwargs)
         if self.options.chunks > 1:

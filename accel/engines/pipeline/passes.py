@@ -1,4 +1,4 @@
-"""The forward of a pipeline over several ranks. Its backward is autograd's own.
+"""The forward of a pipeline. Its backward is autograd's own.
 
 On each rank a micro-batch goes through the stage between two autograd functions.
 The first receives its inputs and the second sends its outputs. In backward they
@@ -21,7 +21,7 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.optim import Optimizer
 
@@ -47,7 +47,7 @@ _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype,
 
 @final
 class PipelineGradients(Gradients):
-    """The gradients of a stage, and the messages with them from the next stage.
+    """The gradients of a stage, and its messages with neighbors.
 
     The head of a message travels on accel's own group, so the receiver knows the
     shapes without waiting for a device. Tensors travel as bytes, because not
@@ -65,7 +65,7 @@ class PipelineGradients(Gradients):
         self.in_backward = False
         self._waiting = Waiting(engine.process, "a message of a pipeline")
         #: The sends of the last message, with the memory that they read.
-        self._sends: list[tuple[Any, torch.Tensor]] = []
+        self._sends: list[tuple[Any, Tensor]] = []
 
     def backward_ends(self, completed: bool, outermost: bool) -> None:
         if outermost and self.in_backward:
@@ -76,9 +76,7 @@ class PipelineGradients(Gradients):
                 self.fail("backward")
         super().backward_ends(completed, outermost)
 
-    def parts(
-        self, parameters: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(self, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         return [p.grad for p in parameters if p.grad is not None], []
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -122,7 +120,7 @@ class PipelineGradients(Gradients):
         return tensors, form
 
     def share(self, what: str, source: int, tensors: Tensors, form: Any = None) -> Message:
-        """Return the tensors of rank ``source`` and their form. Collective."""
+        """Return the tensors and form of rank ``source``. Collective."""
         what = f"{what} ({self.engine.label})"
         kinds, form = agree(what, (_kinds(tensors), form))[source]
         self._finish_sends()
@@ -133,7 +131,7 @@ class PipelineGradients(Gradients):
         return tensors, form
 
     def _empty(self, kinds: Sequence[Any]) -> Tensors:
-        def empty(shape: torch.Size, dtype: torch.dtype, grad: bool) -> torch.Tensor:
+        def empty(shape: torch.Size, dtype: torch.dtype, grad: bool) -> Tensor:
             tensor = torch.empty(shape, dtype=dtype, device=self.process.device)
             return tensor.requires_grad_(grad)
 
@@ -150,23 +148,23 @@ def _kinds(tensors: Tensors) -> list[Any]:
     return [None if t is None else (t.shape, t.dtype, t.requires_grad) for t in tensors]
 
 
-def _filled(tensors: Tensors) -> list[torch.Tensor]:
+def _filled(tensors: Tensors) -> list[Tensor]:
     return [t.detach() for t in tensors if t is not None and t.numel()]
 
 
 # -- micro-batches --------------------------------------------------------------------------------
 
 
-def flatten(value: Any, name: str) -> tuple[list[torch.Tensor], Any]:
-    """Return the tensors of a nested value, and the value with their places.
+def flatten(value: Any, name: str) -> tuple[list[Tensor], Any]:
+    """Return the tensors of a value, and the value with their places.
 
     Raises:
         BackendError: the value contains something without a form to send.
     """
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
 
     def visit(path: str, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and is_dense(leaf):
+        if isinstance(leaf, Tensor) and is_dense(leaf):
             tensors.append(leaf)
             return TensorPlace(len(tensors) - 1)
         if isinstance(leaf, _PLAIN):
@@ -184,7 +182,7 @@ def micro_batches(tensors: Tensors, chunks: int) -> list[Tensors]:
     """Return the tensors of each micro-batch. Each has all scalars."""
     if chunks == 1:
         return [tensors]
-    sizes = set(map(len, filter(torch.Tensor.dim, tensors)))
+    sizes = set(map(len, filter(Tensor.dim, tensors)))
     if len(sizes) != 1:
         raise BackendError(
             f"Pipeline(chunks={chunks}) can't split inputs with sizes {sorted(sizes)} "
@@ -210,7 +208,7 @@ def recomputed(stage: nn.Module, value: Any) -> Any:
 
 @final
 class Exchange(Function):
-    """Pass on a token and tensors. Backward calls ``exchange`` with their gradients.
+    """Pass on a token and tensors. Backward exchanges gradients.
 
     ``exchange`` returns the gradients with which autograd goes on, or None.
     """
@@ -228,7 +226,7 @@ class Exchange(Function):
         return token.detach(), *aliases
 
     @staticmethod
-    def backward(ctx: Any, _: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, _: Any, *grads: Tensor | None) -> Any:
         (token,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             refuse_second_derivatives()
@@ -236,11 +234,11 @@ class Exchange(Function):
         return None, token.detach(), *(received or [None] * len(grads))
 
 
-_exchange: Any = Exchange.apply  # it has no types
+_exchange: Any = Exchange.apply
 
 
 def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input: Any) -> Any:
-    """Return the last stage's output for an input, on every rank. Collective."""
+    """Return the last stage's output on every rank. Collective."""
     tensors, form = flatten(input, "input")
     grad = torch.is_grad_enabled()
     token = torch.empty(0, device=gradients.process.device, requires_grad=grad)
@@ -264,15 +262,15 @@ def forward(gradients: PipelineGradients, stage: nn.Module, options: Any, input:
 def _forward(
     gradients: PipelineGradients,
     stage: nn.Module,
-    token: torch.Tensor,
+    token: Tensor,
     form: Any,
     batches: Sequence[Tensors],
     kept: int,
 ) -> Any:
-    """Run the micro-batches. The last ``kept`` of them keep their activations. Collective."""
+    """Run the micro-batches. The last ``kept`` keep activations. Collective."""
     rank, is_last = gradients.rank, gradients.rank == gradients.last
     gradients.num_forwards += 1
-    tokens: list[torch.Tensor] = []
+    tokens: list[Tensor] = []
     outputs: list[Tensors] = []
     for number, inputs in enumerate(batches):
         place, end, batch_form = (gradients.num_forwards, number), token, form
