@@ -62,11 +62,7 @@ CLIP = (
 #: The lines of a micro-batch. ``each`` needs two heads.
 BACKWARDS = {
     "sum": ("loss = {loss}", "loss.backward()"),
-    "each": (
-        "first, second = {losses}",
-        "(first{share}).backward(retain_graph=True)",
-        "(second{share}).backward()",
-    ),
+    "each": ("first, second = {losses}", "(first{share}).backward(retain_graph=True)", "(second{share}).backward()"),
     "twice": ("loss = {loss}", "loss.backward(retain_graph=True)", "loss.backward()"),
     "two": ("first = {loss}", "second = {loss}", "first.backward()", "second.backward()"),
     "swapped": ("first = {loss}", "second = {loss}", "second.backward()", "first.backward()"),
@@ -78,10 +74,7 @@ NAMES = (
     *("evaluate", "save", "load", "resume", "set_up_again"),
 )
 #: What a backend doesn't support, as its page in docs/ says.
-UNSUPPORTED: dict[str, set[str]] = {
-    "pipeline": {"tied", "side", "penalty", "alone"},
-    "deepspeed:3": {"each", "twice"},
-}
+UNSUPPORTED: dict[str, set[str]] = {"pipeline": {"tied", "side", "penalty", "alone"}, "deepspeed:3": {"each", "twice"}}
 #: Backends that promise correct gradients if ranks use different branches of a model.
 BRANCHES_DIFFER = ("ddp", "sharded", "deepspeed:1")
 

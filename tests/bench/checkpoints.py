@@ -114,16 +114,8 @@ class Movers:
         path, background = self.directory / "accel", self.directory / "background"
         dcp_path, dcp_background = self.directory / "dcp", self.directory / "dcp-background"
         contenders: dict[str, tuple[Callable[[], Any], ...]] = {
-            "save": (
-                self.raw_save,
-                lambda: accel.save(state, path),
-                lambda: dcp.save(whole, checkpoint_id=dcp_path),
-            ),
-            "load": (
-                self.raw_load,
-                lambda: accel.load(path, state),
-                lambda: dcp.load(whole, checkpoint_id=dcp_path),
-            ),
+            "save": (self.raw_save, lambda: accel.save(state, path), lambda: dcp.save(whole, checkpoint_id=dcp_path)),
+            "load": (self.raw_load, lambda: accel.load(path, state), lambda: dcp.load(whole, checkpoint_id=dcp_path)),
             "verify": (self.raw_read, lambda: accel.verify(path)),
             "stall": (
                 self.memcpy,

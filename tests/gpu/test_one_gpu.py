@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import accel
 from tests.distributed import run
@@ -116,18 +116,6 @@ def test_pinned_batches_never_wait() -> None:
                 sums.append(here.sum() + 0 * big[0, 0].long())
                 del here
         assert [int(total) for total in sums] == [int(piece.sum()) for piece in rows.split(8)]
-
-
-@pytest.mark.parametrize("pin", [False, True])
-def test_batches_come_on_the_device(pin: bool) -> None:
-    data = TensorDataset(torch.arange(64.0).view(32, 2), torch.arange(32))
-    loader = accel.setup(net(), None, DataLoader(data, batch_size=8, pin_memory=pin, num_workers=2)).dataloaders
-    seen = []
-    for x, y in loader:
-        assert x.device.type == y.device.type == "cuda"
-        assert torch.equal(x[:, 0].long(), 2 * y)
-        seen += y.tolist()
-    assert seen == list(range(32))
 
 
 def test_visible_devices() -> None:

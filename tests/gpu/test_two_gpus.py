@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 from torch import nn
 
-import accel
 from tests.faults import Fault
-from tests.gpu import TOLERANCE, Pair, batch, gpus, no_reads
+from tests.gpu import TOLERANCE, Pair, gpus
 from tests.models import mlp, sgd
 from tests.programs import by_hand, free_port, scripts
 
 pytestmark = gpus(2)
 
 
-STAGES = [f"deepspeed:{stage}" for stage in (1, 2, 3)]
-SHARDED = ["ddp", "sharded", "fsdp", "pipeline", *STAGES]
+BACKENDS = ["ddp", "sharded", "fsdp", "pipeline", "deepspeed:1", "deepspeed:2", "deepspeed:3"]
 
 
 def net() -> nn.Sequential:
@@ -33,17 +29,11 @@ def parity(backend: str, precision: str = "32-true") -> float:
     return pair.distance()
 
 
-def steps(backend: str) -> int:
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=backend)
-    for step in range(8):
-        x = batch(step)
-        # The first steps set up communication. Step 1 compares the models.
-        with no_reads() if step > 3 else contextlib.nullcontext():
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-    return step + 1
+def waits_of(backend: str) -> int:
+    """Count the waits after the first steps, which set up communication and compare the models."""
+    pair = Pair(net, sgd, backend)
+    places = [pair.step(step) for step in range(8)]
+    return sum(map(len, places[4:]))
 
 
 #: A program of two ranks over nccl, which says what it found.
@@ -64,7 +54,7 @@ def over_nccl(expression: str, *environ: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("backend", SHARDED)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_parity_over_nccl(backend: str, precision: str) -> None:
     """A CPU has no streams and no collectives that run beside the program."""
     for text in over_nccl(f"parity({backend!r}, precision={precision!r})"):
@@ -73,7 +63,7 @@ def test_parity_over_nccl(backend: str, precision: str) -> None:
 
 @pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", "deepspeed:1", "deepspeed:2"])
 def test_a_step_never_waits(backend: str) -> None:
-    assert over_nccl(f"steps({backend!r})") == ["8", "8"]
+    assert over_nccl(f"waits_of({backend!r})") == ["0", "0"]
 
 
 def test_each_rank_sees_one_device() -> None:
