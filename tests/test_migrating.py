@@ -97,7 +97,6 @@ from lightning_fabric import Fabric
 
 peer = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
 peer.launch()
-x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
 
 
 def trained(setup, clip):
@@ -109,19 +108,7 @@ def trained(setup, clip):
     return norm, [p.detach() for p in net.parameters()]
 
 
-def gradient(gather):
-    y = (x + 1).requires_grad_()
-    gather(y).square().sum().backward()
-    return y.grad
-
-
 pairs = {
-    "all_gather": (peer.all_gather(x), accel.all_gather(x[None])),
-    "all_gather with gradients": (
-        gradient(lambda y: peer.all_gather(y, sync_grads=True)),
-        gradient(lambda y: accel.all_gather(y, gradients=True)),
-    ),
-    "all_reduce of a sum": (peer.all_reduce(x.clone(), reduce_op="sum"), accel.all_reduce(x)),
     "no_backward_sync": (
         two_backwards(peer.setup, peer.no_backward_sync),
         two_backwards(accel.setup, accel.no_sync),
