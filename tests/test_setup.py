@@ -160,14 +160,7 @@ def stranger_parameters() -> None:
     one_step(model, optimizer)
 
 
-def one_model_per_rank() -> None:
-    for backend in ("single", "dp"):
-        raw = normalised()
-        refuse(accel.BackendError, "of its own", lambda r=raw, b=backend: accel.setup(r, adamw(r), backend=b), raw)
-        accel.setup(raw, backend=backend)
-
-
-@pytest.mark.parametrize("program", [foreign_wrappers, stranger_parameters, one_model_per_rank])
+@pytest.mark.parametrize("program", [foreign_wrappers, stranger_parameters])
 def test_distributed_refusals(program: Any) -> None:
     run(2, program)
 
