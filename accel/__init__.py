@@ -1,4 +1,4 @@
-"""Turn a raw PyTorch loop into a distributed one: ``accel.setup(model, optimizer, loader)``."""
+"""Distribute a raw PyTorch loop: ``accel.setup(model, optimizer, loader)``."""
 
 import importlib
 from typing import TYPE_CHECKING, Any, Final

@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or print help if there is none.
 
     Returns:
-        The exit status: 0, 1 after an error of accel, 130 after Ctrl-C, 141 after a closed pipe.
+        0, 1 after an error of accel, 130 after Ctrl-C, 141 after a closed pipe.
     """
     program = "accel" if os.path.basename(sys.argv[0]) == "accel" else "python -m accel"
     description = "Inspect checkpoints, start scripts, predict memory."

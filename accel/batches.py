@@ -1,4 +1,4 @@
-"""``split`` gives each rank its items, and ``largest_batch`` finds the batch size that fits."""
+"""Divide items over the ranks, and find the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from .verbs import shut_down
 logger = logging.getLogger("accel")
 T = TypeVar("T")
 
-# -- split -----------------------------------------------------------------------------------------
-
 
 @overload
 def split(items: range, pad: Literal[True]) -> list[int]: ...
@@ -32,20 +30,20 @@ def split(items: range, pad: Literal[True]) -> list[int]: ...
 def split(items: T, pad: bool = False) -> T: ...
 @locked
 def split(items: T, pad: bool = False) -> T:
-    """Return this rank's consecutive share of the items of every rank. Collective.
+    """Return this rank's consecutive share of the items. Collective.
 
-    ``gather_for_metrics(rows, items)`` brings results for the shares back into the order of
-    ``items``. Ranks that read the same batch, as in ``data_parallel_place``, get the same share.
+    ``gather_for_metrics(rows, items)`` brings results back into the order of
+    ``items``. Ranks that read the same batch get the same share.
 
     Args:
-        items: a list, tuple, range, array or tensor (cut along its first dimension), or nested
-            dicts of them with equal lengths, the same on every rank.
-        pad: repeat the last item so that all shares are equally long, for models whose forwards
-            communicate.
+        items: a list, tuple, range, array or tensor, or nested dicts of them
+            with equal lengths, the same on every rank.
+        pad: repeat the last item until all shares are equally long, for models
+            that communicate in their forward.
 
     Raises:
-        RankMismatchError: the ranks have different numbers of items, or different first items.
-        AccelError: ``items`` can't be cut, or lengths or the models' data-parallel places differ.
+        RankMismatchError: the ranks have different items.
+        AccelError: ``items`` can't be cut, or the models' places differ.
     """
     leaves: dict[str, Any] = {}
     walk(lambda path, leaf: leaves.setdefault(path, leaf), items, "items", has_parts)
@@ -54,21 +52,22 @@ def split(items: T, pad: bool = False) -> T:
         if has_parts(leaf):
             lengths[path] = len(leaf)
         else:
-            problem = f"{path} is {described(leaf)}. Pass a list, tuple, tensor, or dicts of them."
+            problem = f"{path} is {described(leaf)}. Pass a list, tuple, or tensor."
     # A list made of a set of texts has a different order in each process.
     first_items = list(map(first_sample, leaves.values()))
     if not problem and len(set(lengths.values())) > 1:
         problem = f"items have different lengths: {lengths}."
     registry.sweep()
-    places = {engine.replica(engine.options, engine.process) for engine in registry.in_order()}
+    places = {e.replica(e.options, e.process) for e in registry.in_order()}
     if len(places) > 1:
         problem = f"the models have different data-parallel places: {sorted(places)}."
     error = AccelError(f"accel.split: {problem}") if problem else None
     answers = agree("accel.split", (text_of_error(error), lengths, first_items, pad))
-    raise_together("accel.split", error, [text for text, *_ in answers], AccelError)
+    raise_together("accel.split", error, [answer[0] for answer in answers], AccelError)
     if answers.count(answers[0]) < len(answers):
         raise RankMismatchError(
-            "accel.split got different items on different ranks. Pass the same items in one order."
+            "accel.split got different items on different ranks. "
+            "Pass the same items in the same order."
         )
     rank, world = places.pop() if places else (process.rank(), process.world_size())
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
@@ -77,7 +76,8 @@ def split(items: T, pad: bool = False) -> T:
     latest.divisions[length, size] = division
     # Rows that are gathered without a loader may be of these items now.
     latest.rows, latest.replica = None, (rank, world)
-    return walk(lambda path, leaf: _rows(leaf, first, first + size, pad), items, "items", has_parts)
+    end = first + size
+    return walk(lambda path, leaf: _rows(leaf, first, end, pad), items, "items", has_parts)
 
 
 def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
@@ -86,11 +86,9 @@ def _rows(items: Any, first: int, end: int, pad: bool) -> Any:
     rows = [min(row, len(items) - 1) for row in range(first, end)]
     if not isinstance(items, list | tuple | range):
         return items[rows]
-    padded = map(items.__getitem__, rows)
-    return tuple(padded) if isinstance(items, tuple) else list(padded)
+    padded = [items[row] for row in rows]
+    return tuple(padded) if isinstance(items, tuple) else padded
 
-
-# -- largest_batch ---------------------------------------------------------------------------------
 
 #: In the texts of RuntimeErrors of torch, cuBLAS and cuDNN.
 _MEMORY_TEXTS: Final = (
@@ -102,23 +100,23 @@ _MEMORY_TEXTS: Final = (
 
 
 def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
-    """Call ``fn(batch_size)`` with half the size until no rank runs out of memory. Collective.
+    """Call ``fn(batch_size)`` with half the size until it fits. Collective.
 
-    Build the model, optimizers and loaders inside ``fn``. Before each further call accel tears
-    everything down on all ranks, starts the process groups again and restores the random
-    generators.
+    Build the model, optimizers and loaders inside ``fn``. Before each further
+    call accel tears everything down on all ranks, starts the process groups
+    again and restores the random generators.
 
     Args:
-        fn: takes the batch size of one rank. If it raises a different error, every rank raises.
+        fn: takes the batch size of a rank, and may run out of memory.
         start: the first size, at least 1.
 
     Returns:
         The size that fits, and the result of ``fn``.
 
     Raises:
-        AccelError: not even 1 fits, a model is already set up, or the process group isn't accel's.
+        AccelError: 1 doesn't fit, or accel can't tear everything down.
     """
-    size = whole_number(start)
+    size, running = whole_number(start), process.current()
     registry.sweep()
     problem = ""
     if size < 1:
@@ -126,7 +124,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
     elif registry.engines:
         label = registry.in_order()[0].label
         problem = f"{label} is already set up. Build the model inside the function."
-    elif process.current().control is not None and not process.current().owns_group:
+    elif running.control is not None and not running.owns_group:
         problem = "accel can't restart your process group. Leave out init_process_group."
     error = AccelError(f"largest_batch: {problem}") if problem else None
     problems = agree(f"accel.largest_batch(start={size})", text_of_error(error))
@@ -144,7 +142,7 @@ def largest_batch(fn: Callable[[int], T], start: int) -> tuple[int, T]:
 
 
 def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
-    """Return the ranks' errors of memory, or an empty text and the result. Collective."""
+    """Return the ranks' memory errors and the result. Collective."""
     call = f"accel.largest_batch({size})"
     before = process.current()
     try:
@@ -161,14 +159,14 @@ def _attempt(fn: Callable[[int], T], size: int) -> tuple[str, T | None]:
     with contextlib.suppress(AccelError):
         shut_down()
     process.init(process_group=before.requested, timeout=before.timeout, devices=before.request)
-    was_lost = isinstance(error, AccelError) or is_lost(error)
+    # A rank with a lost connection only names the rank that failed.
+    if not is_memory and (isinstance(error, AccelError) or is_lost(error)):
+        text = ""
     texts, causes = [], []
-    for rank, answer in enumerate(agree(call, (is_memory, was_lost, text))):
-        is_memory, was_lost, text = answer
-        # A rank with a lost connection only names the rank that failed.
-        causes.append("" if was_lost else text)
-        if is_memory:
-            texts.append(f"rank {rank}: {text}")
+    for rank, (is_full, cause) in enumerate(agree(call, (is_memory, text))):
+        causes.append(cause)
+        if is_full:
+            texts.append(f"rank {rank}: {cause}")
     if not texts:
         own = None if any(causes) and not causes[process.rank()] else error
         raise_together("the function of accel.largest_batch", own, causes, AccelError)
@@ -186,4 +184,4 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     if isinstance(error, AccelError):
         # An error of memory may have caused it, for example inside of setup.
         return _is_out_of_memory(error.__cause__ or error.__context__)
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MEMORY_TEXTS)
+    return isinstance(error, RuntimeError) and any(t in str(error) for t in _MEMORY_TEXTS)

@@ -1,8 +1,9 @@
-"""Deferred initialization: modules are built without memory, and get their values in ``setup``."""
+"""Deferred initialization: modules get memory and values in ``setup``."""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import BackendError
+from .trees import map_tensors
 
 #: The attribute of a deferred parameter with its ``Origin``.
 _ORIGIN: Final = "_accel_origin"
@@ -29,7 +31,7 @@ class Source(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The creator of a deferred parameter, the source of its values, and its writes."""
+    """The creator, the source of values and the writes of a deferred parameter."""
 
     module: Callable[[], nn.Module | None]
     source: Source | None
@@ -42,30 +44,31 @@ def deferred_init(
 ) -> Iterator[None]:
     """Build modules without allocating their parameters.
 
-    Parameters are created on the meta device, and ``accel.setup`` gives them memory and values from
-    each module's ``reset_parameters()`` or ``_reset_parameters()``. Buffers are real. ``setup``
-    raises if no such method gives a parameter values, or if other code in the context has written
-    to it, because that write would be lost.
+    Parameters are created on the meta device, and ``accel.setup`` gives them
+    memory and values from each module's ``reset_parameters()`` or
+    ``_reset_parameters()``. Buffers are real. ``setup`` raises if a parameter
+    gets no values, or if other code in the context has written to it.
 
     Args:
-        weights: a checkpoint with one model, or a directory with ``model.safetensors`` or its index
-            (diffusers' names work too). Each rank reads only what it needs, converted to the
-            model's dtypes. The directory must have all parameters and persistent buffers.
+        weights: a checkpoint, or a directory with ``model.safetensors`` or its
+            index, also with diffusers' names. It must have all parameters and
+            persistent buffers. Each rank reads its shards.
         name: the name of the model, if the checkpoint has several.
     """
     source = None if weights is None else Source(os.fspath(weights), name)
     recorder = _Recorder()
 
-    def defer(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        """Return a parameter on the meta device in place of a module's new parameter."""
-        if parameter is None or parameter.is_meta:
+    def defer(module: nn.Module, name: str, p: nn.Parameter | None) -> Any:
+        """Return a parameter on meta in place of a new parameter."""
+        if p is None or p.is_meta:
             return None
-        deferred = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        deferred.__class__ = type(parameter)
+        deferred = nn.Parameter(p.detach().to("meta"), p.requires_grad)
+        deferred.__class__ = type(p)
         origin = Origin(weakref.ref(module), source, recorder.record(deferred))
         if getattr(module, name, None) is not None:
             origin.writes.add("It replaced a parameter.")
-        vars(deferred).update(vars(parameter), **{_ORIGIN: origin})
+        # Programs mark parameters by attributes, for example to skip weight decay.
+        vars(deferred).update(vars(p), **{_ORIGIN: origin})
         return deferred
 
     hook = register_module_parameter_registration_hook(defer)
@@ -84,100 +87,97 @@ class _Recorder(TorchDispatchMode):
         self._writes: dict[int, set[str]] = {}
 
     def record(self, parameter: torch.Tensor) -> set[str]:
-        """Begin to record for a parameter. Aliases such as ``p.data`` share its storage."""
+        """Begin to record for a parameter and its aliases, such as ``p.data``."""
         writes = self._writes[parameter.untyped_storage()._cdata] = set()
         return writes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args and func._schema.is_mutable else None
+        writes = None
         if isinstance(target, torch.Tensor) and target.is_meta:
             writes = self._writes.get(target.untyped_storage()._cdata)
-            if writes is not None:
-                # Values may be random, because reset_parameters may copy a normal tensor.
-                shown = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args[1:]]
-                writes.add(f"{func} {shown} {kwargs}")
+        if writes is not None:
+            # reset_parameters may copy a tensor of random values.
+            shown = map_tensors(operator.attrgetter("shape"), args[1:])
+            writes.add(f"{func} {shown} {kwargs}")
         return func(*args, **kwargs)
 
 
 def weights_of(module: nn.Module) -> Source | None:
-    """Return the directory of a deferred module's values, or None.
-
-    It must have all values, also if only some of the submodules were built with it.
-    """
+    """Return the directory of all values of a deferred module, or None."""
     for parameter in module.parameters():
-        origin = getattr(parameter, _ORIGIN, None)
+        origin: Origin | None = getattr(parameter, _ORIGIN, None)
         if origin is not None and origin.source is not None:
-            return origin.source  # type: ignore[no-any-return]
+            return origin.source
     return None
 
 
 def check_deferred(module: nn.Module) -> None:
-    """Raise BackendError if parameters or buffers would never get values, or lose them."""
-    recorder = _Recorder()
-    origins: dict[str, Origin] = {}
-    writes_by_name: dict[str, set[str]] = {}
+    """Raise BackendError if a tensor would get no values, or lose them."""
+    recorder, deferred = _Recorder(), []
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if not tensor.is_meta:
             continue
         if not hasattr(tensor, _ORIGIN):
             raise BackendError(
-                f"{name} on the meta device would get no values. Build the model inside "
-                "accel.deferred_init()."
+                f"{name} on the meta device would get no values. "
+                "Build the model inside accel.deferred_init()."
             )
-        origins[name] = getattr(tensor, _ORIGIN)
-        writes_by_name[name] = recorder.record(tensor)
-    if not origins or weights_of(module) is not None:
+        deferred.append((name, getattr(tensor, _ORIGIN), recorder.record(tensor)))
+    if not deferred or weights_of(module) is not None:
         return
     with torch.no_grad(), recorder:
         for _, reset in resetting(module):
             reset()
-    for name, writes in writes_by_name.items():
+    for name, origin, writes in deferred:
         if not writes:
             raise BackendError(
-                f"No reset_parameters() gives values to {name}. Write one, or build the model "
-                "outside of accel.deferred_init()."
+                f"No reset_parameters() gives values to {name}. Write one, or "
+                "build the model outside of accel.deferred_init()."
             )
         # nanoGPT calls self.apply(init_weights) in its constructor.
-        if not origins[name].writes <= writes:
+        if not origin.writes <= writes:
             raise BackendError(
-                f"Values of {name} that were set inside accel.deferred_init() would be lost. Set "
-                "them in reset_parameters(), or use accel.deferred_init(weights=directory)."
+                f"Values of {name} that were set inside accel.deferred_init() would be lost. "
+                "Set them in reset_parameters(), or use accel.deferred_init(weights=directory)."
             )
 
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
-    """Give memory and values to deferred parameters. Values from a directory are read later."""
+    """Give memory to deferred parameters, and values if no directory has them."""
     deferred = [p for p in module.parameters() if p.is_meta]
     ids = set(map(id, deferred))
     source, resets = weights_of(module), list(resetting(module))
-    for parameter in deferred:
+    for p in deferred:
         # Memory that nobody writes to takes no space on most systems.
         allocate = without_values if source is None else torch.empty_like
-        real = nn.Parameter(allocate(parameter, device=device), parameter.requires_grad)
-        swap(parameter, real)
-        undo.callback(swap, parameter, real)
+        real = nn.Parameter(allocate(p, device=device), p.requires_grad)
+        swap(p, real)
+        undo.callback(swap, p, real)
     for child, reset in resets if source is None else ():
         if not ids.isdisjoint(map(id, child.parameters())):
             reset()
 
 
 def resetting(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
-    """Give submodules with a call to reset each, children first as in a constructor."""
+    """Give submodules with a call to reset each, children first."""
     modules: list[nn.Module] = []
     module.apply(modules.append)
     for child in dict.fromkeys(modules):
-        reset = getattr(child, "reset_parameters", getattr(child, "_reset_parameters", None))
-        if callable(reset) and next(child.parameters(), None) is not None:
-            # Tied parameters keep the values of the submodule that created them.
-            tied = []
-            for name, parameter in child.named_parameters(recurse=False):
-                origin = getattr(parameter, _ORIGIN, None)
-                creator = child if origin is None else origin.module()
-                if creator is not child and creator in modules:
-                    tied.append(name)
-            yield child, partial(_reset, child, reset, tied)
+        reset = getattr(child, "_reset_parameters", None)
+        reset = getattr(child, "reset_parameters", reset)
+        if not callable(reset) or next(child.parameters(), None) is None:
+            continue
+        # Tied parameters keep the values of the submodule that created them.
+        tied = []
+        for name, parameter in child.named_parameters(recurse=False):
+            origin: Origin | None = getattr(parameter, _ORIGIN, None)
+            creator = child if origin is None else origin.module()
+            if creator is not child and creator in modules:
+                tied.append(name)
+        yield child, partial(_reset, child, reset, tied)
 
 
 def _reset(child: nn.Module, reset: Callable[[], Any], tied: list[str]) -> None:
@@ -191,11 +191,12 @@ def _reset(child: nn.Module, reset: Callable[[], Any], tied: list[str]) -> None:
 def without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return memory for a tensor with lost values, filled with NaN (or 0)."""
     has_nan = like.is_floating_point() or like.is_complex()
-    return torch.full(like.shape, torch.nan if has_nan else 0, dtype=like.dtype, device=device)
+    value = torch.nan if has_nan else 0
+    return torch.full(like.shape, value, dtype=like.dtype, device=device)
 
 
 def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Exchange the contents of two parameters. Optimizers know their identities."""
+    """Exchange the contents of two parameters, but not their identities."""
     other.__class__ = type(parameter)
     attributes = dict(vars(parameter))
     attributes.pop(_ORIGIN, None)

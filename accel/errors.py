@@ -16,7 +16,7 @@ class AccelError(Exception):
 
 
 class AlreadySetUpError(AccelError):
-    """The model already has an engine with a different backend, precision or options."""
+    """The model is already set up with a different backend or precision."""
 
 
 class SharedParametersError(AccelError):
@@ -24,7 +24,7 @@ class SharedParametersError(AccelError):
 
 
 class RankMismatchError(AccelError):
-    """The ranks have different models, arguments or trainable parameters, or different calls."""
+    """The ranks have different models or arguments, or make different calls."""
 
 
 class OptimizerError(AccelError):
@@ -36,7 +36,7 @@ class BackendError(AccelError):
 
 
 class DeviceError(AccelError):
-    """A device doesn't exist or is taken, or ``devices`` has an unknown form."""
+    """A device is absent or taken, or ``devices`` has an unknown form."""
 
 
 class PrecisionError(AccelError):
@@ -63,26 +63,26 @@ class TimeoutError(AccelError, builtins.TimeoutError):
 
 
 def described(value: object) -> str:
-    """Return a value's class for a message: "a torch.nn.Linear", or "the class torch.nn.Linear"."""
+    """Return a value's class for a message, such as "a torch.nn.Linear"."""
     if value is None:
         return "None"
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    if isinstance(value, type):
-        return f"the class {name}"
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"{'the class' if kind is value else article} {name}"
 
 
 def whole_number(value: Any) -> int:
-    """Return an int, or the int of a NumPy integer, or -1 for everything else."""
+    """Return the int of a Python or NumPy integer, and -1 otherwise."""
     try:
+        # True is an int too, and no number.
         return -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return -1
 
 
 def text_of_error(error: BaseException | None) -> str:
-    """Return an error as the other ranks show it, or an empty text if there is none."""
+    """Return an error as the other ranks show it. None has an empty text."""
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 
@@ -90,16 +90,16 @@ def text_of_error(error: BaseException | None) -> str:
 
 
 def is_url(path: str) -> bool:
-    """True if a path is the URL of a store, and has not lost a slash in a Path."""
+    """True if a path is the URL of a store, with both slashes."""
     return bool(re.match("[A-Za-z][A-Za-z0-9+._-]+://", path))
 
 
 def refuse_url(path: str, error: type[AccelError]) -> str:
-    """Return a path. Raise ``error`` if it is a URL, which would create a directory ``s3:``."""
+    """Return a path. Raise ``error`` if it is a URL."""
     # Path("s3://bucket") loses a slash, and fsspec has chains such as "simplecache::s3://bucket".
     if re.match("[A-Za-z][A-Za-z0-9+._-]+:[/:]", path):
         raise error(
-            f"{path} can't be used as a local path. Pass a URL as a string such as "
-            "'s3://bucket/run', or a path on this machine."
+            f"{path} can't be used as a local path. Pass a URL as a string "
+            "such as 's3://bucket/run', or a path on this machine."
         )
     return path

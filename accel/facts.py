@@ -1,4 +1,4 @@
-"""Comparison of the ranks' facts: a text for each value, and the first difference."""
+"""Comparison of the ranks' facts as texts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 def comparable_text(value: Any) -> str:
     """Return a text, equal on all ranks if the value is.
 
-    A tensor is described by its shape and sum, and a shard of a DTensor by its shape only. An
-    object without a text of its own is described by its class.
+    A tensor is described by its shape and sum, a DTensor by its shape, and an
+    object without a text of its own by its class.
     """
     if isinstance(value, torch.Tensor):
         is_shard = hasattr(value, "to_local")
@@ -26,6 +26,7 @@ def comparable_text(value: Any) -> str:
         return f"{{{', '.join(sorted(map(comparable_text, value)))}}}"
     if isinstance(value, Mapping):
         return f"{{{comparable_text(list(value.items()))}}}"
+    # The text of a function has its address, which differs between processes.
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 
@@ -33,19 +34,21 @@ def comparable_text(value: Any) -> str:
 def first_difference(
     facts_by_rank: Sequence[Mapping[Any, Any]], *, ignore_absent: bool = False
 ) -> str:
-    """Return the first name with different values and those values, or an empty text.
+    """Return the first name with different values, or an empty text.
 
-    An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2". With ``ignore_absent`` only
-    the ranks that have a fact are compared.
+    An example is "lr of group 0 is 0.1 on ranks 0, 1; 0.2 on rank 2". With
+    ``ignore_absent`` ranks without a fact are skipped.
     """
     for name in dict.fromkeys(chain.from_iterable(facts_by_rank)):
         ranks_by_value: dict[Any, list[str]] = {}
         for rank, facts in enumerate(facts_by_rank):
             if name in facts or not ignore_absent:
-                ranks_by_value.setdefault(facts.get(name, "absent"), []).append(str(rank))
+                value = facts.get(name, "absent")
+                ranks_by_value.setdefault(value, []).append(str(rank))
         if len(ranks_by_value) > 1:
             texts = []
             for value, ranks in ranks_by_value.items():
-                texts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
+                unit = "rank" if len(ranks) == 1 else "ranks"
+                texts.append(f"{value} on {unit} {', '.join(ranks)}")
             return f"{name} is {'; '.join(texts)}"
     return ""

@@ -34,9 +34,9 @@ Dataloaders = TypeVar(
 
 
 class Handles(NamedTuple, Generic[Model, Optimizers, Dataloaders]):
-    """The result of ``setup``. Each part has the form of its argument, and its static type.
+    """The result of ``setup``, with the forms and static types of its arguments.
 
-    Optimizers come back as they are. The model and the dataloaders are handles.
+    Optimizers stay as they are. The model and the dataloaders are handles.
     """
 
     model: Model
@@ -52,17 +52,14 @@ def _engine(handle: object) -> Any:
     engine: Any | None = _get(handle, "_accel_engine")
     if engine is None:
         kind = type(raw(handle)).__name__
-        raise AccelError(
-            f"This {kind} was torn down. Use the raw module, or call accel.setup() again."
-        )
+        raise AccelError(f"This {kind} was torn down. Use the raw module, or call setup again.")
     return engine
 
 
 class ModelHandle(nn.Module):
     """The user's module, driven by its engine.
 
-    All attributes are those of the raw module. Calls and user-defined methods run through the
-    engine.
+    Attributes are the raw module's. Calls and the user's methods use the engine.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -92,8 +89,9 @@ class ModelHandle(nn.Module):
     def __getattr__(self, name: str) -> Any:
         # Called only if the raw module lacks the attribute.
         module = _engine(self).module
+        # nanoGPT takes _orig_mod from the result of torch.compile.
         if name == "_orig_mod" and module._compiled_call_impl is not None:
-            return module  # nanoGPT takes it from the result of torch.compile
+            return module
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -107,10 +105,12 @@ class ModelHandle(nn.Module):
 
     def __repr__(self) -> str:
         engine = engine_behind(self)
-        return f"ModelHandle[{'ended' if engine is None else engine.name}]({raw(self)!r})"
+        state = "ended" if engine is None else engine.name
+        return f"ModelHandle[{state}]({raw(self)!r})"
 
     def __bool__(self) -> bool:
-        return True  # a ModuleList has a length
+        # A ModuleList has a length.
+        return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = _engine(self).holdings.copy(memo)
@@ -148,9 +148,9 @@ _TORCH_NAMES: Final = frozenset(vars(nn.Module))
 
 
 def _through_engine(bound: MethodType) -> Callable[..., Any]:
-    """Return a method of the raw module as a function of the handle, which runs in the engine.
+    """Return a method of the raw module to run in the engine.
 
-    Torch's own methods and the user's overrides of them, such as ``train``, run directly.
+    Torch's own methods and overrides of them, such as ``train``, run directly.
     """
     name = getattr(bound, "__name__", "")
     is_torchs = name in _TORCH_NAMES
@@ -190,11 +190,9 @@ def loader_state(handle: LoaderHandle) -> LoaderState:
 
 
 class HiddenAttribute:
-    """A value on a user's object. Copies and pickles of the object don't have it.
+    """A value on a user's object, but not on its copies and pickles."""
 
-    The value lives as long as its owner and may refer to it. The garbage collector sees the cycle,
-    but would not if a table held both.
-    """
+    # In a table both would be kept forever, because the value may refer to its owner.
 
     __slots__ = ("owner_id", "value")
     KEY: ClassVar = "_accel_attribute"
@@ -208,8 +206,9 @@ class HiddenAttribute:
 
     @staticmethod
     def get(owner: object) -> Any:
-        """Return the value on ``owner``, or None. A shallow copy of the owner doesn't own it."""
+        """Return the value on ``owner``, or None."""
         attribute = owner.__dict__.get(HiddenAttribute.KEY)
+        # A shallow copy of the owner has the attribute too.
         if attribute is None or attribute.owner_id != id(owner):
             return None
         return attribute.value

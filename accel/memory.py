@@ -1,4 +1,4 @@
-"""Estimate the memory that each backend needs on a rank, and summarize a model's engine."""
+"""Estimate the memory of each backend, and summarize a model's engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .engines import ENGINES, Engine, Options, engine_of
+from .engines import ENGINES, Engine, Options
 from .engines.base.memory import MemoryUse, TensorSize
 from .errors import AccelError
 from .registry import registry, resolve_module
@@ -36,11 +36,11 @@ def human(nbytes: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """The result of ``accel.memory_report``. ``print(report)`` shows it as a table.
+    """The result of ``accel.memory_report``. Print it for a table.
 
     Attributes:
         title: the model and its optimizers.
-        uses: by number of ranks and backend, the bytes of the rank that needs the most.
+        uses: the most bytes of a rank, by number of ranks and backend.
     """
 
     title: str
@@ -60,19 +60,21 @@ class MemoryReport:
         return "\n".join(lines)
 
     def save_plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the table as a bar chart. The suffix of ``path`` selects the format."""
+        """Draw a bar chart. The suffix of ``path`` selects the format."""
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise AccelError("save_plot() needs matplotlib. Run pip install matplotlib.") from error
-        figure = Figure(figsize=(7.5, 1.5 + 0.22 * len(self.uses)), layout="constrained")
+            text = "save_plot() needs matplotlib. Run pip install matplotlib."
+            raise AccelError(text) from error
+        height = 1.5 + 0.22 * len(self.uses)
+        figure = Figure(figsize=(7.5, height), layout="constrained")
         axes = figure.subplots()
         labels = [f"{backend} on {ranks}" for ranks, backend in self.uses]
-        nbytes = torch.tensor(list(map(astuple, self.uses.values())), dtype=torch.float64)
-        gib = nbytes.T / 2**30
+        rows = list(map(astuple, self.uses.values()))
+        gib = torch.tensor(rows, dtype=torch.float64).T / 2**30
         begins = gib.cumsum(0) - gib
-        for title, sizes, begin in zip(TITLES, gib.tolist(), begins.tolist(), strict=False):
-            axes.barh(labels, sizes, left=begin, label=title)
+        for title, sizes, begin in zip(TITLES[:-1], gib, begins, strict=True):
+            axes.barh(labels, sizes.tolist(), left=begin.tolist(), label=title)
         axes.invert_yaxis()
         axes.set_xlabel("GiB per rank")
         figure.suptitle(self.title, fontsize=10)
@@ -84,22 +86,22 @@ class MemoryReport:
 def memory_report(
     model_or_handle: nn.Module, optimizer: Any = None, *, ranks: Sequence[int] = (1, 2, 4, 8, 64)
 ) -> MemoryReport:
-    """Predict the bytes that each backend needs on a rank to train this model. Local.
+    """Predict the bytes on a rank to train a model with each backend. Local.
 
-    Parameters, gradients, optimizer state, buffers and kept communication buffers are counted.
-    Activations are not. Nothing is allocated, so the model may be on the meta device.
+    Everything except activations is counted. Nothing is allocated, so the model
+    may be on the meta device.
 
     Args:
-        model_or_handle: a module on any device, or a model that is set up.
-        optimizer: an optimizer of its parameters, or a list or tuple of them. By default those of
-            a model that is set up, and none otherwise.
+        model_or_handle: a module on any device, or a handle.
+        optimizer: an optimizer, a list or tuple. The default is the handle's.
         ranks: numbers of ranks.
     """
     module, _ = resolve_module(model_or_handle)
     engine = registry.engine(module)
     if optimizer is None and engine is not None:
         optimizer = engine.optimizers
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    is_single = isinstance(optimizer, Optimizer)
+    optimizers = [optimizer] if is_single else list(optimizer or ())
     tensors = tensor_sizes(module, optimizers)
     uses = {}
     for world_size in dict.fromkeys(ranks):
@@ -112,29 +114,28 @@ def memory_report(
             for options in (kind(), *kind.variants, *shown):
                 use = backend.predict(module, tensors, options, world_size)
                 if use is not None:
-                    uses[world_size, _label(options)] = use
+                    uses[world_size, _label(backend.name, options)] = use
     numel = sum(tensor.numel for tensor in tensors if not tensor.is_buffer)
-    title = f"{type(module).__name__}, {numel:,} parameters, {_names(optimizers)}: bytes per rank"
-    return MemoryReport(title, uses)
+    title = f"{type(module).__name__}, {numel:,} parameters, {_names(optimizers)}"
+    return MemoryReport(f"{title}: bytes per rank", uses)
 
 
 def _names(optimizers: Iterable[Optimizer]) -> str:
     return ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
 
 
-def _label(options: Options) -> str:
-    """Return a backend's name, with the options that differ from the defaults."""
+def _label(name: str, options: Options) -> str:
+    """Return a backend's name and its options without defaults."""
     usual, changed = type(options)(), []
     for field in fields(options):
         value = getattr(options, field.name)
         if value != getattr(usual, field.name):
             changed.append(f"{field.name}={value!r}")
-    name = engine_of(options).name
     return f"{name}({', '.join(changed)})" if changed else name
 
 
 def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[TensorSize]:
-    """Return the sizes of all parameters and buffers. Nothing is allocated or changed."""
+    """Return the sizes of all parameters and buffers, without allocating."""
     states: dict[int, tuple[int, int]] = {}
     for number, optimizer in enumerate(optimizers):
         for key, nbytes in _state_bytes(optimizer).items():
@@ -156,7 +157,7 @@ def tensor_sizes(module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Ten
 
 
 def _state_bytes(optimizer: Optimizer) -> dict[int, int]:
-    """Return the bytes of state by parameter id, found by a step with parameters on meta."""
+    """Return the bytes of state by parameter id, after a step on meta."""
     parameters = parameters_of(optimizer)
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups = list(map(_on_meta, groups))
@@ -176,7 +177,7 @@ def _state_bytes(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group with parameters and gradients on meta. Its own may be sharded."""
+    """Return a group with full parameters and gradients on meta."""
     stand_ins = []
     for p in group["params"]:
         data = torch.empty(tuple(p.shape), dtype=p.dtype, device="meta")
@@ -188,20 +189,23 @@ def _on_meta(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(model: nn.Module) -> str:
-    """Return a text with the backend, precision, parameters and bytes on this rank. Local.
+    """Describe a model's backend, parameters and bytes on this rank. Local.
 
     Print it on rank 0 by ``accel.print(accel.summary(model))``.
     """
     engine = registry.find_engine(model)
     place, device = engine.process.place, engine.process.device.type
     total = trainable = 0
-    for shape, parameter in zip(engine.holdings.shapes.values(), engine.parameters, strict=True):
+    shapes = engine.holdings.shapes.values()
+    for shape, parameter in zip(shapes, engine.parameters, strict=True):
         total += shape.numel()
         trainable += shape.numel() if parameter.requires_grad else 0
-    weights, state = _shard_bytes(engine, [None]), _shard_bytes(engine, engine.optimizers)
+    weights = _shard_bytes(engine, [None])
+    state = _shard_bytes(engine, engine.optimizers)
+    backend = f"{engine.name}, world size {place.world_size} ({device})"
     lines = [
         engine.kind,
-        f"backend: {engine.name}, world size {place.world_size} ({device}), {engine.precision.name}",
+        f"backend: {backend}, {engine.precision.name}",
         f"options: {engine.options}",
         f"parameters: {total:,} ({trainable:,} trainable)",
         f"optimizers: {_names(engine.optimizers)}",
@@ -211,7 +215,7 @@ def summary(model: nn.Module) -> str:
 
 
 def _shard_bytes(engine: Engine, optimizers: Iterable[Optimizer | None]) -> str:
-    """Return the size of this rank's shards of the optimizers, or of the module (None)."""
+    """Return the size of this rank's shards. None means the module."""
     nbytes = {}
     for optimizer in optimizers:
         for shard in engine.holdings.shards(optimizer):

@@ -1,4 +1,4 @@
-"""The numeric precision of a model, the loss scale of fp16, and conversion in place."""
+"""Precision of a model, the loss scale of fp16, and conversion in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES: Final[dict[str, tuple[torch.dtype | None, torch.dtype | None]]] = {
 
 
 def dtype_of(value: object) -> torch.dtype | None:
-    """Return the dtype of a name such as "torch.bfloat16", or a dtype itself, or None."""
+    """Return a dtype, also by a name such as "torch.bfloat16", or None."""
     if isinstance(value, str):
         value = getattr(torch, value.removeprefix("torch."), None)
     return value if isinstance(value, torch.dtype) else None
@@ -36,24 +36,27 @@ def dtype_of(value: object) -> torch.dtype | None:
 
 @final
 class Precision:
-    """The dtypes of parameters, inputs and the forward pass. Outputs are fp32."""
+    """The dtypes of parameters and of the forward pass. Outputs are fp32."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in _DTYPES:
-            raise PrecisionError(f"Unknown precision {name!r}. Use one of {', '.join(_DTYPES)}.")
+            names = ", ".join(_DTYPES)
+            raise PrecisionError(f"Unknown precision {name!r}. Use one of {names}.")
         self.name, self.device = name, device
         self.plain = name == "32-true"
         self.scaled = name == "16-mixed"
         self.storage, self.compute = _DTYPES[name]
 
     def check(self, module: nn.Module) -> None:
-        """Raise PrecisionError if mixed precision would train half-precision parameters."""
-        for name, parameter in module.named_parameters():
-            half = parameter.is_floating_point() and parameter.dtype.itemsize < 4
-            if self.compute and half and parameter.requires_grad:
+        """Raise PrecisionError if mixed precision would train half weights."""
+        if self.compute is None:
+            return
+        for name, p in module.named_parameters():
+            half = p.is_floating_point() and p.dtype.itemsize < 4
+            if half and p.requires_grad:
                 raise PrecisionError(
                     f"precision={self.name!r} trains fp32 parameters, but {name} is "
-                    f"{parameter.dtype}. Call model.float() first, or use 'bf16-true'."
+                    f"{p.dtype}. Call model.float() first, or use 'bf16-true'."
                 )
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,11 +74,11 @@ class Precision:
 
 
 def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    half = tensor.dtype is torch.bfloat16 or tensor.dtype is torch.float16
     # A method may return a parameter or buffer of the module, which is not a result.
-    if half and not isinstance(tensor, nn.Parameter | nn.Buffer):
-        return tensor.float()
-    return tensor
+    if isinstance(tensor, nn.Parameter | nn.Buffer):
+        return tensor
+    half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if half else tensor
 
 
 # -- the loss scale --------------------------------------------------------------------------------
@@ -83,20 +86,20 @@ def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
 
 @final
 class LossScale:
-    """The dynamic loss scale of this process, with the rule of ``torch.amp.GradScaler``.
+    """The dynamic loss scale of this process, as in ``torch.amp.GradScaler``.
 
-    The scale exists only during ``backward``. Afterwards gradients are divided by it, because
-    clipping, logging and models of a different precision need true gradients. It is a power of
-    two, so both are exact.
+    The scale exists only during ``backward``, because clipping and logging need
+    true gradients. It is a power of two, so gradients stay exact.
     """
 
     GROWTH_INTERVAL: Final = 2000
 
     def __init__(self) -> None:
         self.restore()
-        #: The numbers of the last scaled backward, of the last good step, and of the last backward
-        #: with inf or NaN.
-        self.serial = self._counted = self._halved = 0
+        #: The number of the last scaled backward.
+        self.serial = 0
+        #: The backwards of the last good step, and of the last inf or NaN.
+        self._counted = self._halved = 0
 
     def state(self) -> tuple[float, int]:
         """Return the arguments of ``restore``."""
@@ -107,7 +110,7 @@ class LossScale:
         self.value, self._good_steps = value, good_steps
 
     def backward(self, loss: torch.Tensor, holders: Iterable[Any], **options: Any) -> None:
-        """Call ``backward`` of a scaled loss. ``holders`` and leaves get true gradients."""
+        """Scale the loss, and unscale the gradients of holders and leaves."""
         # A parameter may be a holder and a leaf. Equal tensors are different keys.
         unique = dict.fromkeys(chain(holders, _leaves(loss)))
         _multiply(unique, self.value)
@@ -118,7 +121,7 @@ class LossScale:
             self.serial += 1
 
     def judge(self, finite: bool) -> bool:
-        """Update the scale once for each scaled backward. Return True if an optimizer may step."""
+        """Update the scale once per backward. True if an optimizer may step."""
         if self._counted != self.serial:
             self._counted = self.serial
             self._good_steps += 1
@@ -132,13 +135,14 @@ class LossScale:
 
 @torch.no_grad()
 def _multiply(holders: Iterable[Any], factor: float) -> None:
-    """Multiply gradients. Inf becomes NaN, because clipping by value would hide an overflow."""
+    """Multiply gradients in place."""
     grads = [here(holder.grad) for holder in holders if holder.grad is not None]
     dense = [grad for grad in grads if grad.layout == torch.strided]
     if grads:
         torch._foreach_mul_(grads, factor)
     if dense:
-        torch._foreach_lerp_(dense, dense, 0.0)  # x + 0 * (x - x)
+        # x + 0 * (x - x) makes NaN of inf, because clipping by value would hide an inf.
+        torch._foreach_lerp_(dense, dense, 0.0)
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -167,14 +171,15 @@ def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def all_finite(optimizer: Optimizer) -> bool:
-    """True if an optimizer's gradients on this rank contain neither inf nor NaN."""
+    """True if an optimizer's gradients on this rank are finite."""
     local = map(here, gradients_of(optimizer))
     dense = [g.coalesce().values() if g.is_sparse else g for g in local]
     nonempty = list(filter(torch.Tensor.numel, dense))
     if not nonempty:
         return True
     largest = torch._foreach_norm(nonempty, float("inf"))
-    torch._foreach_mul_(largest, 0.0)  # 0 or NaN, which every dtype has
+    # Every dtype has 0 and NaN.
+    torch._foreach_mul_(largest, 0.0)
     device = largest[0].device
     # In one tensor, because each read of a number waits for the device.
     zeros = torch.stack([zero.to(device, torch.float32) for zero in largest])
@@ -187,17 +192,20 @@ def all_finite(optimizer: Optimizer) -> bool:
 def convert_module(
     module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
 ) -> None:
-    """Move parameters, gradients and buffers to a device, and floating ones to ``dtype``."""
+    """Move a module to a device, and its floating tensors to ``dtype``."""
     for tensor in chain(module.parameters(), module.buffers()):
         before, grad = tensor.data, tensor.grad
         # The engine moves meta tensors.
         after = _moved(None if before.is_meta else device, dtype, before)
-        if after is not before:
-            undo.callback(_assign, tensor, before, grad)
-            _assign(tensor, after, None if grad is None else grad.to(after.device, after.dtype))
+        if after is before:
+            continue
+        undo.callback(_assign, tensor, before, grad)
+        moved = None if grad is None else grad.to(after.device, after.dtype)
+        _assign(tensor, after, moved)
     for child in module.modules():
+        # Otherwise cuDNN copies the weights of an LSTM in every forward.
         if isinstance(child, nn.RNNBase):
-            child.flatten_parameters()  # otherwise cuDNN copies the weights in every forward
+            child.flatten_parameters()
 
 
 def _moved(
@@ -207,29 +215,31 @@ def _moved(
 
 
 def _assign(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Give a tensor a new value, dtype and device without changing its identity."""
+    """Give a tensor a new value, dtype and device in place."""
     # A tensor can't have a gradient of a different dtype, not even for a moment.
     tensor.grad = None
     if torch._has_compatible_shallow_copy_type(tensor, value):
         tensor.data = value
-    else:  # for example an XLA tensor and one on the CPU
-        is_parameter = isinstance(tensor, nn.Parameter)
-        other = nn.Parameter(value, tensor.requires_grad) if is_parameter else value.detach()
+    else:
+        # For example an XLA tensor with a value on the CPU.
+        other = value.detach()
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, other)
     tensor.grad = grad
 
 
 def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
-    """Move optimizer state to its parameters' devices and dtypes, as ``load_state_dict`` does."""
+    """Move optimizer state to its parameters, as ``load_state_dict`` does."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
             for key, value in list(state.items()):
-                if state_device(key, parameter.device, group) is not None:
-                    undo.callback(state.__setitem__, key, value)
-                    dtype = parameter.dtype if key != "step" else None
-                    move = partial(_moved, parameter.device, dtype)
-                    state[key] = map_tensors(move, value)
+                if state_device(key, p.device, group) is None:
+                    continue
+                undo.callback(state.__setitem__, key, value)
+                dtype = p.dtype if key != "step" else None
+                state[key] = map_tensors(partial(_moved, p.device, dtype), value)
 
 
 #: The parent, the name, and the BatchNorm that was replaced there.
@@ -237,7 +247,7 @@ Replaced = list[tuple[nn.Module, str, nn.Module]]
 
 
 def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Replaced:
-    """Replace each BatchNorm by a ``SyncBatchNorm`` with the same parameters and buffers."""
+    """Replace each BatchNorm by a ``SyncBatchNorm`` with the same tensors."""
     children: Replaced = []
     for parent in module.modules():
         children += [(parent, name, child) for name, child in parent.named_children()]
@@ -246,7 +256,7 @@ def convert_batchnorms(module: nn.Module, group: dist.ProcessGroup | None) -> Re
 
 
 def restore_batchnorms(replaced: Replaced) -> None:
-    """Put the replaced BatchNorms back, with the buffers and mode of the SyncBatchNorms."""
+    """Put BatchNorms back, with the buffers and mode of the SyncBatchNorms."""
     for parent, name, child in replaced:
         stand_in = parent.get_submodule(name)
         child.train(stand_in.training)

@@ -1,4 +1,4 @@
-"""The registry of live engines: from a model, an optimizer or parameters to the engine."""
+"""The registry of live engines by model, optimizer and parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("accel")
 
 @final
 class Registry:
-    """The live engines. The raw module keeps an engine alive, and the registry doesn't."""
+    """The live engines. Raw modules keep them alive, and the registry doesn't."""
 
     def __init__(self) -> None:
         self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -55,8 +55,7 @@ class Registry:
         self._strangers: set[tuple[object, ...]] = set()
         #: Listeners of backward passes, in the order of the engines.
         self._listeners: Listeners = []
-        self._module_hooks: list[RemovableHandle] = []
-        self._step_hooks: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         self._clipping = clip_patches(self)
         self._backwards = backward_patches(self._listeners, self._leaf)
         self._compiling = compile_patch(ModelHandle)
@@ -70,7 +69,8 @@ class Registry:
             self.divided.add(engine.serial)
         if engine.precision.scaled:
             self.scaled.add(engine.serial)
-            self.loss_scale.restore()  # an earlier model may have diverged
+            # An earlier model may have diverged.
+            self.loss_scale.restore()
         reference = weakref.ref(engine)
         for module in engine.module.modules():
             self._owners[module] = reference
@@ -98,47 +98,43 @@ class Registry:
         return patches if engine.sequence is None else patches + engine.sequence.patches
 
     def _install_hooks(self) -> None:
-        """Install the hooks of live engines, and remove those of engines that have ended."""
+        """Install the hooks of live engines, and remove all others."""
         with changing:
+            # The length of self.engines counts engines that are being collected.
+            engines = self.in_order()
+            gradients = [engine.gradients for engine in engines]
             # Replaced at once, because a garbage collection may call this in between.
-            gradients = [engine.gradients for engine in self.in_order()]
             self._listeners[:] = [weakref.ref(g) for g in gradients if g.watched]
-            if not self.engines:
-                remove_hooks(self._module_hooks)
-            elif not self._module_hooks:
-                self._module_hooks += [
+            if not engines:
+                remove_hooks(self._hooks)
+            elif not self._hooks:
+                self._hooks += [
                     register_module_parameter_registration_hook(self._registered),
                     register_module_module_registration_hook(self._registered),
+                    register_optimizer_step_pre_hook(self._before_any_step),
                 ]
-            if not self._listeners:
-                remove_hooks(self._step_hooks)
-            elif not self._step_hooks:
-                self._step_hooks.append(register_optimizer_step_pre_hook(self._before_any_step))
 
     # -- look-up -----------------------------------------------------------------------------------
 
     def in_order(self) -> list[Engine]:
-        """Return the live engines, in the same order on all ranks.
-
-        They include engines that nobody references any more, until a garbage collection.
-        """
+        """Return the live engines and unreachable ones, in the order of all ranks."""
         return sorted(self.engines, key=lambda engine: engine.serial)
 
     def sweep(self) -> None:
-        """Collect garbage, because unreachable engines are in reference cycles."""
+        """Collect unreachable engines, which are in reference cycles."""
         if self.engines:
             gc.collect()
 
     def find_engine(self, model: object) -> Engine:
-        """Return the engine of a handle, a raw module, or a ``torch.compile`` wrapper."""
+        """Return the engine of a handle, raw module or compile wrapper."""
         module, _ = resolve_module(model)
         engine = self.engine(module)
         if engine is not None:
             return engine
-        kind = type(module).__name__
+        this = f"This {type(module).__name__}"
         for outer in self.owners_of(list(module.parameters())):
-            raise AccelError(f"This {kind} is a part of a {outer.kind}. Pass the {outer.kind}.")
-        raise AccelError(f"This {kind} has no live engine. Call accel.setup(model, ...) first.")
+            raise AccelError(f"{this} is a part of a {outer.kind}. Pass the {outer.kind}.")
+        raise AccelError(f"{this} has no live engine. Call accel.setup(model, ...) first.")
 
     @staticmethod
     def engine(module: nn.Module) -> Engine | None:
@@ -152,23 +148,22 @@ class Registry:
         return None if reference is None else reference()
 
     def owners_of(self, params: Sequence[torch.Tensor]) -> Iterator[Engine]:
-        """Give the engines with some of these parameters, in the order of all ranks."""
+        """Give the engines with some of these parameters, in order."""
         for engine in self.in_order():
             if any(id(p) in engine.known for p in params):
                 yield engine
 
     def check_new(self, module: nn.Module) -> None:
-        """Raise if a different engine or library distributes a module or some of its parameters."""
-        kind = type(module).__name__
-        for engine in self.engines:
-            shared = [name for name, p in module.named_parameters() if id(p) in engine.known]
-            if shared:
+        """Raise if a different engine or library distributes parameters."""
+        for name, p in module.named_parameters():
+            for engine in self.owners_of([p]):
                 raise SharedParametersError(
-                    f"{kind} shares {len(shared)} parameters with a {engine.kind} that is already "
-                    f"set up ({', '.join(shared[:5])}). Set up one module that contains both, or "
-                    "call accel.teardown() on the other."
+                    f"{type(module).__name__} shares {name} with a {engine.kind} that is "
+                    "already set up. Set up one module that contains both, or call "
+                    "accel.teardown() on the other."
                 )
-        refuse_foreign(module)  # after the engines, because a backend may change classes
+        # After the engines, because a backend may change classes.
+        refuse_foreign(module)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -181,11 +176,12 @@ class Registry:
     def _registered(self, module: nn.Module, name: str, value: object) -> None:
         reference = self._owners.get(module)
         engine = None if reference is None else reference()
+        # A program may add LoRA layers after setup.
         if engine is not None:
             engine.restructured = True
 
     def _before_any_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Make gradients final for an optimizer unknown to ``setup``, or raise."""
+        """Make gradients final for an optimizer unknown to ``setup``."""
         # Without a call of HiddenAttribute, because every step comes here.
         slot = optimizer.__dict__.get(HiddenAttribute.KEY)
         if slot is not None and slot.owner_id == id(optimizer):
@@ -200,34 +196,34 @@ class Registry:
                 continue
             if engine.precision.scaled or gradients.hidden():
                 raise OptimizerError(
-                    f"This {type(optimizer).__name__} was not given to accel.setup, but steps a "
-                    f"{engine.kind} with precision {engine.precision.name!r} and backend "
-                    f"{engine.name!r}. Call accel.setup(model, optimizer)."
+                    f"This {type(optimizer).__name__} was not given to accel.setup, but "
+                    f"steps a {engine.kind} with precision {engine.precision.name!r} and "
+                    f"backend {engine.name!r}. Call accel.setup(model, optimizer)."
                 )
             if gradients.before_any_step or gradients.pending():
                 prepare(engine, optimizer)
 
     def _warn_of_stranger(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-        """Warn once of parameters outside of every model, as of ArcFace. Local."""
-        trains = any(engine.distributed and engine.optimizers for engine in self.engines)
+        """Warn once of parameters outside of every model. Local."""
+        # The centers of ArcFace, for example, may have an optimizer of their own.
+        trains = any(e.distributed and e.optimizers for e in self.engines)
         if not trains or set(map(type, params)) != {nn.Parameter}:
             return
         facts = (type(optimizer).__name__, len(params), tuple(params[0].shape))
-        if facts in self._strangers:
-            return
-        self._strangers.add(facts)
-        logger.warning(
-            "%s steps %d parameters without accel.setup, the first of shape %s, so each rank trains "
-            "its own. Pass their module and this optimizer to accel.setup().",
-            *facts,
-        )
+        if facts not in self._strangers:
+            self._strangers.add(facts)
+            logger.warning(
+                "%s steps %d parameters without accel.setup, the first of shape %s, so each "
+                "rank trains its own. Pass their module and this optimizer to accel.setup().",
+                *facts,
+            )
 
 
 def resolve_module(model: object) -> tuple[nn.Module, nn.Module]:
-    """Return a raw module, and the module to call, such as a compile wrapper."""
+    """Return a raw module, and the module to call (a compile wrapper)."""
     if type(model) is ModelHandle:
         if engine_behind(model) is None:
-            raise AccelError("This model was torn down. Pass the raw module, accel.unwrap(model).")
+            raise AccelError("This model was torn down. Pass accel.unwrap(model).")
         return raw(model), raw(model)
     if not isinstance(model, nn.Module):
         raise AccelError(f"The model is {described(model)}. Pass a torch.nn.Module.")

@@ -1,4 +1,4 @@
-"""``accel.setup``: plan a call on each rank, agree on the plan, then build the engine."""
+"""``accel.setup``: plan on each rank, agree on the plan, build the engine."""
 
 from __future__ import annotations
 
@@ -57,35 +57,36 @@ def setup(
     devices: Any = "auto",
     loader_options: LoaderOptions | None = None,
 ) -> Handles[Model, Optimizers, Dataloaders]:
-    """Distribute a model, its optimizers and dataloaders, and return them for the same loop.
+    """Distribute a model, its optimizers and dataloaders for the same loop.
 
-    Call it with the same arguments on every rank. All ranks start from rank 0's weights and
-    buffers. A second call returns the same handles, and may add optimizers and dataloaders.
+    Call it with the same arguments on every rank. All ranks start from rank 0's
+    weights and buffers. A second call may add optimizers and dataloaders.
 
     Args:
-        model: a module, its handle, or its ``torch.compile`` wrapper. None distributes dataloaders
-            alone, for example to evaluate a model that is not trained.
-        optimizers: an optimizer of ``model``'s parameters, or a list, tuple or dict of them.
+        model: a module, its handle, or its ``torch.compile`` wrapper. None
+            distributes dataloaders alone, for example for an evaluation.
+        optimizers: an optimizer of the parameters, or a list, tuple or dict.
         dataloaders: a ``DataLoader``, or a list, tuple or dict of them.
-        backend: the name of a backend or its options, such as ``accel.DDP(...)``. "auto" is
-            ``ACCEL_BACKEND``, else "ddp" at world size > 1, "dp" in a notebook with several
-            accelerators, and "single" otherwise. In a later call it is the backend of the first.
-        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true" or "16-true". "auto" is
-            ``ACCEL_PRECISION``, else "32-true". In a later call it is the precision of the first.
-        devices: see docs/launch.md. "auto" is ``ACCEL_DEVICES``, else all accelerators.
-        loader_options: how these dataloaders are distributed. None keeps those of known loaders.
+        backend: a name or options such as ``accel.DDP(...)``. "auto" is
+            ``ACCEL_BACKEND``, else "ddp" on several ranks, "dp" in a notebook
+            with several accelerators, and "single" otherwise.
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true".
+            "auto" is ``ACCEL_PRECISION``, else "32-true".
+        devices: see docs/launch.md. "auto" is ``ACCEL_DEVICES``, else all.
+        loader_options: options of new dataloaders.
 
     Returns:
-        ``Handles(model, optimizers, dataloaders)``, each in the form of its argument.
+        ``Handles(model, optimizers, dataloaders)``, in the arguments' form.
 
     Raises:
-        AlreadySetUpError: the model's engine has a different backend, precision or options.
-        SharedParametersError: the model shares parameters with a model that is already set up.
-        RankMismatchError: the ranks have different models or arguments; raised on every rank.
+        AlreadySetUpError: the model has a different backend or precision.
+        SharedParametersError: a model that is set up has the same parameters.
+        RankMismatchError: the ranks have different models or arguments.
         CheckpointError: the weights of a deferred model don't fit it.
-        OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError: wrong arguments.
+        OptimizerError, LoaderError, BackendError, PrecisionError, DeviceError.
     """
     process.refuse_fork()
+    # A later call checks its devices in make_plan, so that all ranks raise.
     if running() is None:
         use_devices(devices)
     plan = Plan(current(), optimizers, dataloaders)
@@ -110,15 +111,15 @@ def setup(
 
 @dataclass(slots=True)
 class Plan:
-    """The objects of one call of ``setup`` on this rank, and what the call does with them."""
+    """The objects of a call of ``setup`` on this rank, and their treatment."""
 
     process: Process
     optimizers: Any
     dataloaders: Any
     loader_options: LoaderOptions = LoaderOptions()
-    #: The module, and the object to call, such as a compile wrapper. None for dataloaders alone.
+    #: The module, and the object to call. None for dataloaders alone.
     module: nn.Module | None = None
-    entry: nn.Module | None = None
+    entry: Any = None
     #: The module's engine. None until it is built.
     engine: Engine | None = None
     engine_type: type[Engine] = Engine  # type: ignore[type-abstract]
@@ -135,46 +136,46 @@ class Plan:
 
 
 def make_plan(
-    plan: Plan, model: Any, backend: Any, precision: Any, devices: Any, loader_options: Any
+    plan: Plan, model: Any, backend: Any, precision: Any, devices: Any, options: Any
 ) -> None:
     """Find and check the objects for ``setup`` to distribute."""
-    if isinstance(loader_options, LoaderOptions):
-        plan.loader_options = loader_options
-    elif loader_options is not None:
-        given = described(loader_options)
-        raise LoaderError(f"loader_options is {given}. Pass accel.LoaderOptions(...).")
-    if devices != "auto":
-        use_devices(devices)
+    if isinstance(options, LoaderOptions):
+        plan.loader_options = options
+    elif options is not None:
+        raise LoaderError(f"loader_options is {described(options)}. Pass accel.LoaderOptions().")
+    use_devices(devices)
     if model is not None:
         plan.module, plan.entry = resolve_module(model)
         plan.engine = registry.engine(plan.module)
     elif plan.optimizers is not None or plan.dataloaders is None:
-        raise AccelError("accel.setup(None, ...) takes dataloaders=... only. Pass the model first.")
+        raise AccelError("accel.setup(None) takes dataloaders only. Pass the model first.")
     if plan.engine is not None:
         _take_engine(plan, plan.engine, backend, precision)
     elif plan.module is not None:
         _choose_engine(plan, plan.module, backend, precision)
-    replica = plan.engine_type.replica(plan.options, plan.process)
-    plan.place = LoaderPlace(*replica, plan.process.device, plan.process)
+    process, kind = plan.process, plan.engine_type
+    replica = kind.replica(plan.options, process)
+    plan.place = LoaderPlace(*replica, process.device, process)
     map_leaves(partial(_plan_optimizer, plan), plan.optimizers, "optimizers")
-    map_leaves(partial(_plan_loader, plan, loader_options), plan.dataloaders, "dataloaders")
-    world_size = plan.process.place.world_size
-    if plan.new_optimizers and world_size > 1 and not plan.engine_type.synchronizes:
+    map_leaves(partial(_plan_loader, plan, options), plan.dataloaders, "dataloaders")
+    world_size = process.place.world_size
+    if plan.new_optimizers and world_size > 1 and not kind.synchronizes:
         raise BackendError(
-            f"backend={plan.engine_type.name!r} can't train on {world_size} ranks, because "
-            "each process would train a model of its own. Use a distributed backend."
+            f"backend={kind.name!r} can't train on {world_size} ranks, because each "
+            "process would train a model of its own. Use a distributed backend."
         )
 
 
 def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> None:
     """Take backend, options and precision of the model's engine."""
-    plan.engine_type, plan.options, plan.precision = type(engine), engine.options, engine.precision
-    options = engine.options if backend == "auto" else engines.resolve(backend)[1]
+    plan.engine_type, plan.options = type(engine), engine.options
+    plan.precision, before = engine.precision, engine.precision.name
+    options = plan.options if backend == "auto" else engines.resolve(backend)[1]
     conflict = ""
-    if options != engine.options:
-        conflict = f"{engine.options}, not {options}"
-    elif precision not in ("auto", engine.precision.name):
-        conflict = f"precision {engine.precision.name!r}, not {precision!r}"
+    if options != plan.options:
+        conflict = f"{plan.options}, not {options}"
+    elif precision not in ("auto", before):
+        conflict = f"precision {before!r}, not {precision!r}"
     if conflict:
         raise AlreadySetUpError(
             f"{engine.kind} is already set up with {conflict}. "
@@ -184,7 +185,7 @@ def _take_engine(plan: Plan, engine: Engine, backend: Any, precision: Any) -> No
 
 def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) -> None:
     """Choose backend, options and precision of a new engine."""
-    # A model that a notebook has dropped must not count as set up, or keep its memory.
+    # A model that a notebook has dropped must not count as set up.
     registry.sweep()
     registry.check_new(module)
     check_deferred(module)
@@ -201,7 +202,8 @@ def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) 
     plan.engine_type.check(module, plan.options, process)
     plan.builds = True
     if weights_of(module) is not None:
-        from .checkpoint.load import first_values  # imports everything that checkpoints need
+        # This imports everything that checkpoints need.
+        from .checkpoint.load import first_values
 
         plan.fill = first_values(module)
 
@@ -209,27 +211,26 @@ def _choose_engine(plan: Plan, module: nn.Module, backend: Any, precision: Any) 
 def _plan_optimizer(plan: Plan, optimizer: Any, path: str) -> None:
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(f"{path} is {described(optimizer)}. Pass a torch.optim.Optimizer.")
-    assert plan.module is not None
-    engine = plan.engine
+    engine, module = plan.engine, plan.module
+    assert module is not None
     is_known = engine is not None and engine is registry.find_engine_of(optimizer)
     if is_known or optimizer in plan.new_optimizers:
         return
-    kind, model_kind = type(optimizer).__name__, type(plan.module).__name__
-    known: Any = set(map(id, plan.module.parameters())) if engine is None else engine.known
+    title, kind = f"{path} ({type(optimizer).__name__})", type(module).__name__
+    known: Any = engine.known if engine else set(map(id, module.parameters()))
     parameters = parameters_of(optimizer)
     if not any(id(p) in known for p in parameters):
         raise OptimizerError(
-            f"{path} ({kind}) holds no parameter of this {model_kind}. "
-            "Build it from the model's parameters()."
+            f"{title} holds no parameter of this {kind}. Build it from model.parameters()."
         )
     for other in registry.owners_of(parameters):
         if other is not engine:
             raise OptimizerError(
-                f"{path} ({kind}) holds parameters of two models, {model_kind} and {other.kind}. "
-                "Set up one model that contains both: accel.setup(nn.ModuleDict({...}), optimizer)."
+                f"{title} holds parameters of two models, {kind} and {other.kind}. "
+                "Set up both: accel.setup(nn.ModuleDict({...}), optimizer)."
             )
     if plan.process.place.world_size > 1:
-        check_parameters(optimizer, known, plan.module, path)
+        check_parameters(optimizer, known, module, path)
     plan.new_optimizers.append(optimizer)
 
 
@@ -251,7 +252,7 @@ def _plan_loader(plan: Plan, options: LoaderOptions | None, loader: Any, path: s
 
 
 def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
-    """Compare the ranks' plans, and return rank 0's seeds of the new loaders. Collective."""
+    """Compare the plans, and return rank 0's seeds of new loaders. Collective."""
     options = plan.loader_options
     compared = options.shard and plan.process.place.world_size > 1
     facts = describe(plan) if error is None else {}
@@ -264,15 +265,15 @@ def agree_on_plan(plan: Plan, error: Exception | None) -> list[int]:
     digests, texts, loaders = zip(*answers, strict=True)
     raise_together("accel.setup", error, texts)
     if len(set(digests)) > 1:
-        facts_by_rank = agree("accel.setup (comparing the models)", facts)
-        difference = first_difference(facts_by_rank) or "their parameters are in different orders"
+        difference = first_difference(agree("accel.setup (comparing the models)", facts))
+        difference = difference or "their parameters are in different orders"
         raise RankMismatchError(f"accel.setup got different arguments: {difference}.")
     for number, sample in enumerate(samples):
         differs = any(others[number] != sample for _, others in loaders)
         if differs and plan.process.place.rank == 0:
             logger.warning(
-                "dataloader %d has different data on different ranks, so most of it will not be "
-                "read. Build the same data on every rank, or use LoaderOptions(shard=False).",
+                "dataloader %d has different data on different ranks, so most of it "
+                "isn't read. Build the same data, or use LoaderOptions(shard=False).",
                 number,
             )
     return list(loaders[0][0])
@@ -284,10 +285,10 @@ def describe(plan: Plan) -> dict[str, str]:
     names: dict[int, str] = {}
     # Parameters come first, because other differences often follow from them.
     if plan.module is not None:
-        for name, parameter in plan.module.named_parameters():
-            names[id(parameter)] = name
-            trainable = "trainable" if parameter.requires_grad else "frozen"
-            facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype} {trainable}"
+        for name, p in plan.module.named_parameters():
+            names[id(p)] = name
+            trainable = "trainable" if p.requires_grad else "frozen"
+            facts[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} {trainable}"
         for name, buffer in plan.module.named_buffers():
             facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {buffer.dtype}"
     facts |= {
@@ -296,12 +297,12 @@ def describe(plan: Plan) -> dict[str, str]:
         "values from a directory": str(plan.fill is not None),
         "set up before": str(plan.engine is not None),
         "number of new optimizers": str(len(plan.new_optimizers)),
-        "number of new dataloaders": str(len(plan.new_loaders)),
     }
     if plan.module is not None:
+        kind = type(plan.options).__name__
         for option in dataclasses.fields(plan.options):
             value = getattr(plan.options, option.name)
-            facts[f"{option.name} of accel.{type(plan.options).__name__}"] = comparable_text(value)
+            facts[f"{option.name} of accel.{kind}"] = comparable_text(value)
     for number, optimizer in enumerate(plan.new_optimizers):
         facts |= _describe_optimizer(optimizer, f"optimizer {number}", names)
     for number, loader in enumerate(plan.new_loaders):
@@ -313,16 +314,17 @@ def describe(plan: Plan) -> dict[str, str]:
 def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str]) -> dict[str, str]:
     facts = {label: type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
+        place = f"group {index} of {label}"
         for key, value in group.items():
             if key != "params":
-                facts[f"{key} of group {index} of {label}"] = comparable_text(value)
-        for position, parameter in enumerate(group["params"]):
-            facts[f"params[{position}] of group {index} of {label}"] = names.get(id(parameter), "?")
-    # In the order of the groups, because the order of optimizer.state depends on the gradients.
-    for parameter in parameters_of(optimizer):
-        state, name = optimizer.state.get(parameter, {}), names.get(id(parameter), "?")
-        for key in sorted(state, key=str):
-            facts[f"{key} of the state of {name} in {label}"] = comparable_text(state[key])
+                facts[f"{key} of {place}"] = comparable_text(value)
+        for position, p in enumerate(group["params"]):
+            name = names.get(id(p), "?")
+            facts[f"params[{position}] of {place}"] = name
+            # A checkpoint may have been loaded into the optimizer on one rank.
+            state = optimizer.state.get(p, {})
+            for key in sorted(state, key=str):
+                facts[f"{key} of the state of {name} in {label}"] = comparable_text(state[key])
     return facts
 
 
@@ -330,7 +332,7 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
 
 
 def build_engine(plan: Plan) -> None:
-    """Build the engine or add the optimizers to it, on all ranks or on none. Collective."""
+    """Build the engine or add optimizers, on all ranks or on none. Collective."""
     # In torch.inference_mode an engine would create tensors without a backward.
     with contextlib.ExitStack() as undo, torch.inference_mode(False):
         error: Exception | None = None
@@ -361,19 +363,20 @@ def build_engine(plan: Plan) -> None:
 
 def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
     """Convert the module and wrap it in an engine. Local."""
-    module, entry, precision = plan.module, plan.entry, plan.precision
-    assert module is not None and entry is not None and precision is not None  # noqa: PT018
+    module, precision, process = plan.module, plan.precision, plan.process
+    assert module is not None
+    assert precision is not None
     reads = plan.fill is not None
     if not reads:
         _materialize(plan, module, undo)
-    convert_module(module, plan.process.device, precision.storage, undo)
+    convert_module(module, process.device, precision.storage, undo)
     if reads:
         # Only now, because the memory must have its final dtypes.
         _materialize(plan, module, undo)
     changes = checkpointed(module, plan.options)
     undo.push(changes)
-    context = Context(plan.process, precision, registry.loss_scale, plan.options, serial, reads)
-    engine = plan.engine_type(module, entry, context)
+    context = Context(process, precision, registry.loss_scale, plan.options, serial, reads)
+    engine = plan.engine_type(module, plan.entry, context)
     undo.callback(engine.teardown)
     engine.undo = changes
     engine.wrap()
@@ -381,40 +384,43 @@ def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
 
 
 def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Give memory to deferred parameters, unless the backend does that block by block."""
-    alone, holdings_type = plan.process.place.world_size == 1, plan.engine_type.holdings_type
-    if alone or not holdings_type.materializes:
-        reads = plan.fill is not None and not alone
-        from_host = reads and holdings_type.divides_from_host(plan.options)
-        materialize(module, torch.device("cpu") if from_host else plan.process.device, undo)
+    """Give memory to deferred parameters, unless the backend does it."""
+    device, holdings_type = plan.process.device, plan.engine_type.holdings_type
+    if plan.process.place.world_size > 1:
+        if holdings_type.materializes:
+            return
+        if plan.fill is not None and holdings_type.divides_from_host(plan.options):
+            device = torch.device("cpu")
+    materialize(module, device, undo)
 
 
 # -- Loaders and handles ---------------------------------------------------------------------------
 
 
 def find_handle(loader: DataLoader[Any], place: LoaderPlace) -> LoaderHandle | None:
-    """Return the last handle of a loader, or None if there is none for this place."""
+    """Return the last handle of a loader for this place, or None."""
     handle: LoaderHandle | None = HiddenAttribute.get(loader)
     if handle is None:
         return None
     state = loader_state(handle)
     # After teardown a loader starts from its first epoch again.
-    has_ended = state.engines and state.engines <= registry.ended
-    return None if has_ended or state.place != place else handle
+    ended = state.engines and state.engines <= registry.ended
+    return None if ended or state.place != place else handle
 
 
 def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
     """Create the handles of new loaders. Local."""
-    options = plan.loader_options
+    place, options = plan.place, plan.loader_options
     in_place = plan.process.place.world_size == 1 and options.seed is None
     for loader, seed in zip(plan.new_loaders, seeds, strict=True):
-        handle = LoaderHandle(loader, options, plan.place, seed=seed, in_place=in_place)
+        handle = LoaderHandle(loader, options, place, seed=seed, in_place=in_place)
         HiddenAttribute.put(loader, handle)
 
 
 def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
     """Return the handles of everything in the plan, after its setup."""
-    model, serial = None, -1  # -1: loaders without a model
+    # Loaders without a model have the serial -1.
+    model, serial = None, -1
     if plan.engine is not None:
         model, serial = plan.engine.handle, plan.engine.serial
 
@@ -429,28 +435,28 @@ def handles_of(plan: Plan) -> Handles[Any, Any, Any]:
 
 
 def log_setup(plan: Plan) -> None:
-    """Log the engine and batch sizes, and warn of a scheduler built before a loader. Local."""
+    """Log the engine and batch sizes, and warn of an early scheduler. Local."""
     engine, places = plan.engine, plan.place.world
-    if plan.builds and engine is not None:
-        ranks = f"{plan.process.place.world_size} x {plan.process.device.type}"
-        precision = engine.precision.name
-        logger.info("%s: backend %s, %s, %s", engine.kind, engine.name, precision, ranks)
     optimizers = () if engine is None else engine.optimizers
-    is_scheduled = any("initial_lr" in group for o in optimizers for group in o.param_groups)
+    is_scheduled = any("initial_lr" in o.param_groups[0] for o in optimizers)
+    if engine is not None and plan.builds:
+        ranks = f"{plan.process.place.world_size} x {plan.process.device.type}"
+        facts = engine.kind, engine.name, engine.precision.name
+        logger.info("%s: backend %s, %s, %s", *facts, ranks)
     for loader in plan.new_loaders:
         handle: Any = find_handle(loader, plan.place)
         # A loader with a batch sampler need not have a batch size.
         with contextlib.suppress(LoaderError):
             size = data.effective_batch_size(handle)
-            logger.info("effective batch size: %d x %d ranks = %d", size // places, places, size)
-        before, after = data.length_of(loader), data.length_of(handle)
-        if is_scheduled and before != after:
+            text = "effective batch size: %d x %d ranks = %d"
+            logger.info(text, size // places, places, size)
+        lengths = data.length_of(loader), data.length_of(handle)
+        if is_scheduled and lengths[0] != lengths[1]:
             # A OneCycleLR of len(loader) * epochs steps would stay in its warm-up.
             logger.warning(
-                "accel.setup shortened a DataLoader from %s to %s batches, but a learning rate "
-                "scheduler already exists. If you computed its number of steps from len(loader), "
-                "build it after accel.setup().",
-                before,
-                after,
+                "accel.setup shortened a DataLoader from %s to %s batches, but a "
+                "learning rate scheduler already exists. Build it after "
+                "accel.setup() if it uses len(loader).",
+                *lengths,
             )
             return

@@ -1,9 +1,9 @@
-"""Shards of tensors, and the state of modules and optimizers that checkpoints write and fill."""
+"""Shards of tensors, and the state of modules and optimizers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, starmap
 from typing import Any, Final
@@ -34,7 +34,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the common elements of two boxes with as many sides, or None if they have none."""
+    """Return the common elements of two boxes, or None."""
     sides = []
     for (a, b), (c, d) in zip(one, other, strict=True):
         begin, end = max(a, c), min(b, d)
@@ -51,7 +51,7 @@ def relative(box: Box, outer: Box) -> Box:
 
 
 def flattened(box: Box, shape: tuple[int, ...]) -> Box | None:
-    """Return a box as a range in row-major order, or None if its elements are not one range."""
+    """Return a box as a range in row-major order, or None if it isn't a range."""
     if len(box) == 1 and len(shape) != 1:
         return box
     start, is_cut, row = 0, False, math.prod(shape)
@@ -65,7 +65,7 @@ def flattened(box: Box, shape: tuple[int, ...]) -> Box | None:
 
 
 def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Give elements ``start`` to ``stop`` of a box in row-major order, as few boxes, in order."""
+    """Give elements ``start`` to ``stop`` of a box as few boxes, in order."""
     if not box and start < stop:
         yield box
         return
@@ -85,12 +85,11 @@ def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def expanded(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
-    """Give the elements of ``box`` in order, in boxes with a side for each dimension."""
+    """Give the elements of a box in boxes with a side for each dimension."""
     if len(box) == len(shape):
         yield box
     else:
-        full = tuple((0, size) for size in shape)
-        yield from divided(full, *box[0])
+        yield from divided(tuple((0, size) for size in shape), *box[0])
 
 
 # -- shards ----------------------------------------------------------------------------------------
@@ -111,13 +110,14 @@ class Shard:
 
     def fill(self, whole: torch.Tensor) -> None:
         """Copy the shard's elements from the full tensor."""
-        flat = len(self.region) == 1 and len(self.shape) != 1
-        source = whole.detach().reshape(-1) if flat else whole.detach()
-        self.tensor.copy_(source[slices(self.region)].reshape(self.tensor.shape))
+        source, region = whole.detach(), self.region
+        if len(region) == 1 and len(self.shape) != 1:
+            source = source.reshape(-1)
+        self.tensor.copy_(source[slices(region)].reshape(self.tensor.shape))
 
 
 def flat_shard(name: str, shape: tuple[int, ...], start: int, tensor: torch.Tensor) -> Shard:
-    """Return the shard with the elements from ``start`` on, in row-major order."""
+    """Return the shard with the elements from ``start`` on."""
     return Shard(name, shape, ((start, start + tensor.numel()),), tensor)
 
 
@@ -133,11 +133,12 @@ Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give parameters and persistent buffers as in ``state_dict``, tied ones under all names."""
+    """Give parameters and persistent buffers, tied ones under all names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
+        skipped = child._non_persistent_buffers_set
         for name, tensor in chain(child._parameters.items(), child._buffers.items()):
-            if tensor is not None and name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, tensor
+            if tensor is not None and name not in skipped:
+                yield f"{prefix}.{name}".lstrip("."), tensor
 
 
 def tensor_names(module: nn.Module) -> dict[int, list[str]]:
@@ -148,39 +149,17 @@ def tensor_names(module: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def module_shards(
-    module: nn.Module, make: Callable[[str, torch.Tensor], Shard | None]
-) -> list[Shard]:
-    """Return the shards of parameters and persistent buffers. Tied ones have their first name."""
-    own = set(map(id, chain(module.parameters(), module.buffers())))
-    seen: set[int] = set()
-    shards: list[Shard | None] = []
-    for name, value in module.state_dict(keep_vars=True).items():
-        if name.rpartition(".")[2] == _EXTRA or id(value) in seen:
-            continue
-        # bitsandbytes adds the scales of quantized weights, which can't be filled in place.
-        if id(value) not in own:
-            raise CheckpointError(
-                f"the state_dict() of this {type(module).__name__} has {name!r} "
-                f"({type(value).__name__}), which is not one of its parameters or buffers. "
-                "Save model.state_dict() as a value instead."
-            )
-        seen.add(id(value))
-        shards.append(make(name, value))
-    return list(filter(None, shards))
-
-
 def extra_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the submodules with a ``get_extra_state``, by name in ``state_dict``."""
+    """Return the submodules with extra state, by name in ``state_dict``."""
     modules = {}
     for name, child in module.named_modules():
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            modules[f"{name}.{_EXTRA}" if name else _EXTRA] = child
+            modules[f"{name}.{_EXTRA}".lstrip(".")] = child
     return modules
 
 
 def fill_module_values(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Set the extra state of submodules from ``values``, by name in ``state_dict``."""
+    """Set the extra state of submodules, by name in ``state_dict``."""
     for name, child in extra_modules(module).items():
         if name in values:
             child.set_extra_state(values[name])
@@ -192,23 +171,20 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
-    """True if an entry of a parameter's state is stored as shards, and not as a value.
-
-    The state of a 0-dim parameter is 0-dim too, except for its counter.
-    """
+    """True if a checkpoint stores an entry of a parameter's state as shards."""
     if not isinstance(value, torch.Tensor):
         return False
+    # The state of a 0-dim parameter is 0-dim too, except for its counter.
     return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
 
 
 def state_device(
     key: object, device: torch.device, group: Mapping[str, Any]
 ) -> torch.device | None:
-    """Return the device of state of a parameter, by the rule of ``Optimizer.load_state_dict``.
-
-    None means any device: a step counter may be anywhere, unless its group is fused or capturable.
-    """
-    return device if key != "step" or group.get("fused") or group.get("capturable") else None
+    """Return the device of state, or None for any, as ``load_state_dict`` does."""
+    # A step counter may be anywhere, unless its group is fused or capturable.
+    fixed = key != "step" or group.get("fused") or group.get("capturable")
+    return device if fixed else None
 
 
 # -- the state on this rank ------------------------------------------------------------------------
@@ -228,7 +204,7 @@ class StateEntry:
 
 
 class Raw:
-    """This rank's state of a module and its optimizers. ``optimizer=None`` means the module."""
+    """This rank's state of a module and optimizers. None means the module."""
 
     def __init__(self, module: nn.Module | None, parameter_names: Mapping[int, str]) -> None:
         #: An empty module for optimizers alone.
@@ -237,10 +213,9 @@ class Raw:
         self.parameter_names = parameter_names
 
     def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
-        """Return this rank's shard of a tensor, without a copy, or None if it has none. Local.
+        """Return this rank's shard of a tensor, not copied, or None. Local.
 
-        ``tensor`` is a parameter or buffer, or its optimizer state under ``key``, or its gradient
-        ("grad").
+        ``key`` is the key of optimizer state, "grad" for a gradient, or empty.
         """
         return whole(f"{name}/{key}" if key else name, tensor)
 
@@ -255,11 +230,11 @@ class Raw:
     def new_state(
         self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Allocate this rank's shard of optimizer state with this full shape. Local."""
+        """Allocate this rank's shard of state with a full shape. Local."""
         return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
 
     def has(self, name: str) -> bool:
-        """True if this rank keeps the module's extra state of this name. Local."""
+        """True if this rank keeps the extra state of this name. Local."""
         return True
 
     def groups(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
@@ -273,9 +248,9 @@ class Raw:
         return [self.parameter_names[id(p)] for p in group["params"]]
 
     def shards(self, optimizer: Optimizer | None) -> list[Shard]:
-        """Return this rank's tensors (master copies if there are some), without a copy. Local."""
+        """Return this rank's tensors or master copies, not copied. Local."""
         if optimizer is None:
-            return module_shards(self.module, self.part)
+            return self._module_shards()
         shards: list[Shard | None] = []
         for entry in self.entries(optimizer):
             for key, value in entry.state.items():
@@ -289,22 +264,39 @@ class Raw:
                 shards.append(self.part(entry.name, value, key))
         return list(filter(None, shards))
 
+    def _module_shards(self) -> list[Shard]:
+        """Return the shards of parameters and persistent buffers, tied ones once."""
+        module = self.module
+        own = set(map(id, chain(module.parameters(), module.buffers())))
+        shards: dict[int, Shard | None] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if name.rpartition(".")[2] == _EXTRA or id(value) in shards:
+                continue
+            # bitsandbytes adds scales of quantized weights, which can't be filled.
+            if id(value) not in own:
+                raise CheckpointError(
+                    f"the state_dict() of this {type(module).__name__} has {name!r} "
+                    f"({type(value).__name__}), which is not one of its parameters. "
+                    "Save model.state_dict() as a value instead."
+                )
+            shards[id(value)] = self.part(name, value)
+        return list(filter(None, shards.values()))
+
     def values(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """Return everything except shards. Local.
 
-        For an optimizer these are its groups, with the names of their parameters, and the values of
-        its state, by parameter and key. All ranks' values together are the optimizer's. For the
-        module it is the extra state, by name.
+        For an optimizer these are its groups with the names of parameters, and
+        the values of its state. For the module it is the extra state by name.
         """
         if optimizer is None:
-            modules = extra_modules(self.module)
-            return {n: child.get_extra_state() for n, child in modules.items() if self.has(n)}
-        groups = [{**group, "params": self._names_in(group)} for group in optimizer.param_groups]
+            items = extra_modules(self.module).items()
+            return {name: child.get_extra_state() for name, child in items if self.has(name)}
+        groups = [{**g, "params": self._names_in(g)} for g in optimizer.param_groups]
         state = {}
         for entry in self.entries(optimizer):
-            if entry.state:
-                items = entry.state.items()
-                state[entry.name] = {k: v for k, v in items if not is_shard(k, v, entry.parameter)}
+            p, values = entry.parameter, entry.state.items()
+            if values:
+                state[entry.name] = {k: v for k, v in values if not is_shard(k, v, p)}
         return {"groups": groups, "state": state}
 
     def slots(
@@ -312,7 +304,7 @@ class Raw:
     ) -> list[Shard]:
         """Return the shards for a checkpoint to fill. Local.
 
-        Optimizer state that doesn't exist is created, or if not ``create``, on the meta device.
+        Missing optimizer state is created, on meta if ``create`` is False.
         """
         if optimizer is None:
             return self.shards(None)
@@ -327,28 +319,29 @@ class Raw:
             entry = entries.get(name)
             if entry is None:
                 continue
+            p = entry.parameter
             full_shape = entry.shape if elementwise else shape
-            is_new = not is_shard(key, entry.state.get(key), entry.parameter)
+            is_new = not is_shard(key, entry.state.get(key), p)
             if is_new and elementwise and dtype.is_floating_point:
-                own = entry.parameter.dtype
-                dtype = own if own.is_floating_point else dtype
+                dtype = p.dtype if p.is_floating_point() else dtype
             # The caller refuses a different shape, so nothing is allocated for it.
             if shape != full_shape or (is_new and not create):
                 nothing = torch.empty(full_shape, dtype=dtype, device="meta")
                 slots.append(whole(full_name, nothing))
                 continue
-            state = optimizer.state[entry.parameter]
+            state = optimizer.state[p]
             if is_new:
                 state[key] = self.new_state(entry, key, shape, dtype)
             slot = self.part(name, state[key], key)
-            if slot is not None and elementwise and slot.shape == tuple(slot.tensor.shape):
+            if slot is None:
+                continue
+            if elementwise and slot.shape == tuple(slot.tensor.shape):
                 slot = replace(slot, shape=entry.shape)
-            if slot is not None:
-                slots.append(slot)
+            slots.append(slot)
         return slots
 
     def fill(self, optimizer: Optimizer | None, values: Mapping[str, Any]) -> None:
-        """Set all ranks' ``values`` together. Other state of a parameter is dropped. Local."""
+        """Set all ranks' ``values``, and drop other parameters' state. Local."""
         if optimizer is None:
             fill_module_values(self.module, values)
             return
@@ -358,18 +351,18 @@ class Raw:
                     group[key] = _copied(value, group.get(key), None)
         groups = self.groups(optimizer)
         for entry in self.entries(optimizer):
-            saved = values["state"].get(entry.name)
+            p, saved = entry.parameter, values["state"].get(entry.name)
             if saved is None:
-                optimizer.state.pop(entry.parameter, None)
+                optimizer.state.pop(p, None)
                 continue
-            state = optimizer.state[entry.parameter]
+            state = optimizer.state[p]
             for key, value in saved.items():
-                device = state_device(key, entry.parameter.device, groups[entry.name])
+                device = state_device(key, p.device, groups[entry.name])
                 state[key] = _copied(value, state.get(key), device)
 
 
 def _copied(value: Any, old: Any, device: torch.device | None) -> Any:
-    """Return a saved value with its tensors copied to ``device``, or to the old value's device."""
+    """Return a copy of a value on ``device``, or on the old value's device."""
     if device is None and isinstance(old, torch.Tensor):
         device = old.device
     return map_tensors(lambda tensor: tensor.to(device, copy=True), value)

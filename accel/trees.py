@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: T) -> T:
-    """Apply ``fn`` to every tensor in nested dicts, lists, tuples, namedtuples and dataclasses.
+    """Apply ``fn`` to every tensor in nested containers and dataclasses.
 
     Other leaves are kept. Containers without changes are returned themselves.
     """
@@ -48,7 +48,7 @@ def all_tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
 
 
 def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Replace quantized tensors by their plain tensors, such as torchao's codes and scales."""
+    """Replace quantized tensors by their plain tensors, such as torchao's."""
     plain: list[Tensor] = []
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
@@ -93,7 +93,7 @@ def walk(
     path: str,
     is_leaf: Callable[[Any], bool] = lambda tree: False,
 ) -> T:
-    """Replace each leaf by ``visit(path, leaf)``. The root has the path ``path``.
+    """Replace each leaf by ``visit(path, leaf)``. ``path`` is the root's.
 
     A container is a leaf too if ``is_leaf`` says so.
     """
@@ -109,36 +109,46 @@ def walk(
 
 
 def _items(tree: Any) -> list[tuple[Any, str, Any]] | None:
-    """Return the keys, the ends of paths and the values of a container, or None for a leaf."""
+    """Return keys, ends of paths and values of a container, or None."""
+    items: list[tuple[Any, str, Any]] = []
     if isinstance(tree, Mapping):
-        quoted = {key: f'"{key}"' if isinstance(key, str) else repr(key) for key in tree}
-        return [(key, f"[{quoted[key]}]", value) for key, value in tree.items()]
-    if isinstance(tree, list | tuple):
-        names = getattr(tree, "_fields", None)  # of a namedtuple
-        places = [f"[{i}]" if names is None else f".{names[i]}" for i in range(len(tree))]
-        return list(zip(range(len(tree)), places, tree, strict=True))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
-        names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-        return [(name, f".{name}", getattr(tree, name)) for name in names]
-    return None
+        for key, value in tree.items():
+            quoted = f'"{key}"' if isinstance(key, str) else repr(key)
+            items.append((key, f"[{quoted}]", value))
+    elif isinstance(tree, list | tuple):
+        # A namedtuple has names.
+        names = getattr(tree, "_fields", ())
+        for index, value in enumerate(tree):
+            place = f".{names[index]}" if names else f"[{index}]"
+            items.append((index, place, value))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type | nn.Module):
+        for field in dataclasses.fields(tree):
+            if hasattr(tree, field.name):
+                items.append((field.name, f".{field.name}", getattr(tree, field.name)))
+    else:
+        return None
+    return items
 
 
 def _changed(tree: Any, changes: Mapping[Any, Any]) -> Any:
     """Return a container of the same class with new values of some keys."""
     if isinstance(tree, tuple):
         values = [changes.get(index, value) for index, value in enumerate(tree)]
-        if type(tree) in (tuple, Size):  # a Size can hold numbers only
+        # A Size can hold numbers only.
+        if type(tree) in (tuple, Size):
             return tuple(values)
-        if hasattr(tree, "n_fields"):  # what torch.max returns
+        # torch.max returns a structseq.
+        if hasattr(tree, "n_fields"):
             return type(tree)(values)
         # A constructor of a namedtuple's subclass may have different arguments.
         return tuple.__new__(type(tree), values)
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return type(tree)({**tree, **changes})  # type: ignore[call-arg]
-    new_container = copy.copy(tree)
+    result = copy.copy(tree)
     for key, value in changes.items():
         if isinstance(tree, list | MutableMapping):
-            new_container[key] = value
+            result[key] = value
         else:
-            object.__setattr__(new_container, key, value)  # the dataclass may be frozen
-    return new_container
+            # A dataclass may be frozen.
+            object.__setattr__(result, key, value)
+    return result

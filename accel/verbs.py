@@ -1,4 +1,4 @@
-"""The functions that a training loop calls on handles, and the end of engines."""
+"""Functions of a training loop on handles, and the end of engines."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from .errors import (
     text_of_error,
     whole_number,
 )
+from .facts import first_difference
 from .handles import Model, ModelHandle, loader_state, raw
 from .process import current, ended, running
 from .process.control import agree, locked, raise_together
@@ -53,44 +54,43 @@ def backward(
 ) -> None:
     """Call ``loss.backward()`` with the same arguments.
 
-    Under "16-mixed" the loss is scaled first, and gradients are unscaled before this returns.
+    Under "16-mixed" the loss is scaled first, and gradients are unscaled after.
 
     Raises:
-        PrecisionError: a "16-mixed" model has gradients of a plain ``loss.backward()``, or
-            ``create_graph`` would put the scale into the graph.
+        PrecisionError: a "16-mixed" model has gradients of ``loss.backward()``,
+            or ``create_graph`` would put the scale into the graph.
     """
     if not registry.scaled:
         loss.backward(gradient, retain_graph, create_graph, inputs)
         return
     if create_graph:
         raise PrecisionError(
-            "accel.backward(create_graph=True) would put the loss scale of '16-mixed' into the "
+            "create_graph=True would put the loss scale of '16-mixed' into the "
             "graph. Use torch.autograd.grad(loss, inputs, create_graph=True)."
         )
-    scaled: list[Engine] = []
-    holders: list[Any] = []
+    scaled = []
+    holders: list[Any] = [tensor for _, tensor in all_tensors([inputs])]
     for engine in registry.in_order():
         holders += engine.gradients.holders()
         if engine.precision.scaled:
             engine.gradients.refuse_plain(zeros=False)
-            scaled.append(engine)
-    holders += dict(all_tensors([inputs])).values()
+            scaled.append(engine.gradients)
     options = {"gradient": gradient, "retain_graph": retain_graph, "inputs": inputs}
     registry.loss_scale.backward(loss, holders, **options)
-    for engine in scaled:
-        engine.gradients.plain = False
+    for gradients in scaled:
+        gradients.plain = False
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate gradients without synchronization in the forwards inside. Can be nested.
+    """Accumulate gradients without synchronization. Can be nested.
 
-    The last backward pass may be inside too, because ``optimizer.step()`` synchronizes.
+    The last backward pass may be inside too: ``optimizer.step()`` synchronizes.
     """
     return registry.find_engine(model).no_sync()
 
 
 def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
-    """Group a loader's batches for gradient accumulation, ``n`` batches for each optimizer step.
+    """Group a loader's batches for gradient accumulation, ``n`` for each step.
 
     ::
 
@@ -100,18 +100,19 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
             optimizer.step()
             optimizer.zero_grad()
 
-    The last group of an epoch may be smaller. If it saves communication, gradients are only reduced
-    in the last backward of a group. A ``break`` drops the rest of a group.
+    The last group of an epoch may be smaller. If the backend can wait, gradients
+    are reduced in the last backward of a group. A ``break`` drops the rest.
 
     Args:
-        loader: a loader's handle. The batches of an iterable dataset are read one group ahead.
-        n: batches of each rank for one step.
+        loader: a loader's handle. An iterable dataset is read a group ahead.
+        n: batches of each rank for a step.
 
     Raises:
-        LoaderError: ``loader`` isn't a handle, or ``n`` isn't a positive number.
-        RankMismatchError: the ranks have different numbers of batches, or a different ``n``.
+        LoaderError: ``loader`` isn't a handle, or ``n`` isn't positive.
+        RankMismatchError: the ranks have different ``n`` or numbers of batches.
     """
-    handle: Any = loader  # to a type checker a handle is its loader
+    # To a type checker a handle is its loader.
+    handle: Any = loader
     if type(handle) is not LoaderHandle or whole_number(n) < 1:
         raise LoaderError(
             "accel.accumulate() takes the loader that accel.setup returned and a number of "
@@ -121,8 +122,9 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 
     def set_accumulating(accumulating: bool) -> None:
         for engine in registry.in_order():
-            if engine.serial in serials and engine.gradients.spares:
-                engine.gradients.accumulate(accumulating)
+            gradients = engine.gradients
+            if engine.serial in serials and gradients.spares:
+                gradients.accumulate(accumulating)
 
     return data.Accumulation(handle, whole_number(n), set_accumulating)
 
@@ -130,19 +132,18 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip the model's gradients by their global norm, on every backend. Collective.
+    """Clip the model's gradients by their global norm. Collective.
 
     Args:
         model: a handle or its raw module.
-        max_norm: the largest norm that the gradients may have afterwards.
-        norm_type: the order of the norm. ``float("inf")`` is the largest absolute value.
-        error_if_nonfinite: raise instead of clipping if the norm is inf or nan.
+        max_norm: the largest norm of the gradients afterwards.
+        norm_type: the order of the norm, also ``float("inf")``.
+        error_if_nonfinite: raise RuntimeError if the norm is inf or nan.
 
     Returns:
-        The norm before clipping, a 0-dim tensor that is the same on every rank.
+        The norm before clipping, a 0-dim tensor, the same on every rank.
 
     Raises:
-        RuntimeError: the norm is inf or nan, and ``error_if_nonfinite`` is True.
         BackendError: gradients are sharded, and ``norm_type`` is not above 0.
     """
     parameters = registry.find_engine(model).parameters
@@ -151,22 +152,20 @@ def clip_grad_norm_(
 
 
 def refresh_trainable(model: nn.Module) -> None:
-    """Apply a change of ``requires_grad`` now. Needed only with ``auto_refresh=False``. Collective.
+    """Apply a change of ``requires_grad`` if ``auto_refresh=False``. Collective.
 
     Raises:
         RankMismatchError: the ranks changed different parameters.
-        BackendError: inside of ``no_sync``, while gradients are not synchronized.
+        BackendError: inside of ``no_sync``.
     """
     registry.find_engine(model).refresh()
 
 
 def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Allow ranks to have different numbers of batches (``torch.distributed.algorithms.Join``)."""
+    """Allow different numbers of batches, as torch's ``Join`` does."""
     engine = registry.find_engine(model)
     if engine.sequence is not None:
-        raise BackendError(
-            "accel.join() doesn't work with sequence_parallel, because attention needs all ranks."
-        )
+        raise BackendError("accel.join() needs a model without sequence_parallel.")
     return engine.join()
 
 
@@ -174,21 +173,23 @@ def join(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def unwrap(model: Model) -> Model:
-    """Return the raw module of a handle or of a ``torch.compile`` wrapper, or the module itself."""
-    handle: Any = model  # to a type checker a handle is its module
-    module: Any = raw(handle) if type(handle) is ModelHandle else resolve_module(handle)[0]
-    return module  # type: ignore[no-any-return]
+    """Return the raw module of a handle, compile wrapper or raw module."""
+    # To a type checker a handle is its module.
+    handle: Any = model
+    if type(handle) is ModelHandle:
+        return raw(handle)  # type: ignore[no-any-return]
+    return resolve_module(handle)[0]  # type: ignore[return-value]
 
 
 @locked
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
-    """Return the ``state_dict()`` of the raw object, as in a single process. Collective.
+    """Return the ``state_dict()`` of the raw object. Collective.
 
-    Sharded tensors come to the CPU, because a device may be too small for all of them.
+    Sharded tensors come to the CPU, because a device may be too small.
 
     Args:
-        model_or_optimizer: a model or optimizer that is set up.
-        rank0_only: return ``{}`` on the other ranks, which then need no memory for the state.
+        model_or_optimizer: a model or optimizer after ``setup``.
+        rank0_only: return ``{}`` on the other ranks, which saves memory.
     """
     keep = not rank0_only or process.is_main()
     optimizer: Optimizer | None = None
@@ -197,7 +198,7 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
         engine = registry.find_engine_of(optimizer)
         if engine is None:
             kind = type(optimizer).__name__
-            raise AccelError(f"This {kind} isn't set up. Call accel.setup(model, optimizer) first.")
+            raise AccelError(f"{kind} isn't set up. Call accel.setup(model, optimizer).")
     else:
         engine = registry.find_engine(model_or_optimizer)
     state: dict[str, Any] = engine.holdings.full_state_dict(optimizer, keep=keep)
@@ -205,41 +206,39 @@ def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dic
 
 
 class DataParallelPlace(NamedTuple):
-    """The index of a process among the processes with different batches, and their number."""
+    """The index and number of processes with different batches."""
 
     rank: int
     world_size: int
 
 
 def data_parallel_place(model: nn.Module) -> DataParallelPlace:
-    """Return this process's data-parallel place. Processes that share a batch have the same."""
+    """Return this process's place. Processes that share a batch have the same."""
     engine = registry.find_engine(model)
     return DataParallelPlace(*engine.replica(engine.options, engine.process))
 
 
 def mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the device mesh of a model, or None. Its axes are "replicate", "shard" and "tensor".
-
-    After ``accel.teardown()`` and a new start, the names end in the number of the start.
-    """
+    """Return the mesh with axes "replicate", "shard", "tensor", or None."""
     return registry.find_engine(model).mesh
 
 
 def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
-    """Return this rank's shard of a batch for a model with ``sequence_parallel``. Collective.
+    """Return this rank's shard of a batch with ``sequence_parallel``. Collective.
 
-    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else the first tensor are
-    cut. For models of transformers, ``position_ids`` and ``shift_labels`` of the full sequence are
-    added, and an ``attention_mask`` without padding is removed. Other models get the batch itself.
+    Tensors as long along ``dim`` as ``input_ids``, ``inputs_embeds`` or else
+    the first tensor are cut. For models of transformers, ``position_ids`` and
+    ``shift_labels`` of the full sequence are added, and an ``attention_mask``
+    without padding is removed. Other models get the batch itself.
 
     Args:
         model: a handle or its raw module.
-        batch: tensors in nested dicts, lists and tuples, the same on all ranks of a sequence.
+        batch: nested tensors, the same on all ranks of a sequence.
         dim: the dimension of the sequence.
 
     Raises:
-        BackendError: the sequence can't be divided, or ``attention_mask`` has padding.
-        RankMismatchError: ranks of one sequence have different batches.
+        BackendError: the sequence can't be cut, or its mask has padding.
+        RankMismatchError: ranks of a sequence have different batches.
     """
     engine = registry.find_engine(model)
     if engine.sequence is None:
@@ -249,7 +248,7 @@ def shard_sequence(model: nn.Module, batch: Batch, dim: int = 1) -> Batch:
 
 @contextlib.contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Give a model with ``sequence_parallel`` whole sequences, as in ``generate``, on each rank."""
+    """Give each rank of ``sequence_parallel`` full sequences, for ``generate``."""
     sequence = registry.find_engine(model).sequence
     if sequence is None:
         yield
@@ -270,16 +269,16 @@ def teardown(model: Model) -> Model: ...
 def teardown() -> None: ...
 @locked
 def teardown(model: Any = None) -> Any:
-    """Undo ``setup`` and return the raw module with its full trained weights. Collective.
+    """Undo ``setup`` and return the raw module with full weights. Collective.
 
-    The optimizers work again as before ``setup``. Without a model, tear down every engine and
-    accel's own process group, and return None.
+    The optimizers work again as before ``setup``. Without a model, tear down
+    every engine and accel's own process group, and return None.
 
     Raises:
-        RankMismatchError: the ranks tear down different models, or a sharded one after different
-            numbers of steps. Nothing has changed.
-        AccelError: sharded weights could not be gathered, for example because a rank has dropped
-            the model. They are NaN, and the engines have ended.
+        RankMismatchError: the ranks tear down different models, or a sharded
+            model after different numbers of steps. Nothing has changed.
+        AccelError: sharded weights could not be gathered, for example because
+            a rank has dropped the model. They are NaN.
     """
     process.refuse_fork()
     if model is None:
@@ -295,11 +294,11 @@ def teardown(model: Any = None) -> Any:
 
 @locked
 def shut_down(how: str = process.TORN_DOWN) -> None:
-    """End every engine and accel's process group. Ranks that wait for this one hear ``how``."""
-    save = sys.modules.get("accel.checkpoint.background")
-    if save is not None:
+    """End every engine and accel's process group. Waiting ranks hear ``how``."""
+    saving = sys.modules.get("accel.checkpoint.background")
+    if saving is not None:
         # A background save uses the groups.
-        save.background.wait()
+        saving.background.wait()
     try:
         end_all()
     finally:
@@ -308,13 +307,10 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
 
 
 def end_all() -> None:
-    """End every engine, together with the other ranks. Collective if an engine is sharded.
-
-    An error is raised after all engines have ended.
-    """
+    """End every engine, then raise. Collective if an engine is sharded."""
     registry.sweep()
     engines = registry.in_order()
-    together = bool(registry.divided) and running() is not None
+    together = registry.divided and running() is not None
     reasons: dict[int, str] = {}
     problem: Exception | None = None
     if together:
@@ -328,8 +324,8 @@ def end_all() -> None:
         try:
             engine.teardown(reasons.get(engine.serial, ""))
         except Exception as error:
+            # An earlier error has ended the groups.
             if ended() and isinstance(error, AccelError):
-                # An earlier error has ended the groups.
                 logger.error("%s", error)
             else:
                 problem = problem or error
@@ -343,18 +339,19 @@ def end_all() -> None:
 
 
 def _reasons_to_end_alone(engines: list[Engine]) -> dict[int, str]:
-    """Return the reasons to end engines without the other ranks, by serial. Collective."""
-    # A rank that tears down after an error must not wait long for ranks that wait elsewhere.
-    after_error = sys.exc_info()[0] is not None
-    limit = min(current().timeout, timedelta(seconds=60)) if after_error else None
-    progress: dict[int, str] = {}
+    """Return reasons to end engines without other ranks, by serial. Collective."""
+    limit = None
+    if sys.exc_info()[0] is not None:
+        # After an error this rank must not wait long for ranks that wait elsewhere.
+        limit = min(current().timeout, timedelta(seconds=60))
+    progress = {}
     for engine in engines:
-        progress[engine.serial] = engine.drift.progress if engine.placements.partial else ""
-    progress_by_rank = agree("accel.teardown", progress, timeout=limit)
+        partial = engine.placements.partial
+        progress[engine.serial] = engine.drift.progress if partial else ""
+    answers = agree("accel.teardown", progress, timeout=limit)
     reasons = {}
     for engine in engines:
-        texts = [others.get(engine.serial, "dropped") for others in progress_by_rank]
-        if len(set(texts)) > 1:
-            states = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(texts))
-            reasons[engine.serial] = f"the model is not the same on all ranks: {states}"
+        serial = engine.serial
+        texts = [{"the model": answer.get(serial, "dropped")} for answer in answers]
+        reasons[serial] = first_difference(texts)
     return reasons

@@ -211,7 +211,7 @@ def test_summary(world: int) -> None:
         first, *lines = text.split("\n")
         assert first == "Sequential"
         rows = dict(line.strip().split(": ", 1) for line in lines)
-        assert rows["backend"].startswith("ddp" if world == 2 else "single")
+        assert rows["backend"].startswith(f"{'ddp' if world == 2 else 'single'}, world size {world} (")
         assert rows["backend"].endswith(", 32-true")
         assert rows["options"].startswith("DDP(" if world == 2 else "Single(")
         # 100 * 1000 weights, 1000 of the bias, twice 1000 of the norm.

@@ -1,1 +1,1 @@
-"""Gradients: their writes, means and norms over the ranks, and accel's patches of torch."""
+"""Writes, means and norms of gradients, and accel's patches of torch."""

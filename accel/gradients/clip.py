@@ -1,4 +1,4 @@
-"""Clipping by a norm over all ranks, in ``accel.clip_grad_norm_`` and in torch's own functions."""
+"""Clipping by a norm over all ranks, in torch's own functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEVICE: Final = operator.attrgetter("device")
 def clip_sharded_(
     owners: Owners, full: Tensors, max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """Clip final sharded gradients, and the gradients ``full``, by one norm. Collective.
+    """Clip final sharded gradients, and ``full`` gradients. Collective.
 
     Returns the norm before.
     """
@@ -83,7 +83,8 @@ def _norm_over_ranks(
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return lists of the tensors on each device. Torch has no largest value of an empty tensor."""
+    """Return lists of the nonempty tensors on each device."""
+    # Torch has no largest value of an empty tensor.
     nonempty = list(filter(torch.Tensor.numel, tensors))
     devices = dict.fromkeys(map(_DEVICE, nonempty))
     # Nearly always, and a model may have very many tensors.
@@ -96,7 +97,7 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def clip_patches(registry: Any) -> tuple[Patch, ...]:
-    """Return patches for torch's functions to clip the parameters of live engines."""
+    """Return patches of torch's functions to clip engines' parameters."""
     replacements: dict[Any, Callable[..., Any]] = {
         clip_grad.clip_grad_norm_: _clip_by_norm,
         clip_grad.clip_grad_value_: _clip_by_value,
@@ -139,7 +140,7 @@ def _clip_by_value(
 
 
 def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[torch.Tensor]]:
-    """Make gradients final. Return owners of sharded ones, and parameters with full ones."""
+    """Make gradients final. Return owners of shards, and full parameters."""
     owners, full, rest = Owners(), list[torch.Tensor](), given
     for engine in registry.in_order():
         gradients = engine.gradients

@@ -1,6 +1,6 @@
 """Temporary patches of torch and other libraries.
 
-A patch exists while an engine needs it. Other libraries may patch the same function.
+A patch exists while an engine needs it. Other libraries may patch the same name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ changing: Final = threading.RLock()
 
 @final
 class Patch:
-    """A replacement of ``table[name]`` while an object needs it, or inside of ``with``.
+    """A replacement of ``table[name]`` while it is needed, or in ``with``.
 
     ``make`` returns the new value for the value before.
     """
@@ -66,7 +66,7 @@ class Patch:
             self._table[self._name] = self._value
 
     def __exit__(self, *error: object) -> None:
-        """Put back the value from before, unless another library has replaced it since."""
+        """Put back the old value, unless a library has replaced ours."""
         value, self._value = self._value, _ABSENT
         now = self._table.get(self._name, _ABSENT)
         # os.environ returns a new string each time.
@@ -79,9 +79,9 @@ class Patch:
 
 
 def around(table: Table, name: Any, act: Callable[..., Any]) -> Patch:
-    """Return a patch to call ``act(original, *args, **kwargs)`` instead of a function.
+    """Return a patch to call ``act(original, ...)`` instead of a function.
 
-    A library that wraps it may keep it, so ``act`` must do no harm when nobody needs it.
+    A library that wraps it may keep it, so ``act`` must do no harm afterwards.
     """
     return Patch(table, name, lambda original: functools.wraps(original)(partial(act, original)))
 
@@ -93,7 +93,7 @@ def replaced(table: Table, name: Any, value: Any) -> Patch:
 
 @final
 class Attributes:
-    """The attributes of an object as a table, such as ``cell_contents`` of a closure cell."""
+    """The attributes of an object as a table, such as of a closure cell."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -116,9 +116,9 @@ _INPUTS: Final = 4  # the place of ``inputs`` among the arguments of a backward
 def backward_patches(
     listeners: Listeners, leaf: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[Patch, ...]:
-    """Return patches of autograd's function behind ``backward()`` and ``grad()``.
+    """Return patches of the function behind ``backward()`` and ``grad()``.
 
-    ``leaf`` returns autograd's leaf in the place of a parameter among ``inputs``.
+    ``leaf`` returns autograd's leaf in the place of a parameter in ``inputs``.
     """
     # Counted per process: a re-entrant checkpoint runs its backward in a thread of autograd's.
     depth = 0
@@ -160,7 +160,7 @@ def backward_patches(
 
 
 def compile_patch(kind: type[torch.nn.Module]) -> Patch:
-    """Return a patch for ``torch.compile`` to compile a handle's own model in place.
+    """Return a patch for ``torch.compile`` to compile a handle's model.
 
     Without it torch would compile the engine's code around the model.
     """
@@ -191,7 +191,7 @@ _CUTS: Final[Mapping[Any, Mapping[int, int]]] = {
 def shard_patches() -> tuple[Patch, ...]:
     """Return patches to raise for ``item()`` and writable cuts of a shard.
 
-    Torch gets them silently wrong: the number is this rank's, and the cut is a copy.
+    Torch is silently wrong: it returns this rank's number, or a copy.
     """
     from torch.distributed.tensor import DTensor  # heavy
 
@@ -229,7 +229,7 @@ def _is_silent(op: Any, args: tuple[Any, ...]) -> bool:
 
 
 def muon_patch() -> Patch:
-    """Return a patch for Muon to compute with full momenta, one at a time.
+    """Return a patch for Muon to gather each momentum before its step.
 
     DTensor would split the products, which rounds differently in bfloat16.
     """
@@ -246,7 +246,7 @@ def muon_patch() -> Patch:
 
 
 def data_patch() -> Patch:
-    """Return a patch for ``p.data = values`` to call ``p.set_data(values)`` if p has it."""
+    """Return a patch for ``p.data = value`` to call ``p.set_data(value)``."""
     from torch.distributed.tensor import DTensor
 
     data: Any = torch.Tensor.data
@@ -268,7 +268,7 @@ def _function_patch(place: str, name: str, act: Callable[..., Any]) -> Patch:
 def sequence_patches(
     module: torch.nn.Module, attention: Callable[..., Any], cross_entropy: Callable[..., Any]
 ) -> list[Patch]:
-    """Return patches to call ``attention`` and ``cross_entropy`` instead of torch's functions."""
+    """Return patches of torch's ``attention`` and ``cross_entropy``."""
     functional = torch.nn.functional
     acts = {}
     for function, act in (

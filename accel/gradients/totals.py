@@ -18,7 +18,7 @@ _NONE, _DENSE, _SPARSE = range(3)
 
 
 def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
-    """Return the kind of each parameter's gradient on this rank, for ``held_by_any``."""
+    """Return the kind of each gradient on this rank, for ``held_by_any``."""
     kinds = bytearray()
     for gradient in map(GRAD, parameters):
         if gradient is None:
@@ -31,8 +31,8 @@ def held_here(parameters: Iterable[nn.Parameter]) -> bytes:
 def held_by_any(what: str, held_by_rank: Iterable[bytes], names: Sequence[str]) -> list[int]:
     """Return the indices of the parameters with a gradient on any rank.
 
-    Every rank raises if a rank has a sparse gradient. ``what`` is the operation with the gradients.
-    ``held_by_rank`` has ``held_here`` of each rank.
+    Every rank raises if a rank has a sparse gradient. ``what`` is the operation
+    with the gradients. ``held_by_rank`` has ``held_here`` of each rank.
     """
     kinds = list(map(max, zip(*held_by_rank, strict=True)))
     if _SPARSE in kinds:
@@ -50,10 +50,11 @@ def average_gradients_(
     process: Process,
     add: Callable[[torch.Tensor], object] | None = None,
 ) -> bool:
-    """Average the gradients of parameters with a gradient on any rank. Collective.
+    """Average gradients, if any rank has them. Collective.
 
-    A rank without a gradient counts as zero. ``add`` sums a flat tensor over the ranks in place,
-    None is ``dist.all_reduce``. Return True if there was a gradient. Raises as ``held_by_any``.
+    A rank without a gradient counts as zero. ``add`` sums a flat tensor over
+    the ranks in place, None is ``dist.all_reduce``. Return True if there was a
+    gradient. Raises as ``held_by_any``.
     """
     if not parameters:
         return False
@@ -71,14 +72,15 @@ def average_gradients_(
 
 
 def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
-    """Mean loss per token over all ranks, if batches have different numbers of tokens. Collective.
+    """Mean loss per token over all ranks. Collective.
 
-    Use it instead of ``loss_sum / tokens``. The value is the same on every rank, and the averaged
-    gradients are those of the global mean. To accumulate gradients, give each micro-batch the
-    number of tokens of all micro-batches of the step. Their losses add up to the mean.
+    Use it instead of ``loss_sum / tokens`` if batches have different numbers of
+    tokens. The value is the same on every rank, and the averaged gradients are
+    those of the global mean. To accumulate gradients, give each micro-batch the
+    number of tokens of all micro-batches of the step. Their losses add up.
 
     Args:
-        loss_sum: the sum of this rank's losses, as of ``F.cross_entropy(..., reduction="sum")``.
+        loss_sum: this rank's sum, as of ``cross_entropy(..., reduction="sum")``.
         tokens: the number of tokens of this rank.
     """
     process, count = current(), torch.as_tensor(tokens)
@@ -91,7 +93,7 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
 def mean_over(
     total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup | None, ranks: int
 ) -> torch.Tensor:
-    """Return the mean of the sums and counts of all ranks of a group. Collective.
+    """Return the mean of all ranks' sums and counts. Collective.
 
     Its gradients are right once they are averaged over the ranks.
     """

@@ -16,7 +16,7 @@ REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
 class Look(NamedTuple):
-    """The gradients of some tensors, and the numbers of writes in place to each."""
+    """Gradients, and the number of writes in place to each."""
 
     gradients: list[torch.Tensor | None]
     versions: list[int]
@@ -31,7 +31,7 @@ def look(holders: Sequence[Any]) -> Look:
 
 
 def written(before: Look, after: Look) -> list[int]:
-    """Return the indices of gradients with a write of autograd between two looks."""
+    """Return the indices of gradients written between two looks."""
     indices = []
     pairs = zip(*before, *after, strict=True)
     for index, (old, old_version, new, new_version) in enumerate(pairs):

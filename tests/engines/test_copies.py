@@ -170,4 +170,4 @@ def on_one_rank(backend: Any) -> None:
 @pytest.mark.parametrize("backend", ["fsdp", "pipeline"])
 def test_a_copy_on_one_rank(backend: Any) -> None:
     for message in refusals(2, on_one_rank, backend, error="AccelError", breaks=True):
-        assert "write full = copy.deepcopy(model) above an `if` of one rank" in message
+        assert "copy.deepcopy(model) or pickle (call it on every rank, not under an `if`)" in message

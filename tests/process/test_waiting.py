@@ -131,11 +131,11 @@ GATHERED = "the gathering of"
 @pytest.mark.parametrize(
     ("backend", "words"),
     [
-        ("fsdp", {"evaluation": GATHERED, "save": GATHERED, "state": "state = model.state_dict() above"}),
+        ("fsdp", {"evaluation": GATHERED, "save": GATHERED, "state": "model.state_dict() of "}),
         ("zero3", {"evaluation": GATHERED, "save": "'accel.save'", "state": GATHERED, "clipping": "clip_grad_norm_"}),
-        ("fsdp", {"optimizer": "state = optimizer.state_dict() above", "clipping": "clip_grad_norm_", "steps": ""}),
+        ("fsdp", {"optimizer": "optimizer.state_dict() of ", "clipping": "clip_grad_norm_", "steps": ""}),
         ("ddp", {"steps": "", "steps on main": ""}),
-        ("sharded", {"steps": "", "optimizer": "state = optimizer.state_dict() above"}),
+        ("sharded", {"steps": "", "optimizer": "optimizer.state_dict() of "}),
         ("zero2", {"steps": "", "clipping": ""}),
     ],
 )

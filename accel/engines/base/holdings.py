@@ -119,8 +119,10 @@ class Holdings(Raw):
         name, variable = self.engine.kind, "model"
         if optimizer is not None:
             name, variable = type(optimizer).__name__, "optimizer"
-        advice = f"write state = {variable}.state_dict() above an `if` of one rank: the state"
-        title = f"{title or advice} of {name} after {self.engine.drift.progress}"
+        # If a rank calls it alone, this text is in the error of the other ranks.
+        advice = "" if title else " (call it on every rank, not under an `if`)"
+        title = title or f"{variable}.state_dict()"
+        title = f"{title} of {name} after {self.engine.drift.progress}{advice}"
         with Waiting(self.engine.process, title):
             if optimizer is not None:
                 return self._full_optimizer(title, optimizer, keep)
@@ -183,8 +185,7 @@ class Holdings(Raw):
         extra: dict[str, Any] = {}
         if self.partial(None):
             # If a rank calls it alone, this text is in the error of the other ranks.
-            advice = "write full = copy.deepcopy(model) above an `if` of one rank"
-            title = f"{advice}: the copy or pickle"
+            title = "copy.deepcopy(model) or pickle (call it on every rank, not under an `if`)"
             with Waiting(self.engine.process, title):
                 full, extra = self._full_tensors(title)
             memo |= full

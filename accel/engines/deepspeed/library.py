@@ -74,8 +74,7 @@ def initialize(module: nn.Module, groups: list[Any], config: Any, device: torch.
     """Let DeepSpeed shard ``groups``. Collective."""
     zero = config["zero_optimization"]
     # It would replace torch.nn.functional.linear for all models, and for good.
-    own_linear = zero.pop("memory_efficient_linear", True)
-    zero["memory_efficient_linear"] = False
+    config = {**config, "zero_optimization": {**zero, "memory_efficient_linear": False}}
     with _quietly(device):
         with unseen_group():
             deepspeed = _import()
@@ -100,7 +99,7 @@ def initialize(module: nn.Module, groups: list[Any], config: Any, device: torch.
         coordinator = library("deepspeed.runtime.zero.partitioned_param_coordinator")
         # It needs LOCAL_RANK, and accel announces gathers anyway.
         coordinator.assert_ints_same_as_other_ranks = lambda ints: None
-        if own_linear:
+        if zero.get("memory_efficient_linear", True):
             _efficient_linear.need(engine)
     # accel's own hooks collect gradients, also for several forwards before a backward.
     remove_hooks([engine.module_forward_pre_hook, engine.module_forward_post_hook])
