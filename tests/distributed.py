@@ -32,7 +32,6 @@ from typing import Any
 from tests import faults
 
 GUARD = 180.0  # seconds
-_CHECK = b"check"  # asks a worker whether it can still reach the other ranks
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
 
@@ -123,9 +122,6 @@ def _serve(rank: int, world: int, rendezvous: str, connection: Connection) -> No
             message = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        if message == _CHECK:
-            connection.send_bytes(pickle.dumps(_are_connected()))
-            continue
         fn, args, clean, plan, test = pickle.loads(message)
         os.environ["PYTEST_CURRENT_TEST"] = test
         freeze_modules()
@@ -184,16 +180,8 @@ class Pool:
 
     def is_connected(self) -> bool:
         """Return True if the ranks can still exchange values after a call that failed."""
-        with contextlib.suppress(EOFError, OSError):
-            for _, connection in self.workers:
-                connection.send_bytes(_CHECK)
-            deadline = time.monotonic() + 10
-            for _, connection in self.workers:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    return False
-                if not pickle.loads(connection.recv_bytes()):
-                    return False
-            return True
+        with contextlib.suppress(AssertionError, OSError):
+            return all(o.value for o in self.call(_are_connected, (), 10.0, clean=False, plan=faults.Plan("", ())))
         return False
 
     def _stacks(self) -> str:

@@ -18,7 +18,6 @@ import random
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,11 +61,7 @@ CLIP = (
 #: The lines of a micro-batch. ``each`` needs two heads.
 BACKWARDS = {
     "sum": ("loss = {loss}", "loss.backward()"),
-    "each": (
-        "first, second = {losses}",
-        "(first{share}).backward(retain_graph=True)",
-        "(second{share}).backward()",
-    ),
+    "each": ("first, second = {losses}", "(first{share}).backward(retain_graph=True)", "(second{share}).backward()"),
     "twice": ("loss = {loss}", "loss.backward(retain_graph=True)", "loss.backward()"),
     "two": ("first = {loss}", "second = {loss}", "first.backward()", "second.backward()"),
     "swapped": ("first = {loss}", "second = {loss}", "second.backward()", "first.backward()"),
@@ -78,10 +73,7 @@ NAMES = (
     *("evaluate", "save", "load", "resume", "set_up_again"),
 )
 #: What a backend doesn't support, as its page in docs/ says.
-UNSUPPORTED: dict[str, set[str]] = {
-    "pipeline": {"tied", "side", "penalty", "alone"},
-    "deepspeed:3": {"each", "twice"},
-}
+UNSUPPORTED: dict[str, set[str]] = {"pipeline": {"tied", "side", "penalty", "alone"}, "deepspeed:3": {"each", "twice"}}
 #: Backends that promise correct gradients if ranks use different branches of a model.
 BRANCHES_DIFFER = ("ddp", "sharded", "deepspeed:1")
 
@@ -586,17 +578,13 @@ def judge(expected: list[dict[str, Any]], results: list[Outcome]) -> Result:
 
 def report(backend: str, results: dict[int, Result], seconds: float) -> bool:
     """Print a summary. Return True if no program failed and few were refused."""
-    seeds, texts = defaultdict(list), defaultdict(list)
+    seeds: dict[str, list[int]] = {"equal": [], "refused": [], "failed": []}
     for seed, result in results.items():
         seeds[result.kind].append(seed)
         if result.kind == "refused":
-            texts[result.text.partition("\n")[0][:200]].append(seed)
-    counts = ", ".join(f"{len(seeds[kind])} {kind}" for kind in ("equal", "refused", "failed"))
-    print(f"{backend}: {len(results)} programs, {counts}, {seconds:.0f} s")
-    for text, refused in texts.items():
-        print(f"  refused {refused}: {text}")
-    if seeds["failed"]:
-        print(f"  failed {seeds['failed']}")
+            print(f"  refused {seed}: {result.text.partition(chr(10))[0][:200]}")
+    counts = ", ".join(f"{len(found)} {kind}" for kind, found in seeds.items())
+    print(f"{backend}: {len(results)} programs, {counts}, {seconds:.0f} s, failed {seeds['failed']}")
     return not seeds["failed"] and len(seeds["refused"]) <= MAX_REFUSED * len(results)
 
 

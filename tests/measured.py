@@ -1,8 +1,9 @@
-"""Bytes of the tensors that exist on this rank, to compare them with predictions."""
+"""Bytes of the tensors that exist on this rank, and of its process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,18 @@ from torch import nn
 
 from accel.engines.base.memory import MemoryUse
 from accel.registry import registry
+
+
+def status(key: str) -> int:
+    """Return bytes of this process, as the kernel counts them: ``VmRSS``, ``VmHWM`` or ``RssAnon``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def restart_peak() -> int:
+    """Let ``VmHWM`` count from now on, and return the resident bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return status("VmRSS")
 
 
 def measured(model: nn.Module) -> MemoryUse:

@@ -15,7 +15,6 @@ import argparse
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import numpy as np
 import torch
@@ -32,11 +32,15 @@ from torch import nn
 
 import accel
 from tests import preload  # noqa: F401
+from tests.programs import by_hand, free_port
 
 BACKENDS = ("ddp", "sharded", "fsdp", "deepspeed:1", "deepspeed:2", "deepspeed:3")
 SECONDS = 240
 #: Of the way that training has moved the weights.
 CLOSE = 0.01
+
+
+Edit = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -57,22 +61,21 @@ class Loop:
     """
 
     path: str
-    lines: Sequence[tuple[str, str]]
+    lines: Sequence[Edit]
     args: str = ""
-    small: Sequence[tuple[str, str]] = ()
+    small: Sequence[Edit] = ()
     files: Callable[[], None] = lambda: None
     noise: bool = False
     eps: float = 1e-8
     edited: str = ""
-    more: Sequence[tuple[str, str]] = ()
+    more: Sequence[Edit] = ()
     note: str = ""
 
 
 def text_files() -> None:
     """A corpus of a few words."""
-    words = np.random.default_rng(0).choice(
-        ["the", "cat", "sat", "on", "a", "mat", "and", "ran", "to", "see", "dogs"], 400
-    )
+    animals = ["the", "cat", "sat", "on", "a", "mat", "and", "ran", "to", "see", "dogs"]
+    words = np.random.default_rng(0).choice(animals, 400)
     for name in ("train", "valid", "test"):
         Path(f"{name}.txt").write_text(" ".join(words) + "\n")
     Path("input.txt").write_text("O God, O God! " + " ".join(words))
@@ -109,21 +112,25 @@ def style() -> None:
 
 
 IMPORT = ("import torch", "import accel")
+BATCH = "--batch-size {batch}"
 
 
-def setup_after(
-    text: str, loader: str = "", model: str = "model", optimizer: str = "optimizer"
-) -> list[tuple[str, str]]:
+def setup_after(text: str, loader: str = "", model: str = "model", optimizer: str = "optimizer") -> list[Edit]:
     """Return the two edits of most programs."""
     given = ", ".join(filter(None, (model, optimizer, loader)))
     return [IMPORT, (text, f"{model}, {optimizer}, {loader or '_'} = accel.setup({given})")]
 
 
-ADADELTA = setup_after("optimizer = optim.Adadelta", "train_loader")
-MNIST = "--save-model --epochs 2 --log-interval 1 --batch-size {batch}"
+def example(name: str, text: str, args: str = "", loader: str = "", model: str = "model", **options: Any) -> Loop:
+    """Return a program of pytorch/examples with the two edits."""
+    path = name if name.endswith(".py") else f"{name}/main.py"
+    return Loop(f"examples/{path}", setup_after(text, loader, model), args, **options)
+
+
+MNIST = f"--save-model --epochs 2 --log-interval 1 {BATCH}"
 DCGAN = "--dataset fake --workers 0 --niter 1 --ngf 2 --ndf 2 --nz 4 --manualSeed 1 --batchSize {batch}"
 STYLE = "train --dataset . --style-image style.png --save-model-dir saved --checkpoint-model-dir kept"
-STYLE += " --checkpoint-interval 2 --epochs 1 --batch-size {batch}"
+STYLE += f" --checkpoint-interval 2 --epochs 1 {BATCH}"
 LANGUAGE = "--data . --emsize 8 --nhid 8 --nlayers 1 --epochs 2 --bptt 100 --batch_size 2 --dropout 0 --lr 0.1"
 LANGUAGE += " --use-optimizer"
 EPISODES = [("=for i_episode in count(1)", "for i_episode in range(1, 4):")]
@@ -134,16 +141,16 @@ CORA = [
 NANOGPT = "--dataset=tiny --device=cpu --dtype=float32 --compile=False --eval_iters=1 --eval_interval=2 --block_size=8"
 NANOGPT += " --batch_size=4 --n_layer=2 --n_head=2 --n_embd=16 --max_iters=4 --warmup_iters=1"
 NANOGPT += " --gradient_accumulation_steps=2 --learning_rate=0.01"
-MINGPT = setup_after("model.train()", "train_loader", optimizer="self.optimizer")
-TRAINER = "minGPT/mingpt/trainer.py"
 SMALL_GPT = "--trainer.max_iters=3 --trainer.batch_size={batch} --trainer.num_workers=0 --model.model_type=None"
 SMALL_GPT += " --model.n_layer=2 --model.n_head=2 --model.n_embd=16 --model.embd_pdrop=0.0 --model.resid_pdrop=0.0"
 SMALL_GPT += " --model.attn_pdrop=0.0"
 #: An order of samples that doesn't depend on the number of processes.
-IN_ORDER = (
-    "=sampler=torch.utils.data.RandomSampler",
-    "sampler=torch.utils.data.SequentialSampler(self.train_dataset),",
-)
+IN_ORDER = "=sampler=torch.utils.data.RandomSampler", "sampler=torch.utils.data.SequentialSampler(self.train_dataset),"
+PAIRS = [
+    ("=from data import", "from torchvision import datasets"),
+    ("=train_set = get_training_set", "train_set = datasets.Pairs()"),
+    ("=test_set = get_test_set", "test_set = datasets.Pairs()"),
+]
 WITH_OPTIMIZER = [
     ("fc, _, _ =", "optimizer = torch.optim.SGD(fc.parameters(), 0.1)\nfc, optimizer, _ = accel.setup(fc, optimizer)"),
     ("=fc, _, _ =", "# with an optimizer:"),
@@ -151,74 +158,65 @@ WITH_OPTIMIZER = [
     ("=param.data.add_", ""),
     ("=print('Loss:", "fc = accel.teardown(fc)"),
 ]
+FORWARD = "self.layers = self.layers + [", "self.layers[-1], *_ = accel.setup(self.layers[-1], self.layers[-1].opt)"
+SHORT_SINE = [
+    ("=data = torch.load(", "data = torch.load('traindata.pt', weights_only=False)"),
+    ("=future = 1000", "future = 4"),
+    ("lr=0.8", "plt.savefig = lambda *a, **k: None"),
+]
+ADAM = [("=optimizer = optim.LBFGS", "optimizer = optim.Adam(seq.parameters(), lr=0.01)")]
+GAN = setup_after("optimizerD = optim.Adam", "dataloader", "netD", "optimizerD")
+GAN += setup_after("optimizerG = optim.Adam", "", "netG", "optimizerG")[1:]
+ON_CPU = [("=device = 0", 'device = "cpu"'), ("=train_set = MyTrainDataset", "train_set = MyTrainDataset(64)")]
 
+
+def language_model(args: str, **options: Any) -> Loop:
+    return example("word_language_model", "optimizer = torch.optim.AdamW", args, files=text_files, **options)
+
+
+def min_gpt(program: str, args: str, **options: Any) -> Loop:
+    lines, edited = setup_after("model.train()", "train_loader", optimizer="self.optimizer"), "minGPT/mingpt/trainer.py"
+    return Loop(program, lines, f"{SMALL_GPT} {args}", [IN_ORDER], eps=1e-3, edited=edited, **options)
+
+
+ADADELTA = "optimizer = optim.Adadelta", MNIST, "train_loader"
 LOOPS: dict[str, Loop] = {
-    "mnist": Loop("examples/mnist/main.py", ADADELTA, MNIST),
-    "mnist_rnn": Loop("examples/mnist_rnn/main.py", ADADELTA, MNIST, noise=True),
-    "siamese_network": Loop("examples/siamese_network/main.py", ADADELTA, MNIST, noise=True),
+    "mnist": example("mnist", *ADADELTA),
+    "mnist_rnn": example("mnist_rnn", *ADADELTA, noise=True),
+    "siamese_network": example("siamese_network", *ADADELTA, noise=True),
     "mnist_forward_forward": Loop(
         "examples/mnist_forward_forward/main.py",
-        [
-            IMPORT,
-            (
-                "self.layers = self.layers + [",
-                "self.layers[-1], *_ = accel.setup(self.layers[-1], self.layers[-1].opt)",
-            ),
-        ],
+        [IMPORT, FORWARD],
         "--epochs 2 --train_size 16 --test_size 16 --save-model",
         note="a",
     ),
-    "vae": Loop(
-        "examples/vae/main.py",
-        setup_after("optimizer = optim.Adam", "train_loader"),
-        "--epochs 2 --batch-size {batch}",
+    "vae": example("vae", "optimizer = optim.Adam", f"--epochs 2 {BATCH}", "train_loader", noise=True),
+    "dcgan": Loop("examples/dcgan/main.py", GAN, DCGAN, noise=True),
+    "imagenet": example(
+        "imagenet",
+        "val_loader = torch.utils.data.DataLoader",
+        f"--dummy --epochs 2 --workers 0 --seed 1 {BATCH}",
+        "train_loader",
         noise=True,
     ),
-    "dcgan": Loop(
-        "examples/dcgan/main.py",
-        [
-            *setup_after("optimizerD = optim.Adam", "dataloader", "netD", "optimizerD"),
-            *setup_after("optimizerG = optim.Adam", "", "netG", "optimizerG")[1:],
-        ],
-        DCGAN,
-        noise=True,
-    ),
-    "imagenet": Loop(
-        "examples/imagenet/main.py",
-        setup_after("val_loader = torch.utils.data.DataLoader", "train_loader"),
-        "--dummy --epochs 2 --workers 0 --seed 1 --batch-size {batch}",
-        noise=True,
-    ),
-    "super_resolution": Loop(
-        "examples/super_resolution/main.py",
-        setup_after("optimizer = optim.Adam", "training_data_loader"),
+    "super_resolution": example(
+        "super_resolution",
+        "optimizer = optim.Adam",
         "--upscale_factor 2 --threads 0 --batchSize {batch}",
-        [
-            ("=from data import", "from torchvision import datasets"),
-            ("=train_set = get_training_set", "train_set = datasets.Pairs()"),
-            ("=test_set = get_test_set", "test_set = datasets.Pairs()"),
-        ],
+        "training_data_loader",
+        small=PAIRS,
         noise=True,
     ),
-    "fast_neural_style": Loop(
-        "examples/fast_neural_style/neural_style/neural_style.py",
-        setup_after("optimizer = Adam", "train_loader", "transformer"),
+    "fast_neural_style": example(
+        "fast_neural_style/neural_style/neural_style.py",
+        "optimizer = Adam",
         STYLE,
+        "train_loader",
+        "transformer",
         files=style,
     ),
-    "word_language_model, LSTM": Loop(
-        "examples/word_language_model/main.py",
-        setup_after("optimizer = torch.optim.AdamW"),
-        LANGUAGE,
-        files=text_files,
-    ),
-    "word_language_model, Transformer": Loop(
-        "examples/word_language_model/main.py",
-        setup_after("optimizer = torch.optim.AdamW"),
-        f"{LANGUAGE} --model Transformer",
-        files=text_files,
-        eps=1e-3,
-    ),
+    "word_language_model, LSTM": language_model(LANGUAGE),
+    "word_language_model, Transformer": language_model(f"{LANGUAGE} --model Transformer", eps=1e-3),
     "regression": Loop(
         "examples/regression/main.py",
         [IMPORT, ("fc = torch.nn.Linear", "fc, _, _ = accel.setup(fc)")],
@@ -226,38 +224,28 @@ LOOPS: dict[str, Loop] = {
         more=WITH_OPTIMIZER,
         note="b",
     ),
-    "time_sequence_prediction": Loop(
-        "examples/time_sequence_prediction/train.py",
-        setup_after("optimizer = optim.LBFGS", model="seq"),
+    "time_sequence_prediction": example(
+        "time_sequence_prediction/train.py",
+        "optimizer = optim.LBFGS",
         "--steps 2",
-        [
-            ("=data = torch.load(", "data = torch.load('traindata.pt', weights_only=False)"),
-            ("=future = 1000", "future = 4"),
-            ("lr=0.8", "plt.savefig = lambda *a, **k: None"),
-        ],
+        model="seq",
+        small=SHORT_SINE,
         files=sine,
-        more=[("=optimizer = optim.LBFGS", "optimizer = optim.Adam(seq.parameters(), lr=0.01)")],
+        more=ADAM,
         note="c",
     ),
-    "reinforce": Loop(
-        "examples/reinforcement_learning/reinforce.py",
-        setup_after("optimizer = optim.Adam", model="policy"),
-        small=EPISODES,
+    "reinforce": example(
+        "reinforcement_learning/reinforce.py", "optimizer = optim.Adam", model="policy", small=EPISODES
     ),
-    "actor_critic": Loop(
-        "examples/reinforcement_learning/actor_critic.py",
-        setup_after("optimizer = optim.Adam"),
-        small=EPISODES,
-    ),
-    "gcn": Loop("examples/gcn/main.py", setup_after("optimizer = Adam(", model="gcn"), "--epochs 3", CORA, files=cora),
-    "gat": Loop(
-        "examples/gat/main.py", setup_after("optimizer = Adam(", model="gat_net"), "--epochs 3", CORA[1:], files=cora
-    ),
-    "ddp-tutorial-series, single_gpu": Loop(
-        "examples/distributed/ddp-tutorial-series/single_gpu.py",
-        setup_after("train_data = prepare_dataloader", "train_data"),
+    "actor_critic": example("reinforcement_learning/actor_critic.py", "optimizer = optim.Adam", small=EPISODES),
+    "gcn": example("gcn", "optimizer = Adam(", "--epochs 3", model="gcn", small=CORA, files=cora),
+    "gat": example("gat", "optimizer = Adam(", "--epochs 3", model="gat_net", small=CORA[1:], files=cora),
+    "ddp-tutorial-series, single_gpu": example(
+        "distributed/ddp-tutorial-series/single_gpu.py",
+        "train_data = prepare_dataloader",
         "2 1 --batch_size {batch}",
-        [("=device = 0", 'device = "cpu"'), ("=train_set = MyTrainDataset", "train_set = MyTrainDataset(64)")],
+        "train_data",
+        small=ON_CPU,
     ),
     "nanoGPT": Loop(
         "nanoGPT/train.py",
@@ -266,18 +254,8 @@ LOOPS: dict[str, Loop] = {
         files=tokens,
         eps=1e-3,
     ),
-    "minGPT, chargpt": Loop(
-        "minGPT/projects/chargpt/chargpt.py",
-        MINGPT,
-        f"{SMALL_GPT} --data.block_size=8",
-        [IN_ORDER],
-        files=text_files,
-        eps=1e-3,
-        edited=TRAINER,
-    ),
-    "minGPT, adder": Loop(
-        "minGPT/projects/adder/adder.py", MINGPT, f"{SMALL_GPT} --data.ndigit=1", [IN_ORDER], eps=1e-3, edited=TRAINER
-    ),
+    "minGPT, chargpt": min_gpt("minGPT/projects/chargpt/chargpt.py", "--data.block_size=8", files=text_files),
+    "minGPT, adder": min_gpt("minGPT/projects/adder/adder.py", "--data.ndigit=1"),
 }
 
 # -- what is not installed or would be downloaded --------------------------------------------------------------------------
@@ -286,11 +264,9 @@ LOOPS: dict[str, Loop] = {
 class Images(torch.utils.data.Dataset[Any]):
     """Images in the place of a data set; whatever a program asks of them."""
 
-    def __init__(
-        self, *args: Any, train: bool = True, image_size: Any = (1, 28, 28), transform: Any = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, train: bool = True, image_size: Any = (1, 28, 28), **kwargs: Any) -> None:
         draw = torch.Generator().manual_seed(int(train))
-        self.flat = any("Lambda" in type(t).__name__ for t in getattr(transform, "steps", ()))
+        self.flat = any("Lambda" in type(t).__name__ for t in getattr(kwargs.get("transform"), "steps", ()))
         self.data = torch.rand(16, *image_size, generator=draw)
         self.targets = torch.arange(16) % 4 if image_size[-1] == 28 else torch.arange(16) % 10
 
@@ -334,7 +310,6 @@ class ResNet(nn.Module):
         self.avgpool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 1000)
 
     def forward(self, x: torch.Tensor) -> Any:
-        """All children, one after the other."""
         x = self.layer1(self.relu(self.bn1(self.conv1(x))))
         return self.fc(self.avgpool(x).flatten(1))
 
@@ -352,10 +327,10 @@ class Transform:
         self.steps = steps[0] if steps and isinstance(steps[0], list) else []
 
     def __call__(self, image: Any) -> Any:
-        """An image as a tensor."""
-        return (
-            image if isinstance(image, torch.Tensor) else torch.from_numpy(np.array(image)).float().movedim(-1, 0) / 255
-        )
+        """Return an image as a tensor."""
+        if isinstance(image, torch.Tensor):
+            return image
+        return torch.from_numpy(np.array(image)).float().movedim(-1, 0) / 255
 
 
 class Cart:
@@ -364,52 +339,45 @@ class Cart:
     spec = types.SimpleNamespace(reward_threshold=1e9)
 
     def reset(self, seed: int | None = None) -> Any:
-        """The first state."""
         self.steps = 0
         return np.ones(4, np.float32), {}
 
     def step(self, action: int) -> Any:
-        """The next state."""
         self.steps += 1
         state = np.array([action, self.steps, -1, 1], np.float32) / 3
         return state, 1.0 + action, self.steps == 5, False, {}
 
 
-TRANSFORMS = ["Compose", "ToTensor", "Normalize", "Resize", "CenterCrop", "Lambda"]
-TRANSFORMS += ["RandomResizedCrop", "RandomHorizontalFlip"]
-
-
 def stand_ins() -> None:
     """Put small modules in the places of torchvision, gymnasium and requests."""
-    modules = {name: types.ModuleType(name) for name in ("torchvision", "gymnasium", "requests")}
+    transforms = ("Compose", "ToTensor", "Normalize", "Resize", "CenterCrop", "Lambda")
+    transforms += ("RandomResizedCrop", "RandomHorizontalFlip")
     contents: dict[str, dict[str, Any]] = {
-        "datasets": {
+        "torchvision": {},
+        "torchvision.datasets": {
             "MNIST": Digits,
             "FakeData": lambda *a, **k: Images(image_size=(3, 64, 64)),
             "ImageFolder": lambda *a, **k: Images(image_size=(3, 16, 16)),
             "Pairs": Pairs,
         },
-        "transforms": {name: type(name, (Transform,), {}) for name in TRANSFORMS},
-        "models": {
-            "resnet18": ResNet,
-            "vgg16": vgg16,
-            "VGG16_Weights": types.SimpleNamespace(DEFAULT=None, IMAGENET1K_V1=None),
-        },
-        "utils": {"save_image": lambda *a, **k: None},
+        "torchvision.transforms": {name: type(name, (Transform,), {}) for name in transforms},
+        "torchvision.models": {"resnet18": ResNet, "vgg16": vgg16, "VGG16_Weights": mock.Mock()},
+        "torchvision.utils": {"save_image": lambda *a, **k: None},
+        "gymnasium": {"make": lambda *a, **k: Cart()},
+        "requests": {},
     }
     for name, content in contents.items():
-        module = types.ModuleType(f"torchvision.{name}")
+        module = sys.modules[name] = types.ModuleType(name)
         vars(module).update(content)
-        setattr(modules["torchvision"], name, module)
-        modules[module.__name__] = module
-    vars(modules["gymnasium"])["make"] = lambda *a, **k: Cart()
-    sys.modules.update(modules)
+        package, _, last = name.partition(".")
+        if last:
+            setattr(sys.modules[package], last, module)
 
 
 # -- a run, in a process of its own ----------------------------------------------------------------------------------------
 
 
-def edited(source: str, edits: Iterable[tuple[str, str]]) -> str:
+def edited(source: str, edits: Iterable[Edit]) -> str:
     """The source with each edit at the first line that has its text, indented like that line."""
     lines = source.split("\n")
     for text, new in edits:
@@ -460,7 +428,7 @@ def perform(name: str, sources: Path, more: bool, folder: Path, out: Path) -> No
     os._exit(bool(problem))
 
 
-def execute(loop: Loop, sources: Path, edits: Sequence[tuple[str, str]]) -> None:
+def execute(loop: Loop, sources: Path, edits: Sequence[Edit]) -> None:
     """Run the edited program as the main module."""
     program, place = sources / loop.path, sources / (loop.edited or loop.path)
     main = types.ModuleType("__main__")
@@ -493,17 +461,12 @@ def whole_state(handle: Any, raw: nn.Module) -> dict[str, torch.Tensor]:
 def run(name: str, sources: Path, backend: str, world: int, more: bool = False) -> Any:
     """What rank 0 of a run has written, or the first error."""
     with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         outs = [Path(folder, f"{rank}.pt") for rank in range(world)]
-        shared = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        shared |= {"ACCEL_BACKEND": backend, "ACCEL_DEVICES": "cpu"}
-        children = []
+        children, port = [], free_port()
+        settings = {"LOCAL_WORLD_SIZE": str(world), "ACCEL_BACKEND": backend, "ACCEL_DEVICES": "cpu"}
         for rank, out in enumerate(outs):
-            settings = {**shared, "RANK": rank, "LOCAL_RANK": rank}
             if not (child := os.fork()):  # what is imported stays so
-                os.environ.update({key: str(value) for key, value in settings.items()})
+                os.environ.update(by_hand(rank, world, port) | settings, LOCAL_RANK=str(rank))
                 perform(name, sources, more, Path(folder, f"rank{rank}"), out)
             children.append(child)
         limit = time.monotonic() + SECONDS
@@ -523,9 +486,8 @@ def distance(one: Sequence[Any], other: Sequence[Any], begun: Sequence[Any]) -> 
     """Between the weights of two runs, over the way from where they began."""
 
     def flat(states: Sequence[Any]) -> torch.Tensor:
-        return torch.cat(
-            [t.double().flatten() for state in states for _, t in sorted(state.items()) if t.is_floating_point()]
-        )
+        tensors = [t for state in states for _, t in sorted(state.items()) if t.is_floating_point()]
+        return torch.cat([t.double().flatten() for t in tensors])
 
     return float((flat(one) - flat(other)).norm() / (flat(one) - flat(begun)).norm().clamp_min(1e-30))
 

@@ -19,8 +19,7 @@ from accel.handles import ModelHandle
 from accel.registry import registry
 from tests.backends import need
 from tests.distributed import run
-from tests.models import adamw, distance, mlp, normalised, one_step
-from tests.programs import by_hand, free_port, scripts
+from tests.models import adamw, mlp, normalised, one_step
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
@@ -64,8 +63,7 @@ def unreferenced(backend: Any = "auto") -> list[bool]:
 
 def test_a_dropped_model_is_collected() -> None:
     assert not any(unreferenced())
-    backends = ("ddp", accel.DDP(comm_hook="bf16"), accel.DDP(find_unused_parameters=True), "sharded")
-    for backend in backends:
+    for backend in ("ddp", accel.DDP(comm_hook="bf16"), "sharded"):
         assert not any(map(any, run(2, unreferenced, backend)))
     assert not registry.engines
 
@@ -98,11 +96,7 @@ def search(backend: Any) -> list[Any]:
             if accel.rank() == 1:
                 gc.collect()
         del model
-        full = {name: value.clone() for name, value in accel.full_state_dict(best).items()}
-        raw = accel.unwrap(best)
-        accel.teardown()
-        assert not distance(dict(raw.state_dict()), full)
-        return [value.tolist() for value in full.values()]
+        return [value.tolist() for value in accel.full_state_dict(best).values()]
     finally:
         gc.enable()
 
@@ -121,10 +115,9 @@ def run_a_cell_twice() -> int:
     try:
         for _ in range(2):
             model: Any = nn.Sequential(backbone, nn.Linear(4, 2))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = adamw(model)
             model = accel.setup(model, optimizer).model
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+            one_step(model, optimizer)
         return len(registry.engines)
     finally:
         gc.enable()
@@ -135,7 +128,7 @@ def test_a_cell_runs_twice(world: int) -> None:
     assert run(world, run_a_cell_twice) == [1] * world
 
 
-def drop_on_one_rank() -> list[str]:
+def drop_on_one_rank() -> str:
     model: Any = train("fsdp", 0.1, 0)
     raw = accel.unwrap(model)
     if accel.rank() == 0:
@@ -143,48 +136,9 @@ def drop_on_one_rank() -> list[str]:
     with pytest.raises(accel.AccelError) as caught:
         accel.teardown()
     assert accel.rank() == 0 or bool(raw[0].weight.isnan().all())
-    return [str(caught.value)]
+    return str(caught.value)
 
 
 def test_a_model_dropped_on_one_rank() -> None:
-    for messages in run(2, drop_on_one_rank):
-        assert "dropped on rank 0" in messages[0]
-
-
-# -- the end of the process --------------------------------------------------------------------------------------------
-
-PROGRAM = """
-import atexit, gc, os
-import torch
-from torch import nn
-
-def threads():
-    names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
-    print("left:", sum("gloo" in name for name in names))
-
-atexit.register(threads)
-import accel
-kept = []
-for trial in range(9):
-    raw = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-    backend = ("sharded", accel.DeepSpeed(stage=2), accel.DeepSpeed(stage=3))[trial % 3]
-    model, optimizer, _ = accel.setup(raw, torch.optim.AdamW(raw.parameters()), backend=backend)
-    model(torch.ones(4, 8)).sum().backward()
-    optimizer.step()
-    if trial < 3:
-        kept.append(model)
-gc.disable()
-ring = [torch.distributed.group.WORLD]
-ring.append(ring)
-del ring
-"""
-
-
-def test_no_thread_of_gloo_is_left() -> None:
-    """A thread that frees the last tensor while the interpreter ends aborts the process."""
-    for name in ("fairscale", "deepspeed"):
-        pytest.importorskip(name)
-    port = free_port()
-    environs = [by_hand(rank, 2, port) | {"LOCAL_RANK": str(rank)} for rank in range(2)]
-    for result in scripts(PROGRAM, *environs):
-        assert "left: 0" in result.stdout, result.stdout + result.stderr
+    for message in run(2, drop_on_one_rank):
+        assert "dropped on rank 0" in message

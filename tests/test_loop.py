@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accel
 from tests.distributed import run
-from tests.models import distance
+from tests.models import adamw, distance, rows
 
 STEPS = 5
 
@@ -59,8 +60,7 @@ class Setting:
     share: Callable[[torch.Tensor], torch.Tensor]
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+        x, y = rows(step, 16, 9).split([6, 3], 1)
         return self.share(x), self.share(y)
 
 
@@ -99,14 +99,13 @@ def gradients_assigned(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
         p.grad = g
 
 
-def checkpointing(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    s.model.checkpointing = False
+def checkpointing(s: Setting, x: torch.Tensor, y: torch.Tensor, reentrant: bool = False) -> None:
+    s.model.checkpointing = reentrant
     F.mse_loss(s.model(x.requires_grad_(True)), y).backward()
 
 
 def checkpointing_reentrant(s: Setting, x: torch.Tensor, y: torch.Tensor) -> None:
-    s.model.checkpointing = True
-    F.mse_loss(s.model(x.requires_grad_(True)), y).backward()
+    checkpointing(s, x, y, reentrant=True)
 
 
 # -- whole loops --------------------------------------------------------------------------------------------------------
@@ -159,16 +158,8 @@ def lbfgs(s: Setting) -> None:
     closure(Setting(s.model, s.raw, optimizer, s.share))
 
 
-LOSSES = (
-    raw_module,
-    submodule_before,
-    method_with_forward,
-    gradient_penalty,
-    functional_call,
-    gradients_assigned,
-    checkpointing,
-    checkpointing_reentrant,
-)
+LOSSES = (raw_module, submodule_before, method_with_forward, gradient_penalty, functional_call)
+LOSSES += (gradients_assigned, checkpointing, checkpointing_reentrant)  # type: ignore[assignment]
 LOOPS = (never_zeroed, hidden_state, optimizer_not_given_to_setup, closure, lbfgs)
 BACKENDS = {
     "default": accel.DDP(),
@@ -196,20 +187,15 @@ def play(pattern: Any, setting: Setting) -> None:
         setting.optimizer.step()
 
 
-def start() -> tuple[Net, torch.optim.Optimizer]:
-    torch.manual_seed(3)
-    net = Net()
-    return net, torch.optim.AdamW(net.parameters(), lr=0.02)
-
-
 def compare(pattern: Any, backend: Any) -> float:
-    reference, optimizer = start()
-    play(pattern, Setting(reference, reference, optimizer, torch.clone))
-    assert distance(reference, start()[0]) > 0
-    net, optimizer = start()
-    model, handle, _ = accel.setup(net, optimizer, backend=backend)
+    torch.manual_seed(3)
+    initial = Net()
+    reference, net = copy.deepcopy(initial), copy.deepcopy(initial)
+    play(pattern, Setting(reference, reference, adamw(reference), torch.clone))
+    assert distance(reference, initial) > 0
+    model, optimizer, _ = accel.setup(net, adamw(net), backend=backend)
     place = accel.data_parallel_place(model)
-    play(pattern, Setting(model, net, handle, lambda t: t.chunk(place.world_size)[place.rank].clone()))
+    play(pattern, Setting(model, net, optimizer, lambda t: t.chunk(place.world_size)[place.rank].clone()))
     accel.teardown(model)
     return distance(net, reference)
 

@@ -1,27 +1,31 @@
-"""The memory report: predictions, and the storages that engines really allocate."""
+"""The memory report, its predictions and the storages that engines really allocate; and other texts about a model."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import accel
 from accel.__main__ import main
 from accel.engines import resolve
 from accel.engines.base.memory import MemoryUse, TensorSize
-from accel.memory import tensor_sizes
+from accel.memory import human, tensor_sizes
 from examples.big import gpt_70b
 from tests.backends import BACKENDS, engine_of, need
 from tests.distributed import run
 from tests.measured import measured
+from tests.models import logged
 from tests.programs import ROOT
 
 OPTIMIZERS: dict[str, Any] = {
@@ -109,13 +113,6 @@ def test_predictions_in_units_of_the_parameters(options: Any, world: int, units:
     assert use.total == N * sum(units) + 12 + use.buckets
 
 
-def test_uneven_shards_of_fsdp_are_padded() -> None:
-    matrix = TensorSize(name="w", shape=(5, 3), itemsize=4, trainable=True, state_bytes=5 * 3 * 4)
-    scalar = TensorSize(name="s", shape=(), itemsize=4, state_bytes=4)
-    use = predict(accel.FSDP(), [matrix, scalar], 4)
-    assert (use.parameters, use.gradients, use.optimizer_state) == (2 * 12 + 4, 2 * 12, 2 * 12 + 4)
-
-
 class Net(nn.Sequential):
     """Weights above and below the size that ZeRO-3 shards, some of them frozen."""
 
@@ -186,9 +183,66 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     small = ["memory", "accel_test_models:small", "--ranks", "3", "--no-plot", "--optimizer", "rmsprop"]
     assert main(small) == 0
-    header, *rows = capsys.readouterr().out.splitlines()[1:]
-    assert header.split() == ["ranks", "backend", "parameters", "gradients", "optimizer", "buffers", "buckets", "total"]
+    rows = capsys.readouterr().out.splitlines()
     row = next(line for line in rows if " ddp " in line)
     assert " ".join(row.split()) == "3 ddp 3.8 MiB 3.8 MiB 3.8 MiB 0.0 B 3.8 MiB 15.3 MiB"
     assert main(["memory", "accel_test_models:values", "--no-plot"]) == 1
     assert "raised RuntimeError on the meta device" in capsys.readouterr().err
+
+
+# -- the summary, and the lines of setup --------------------------------------------------------------------------------
+
+DATA = TensorDataset(torch.zeros(64, 2))
+
+
+def summarise() -> str:
+    model = nn.Sequential(nn.Linear(100, 1000), nn.BatchNorm1d(1000))
+    model[0].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, _ = accel.setup(model, optimizer)
+    model(torch.ones(4, 100).to(accel.device())).sum().backward()
+    optimizer.step()
+    return accel.summary(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_summary(world: int) -> None:
+    for rank, text in enumerate(run(world, summarise)):
+        first, *lines = text.split("\n")
+        assert first == "Sequential"
+        rows = dict(line.strip().split(": ", 1) for line in lines)
+        assert rows["backend"].startswith(f"{'ddp' if world == 2 else 'single'}, world size {world} (")
+        assert rows["backend"].endswith(", 32-true")
+        assert rows["options"].startswith("DDP(" if world == 2 else "Single(")
+        # 100 * 1000 weights, 1000 of the bias, twice 1000 of the norm.
+        assert rows["parameters"] == "103,000 (102,000 trainable)"
+        assert rows["optimizers"] == "AdamW"
+        # 2 * 1000 + 1 buffers, of which one is int64, and two moments of trainable parameters.
+        weights, state = human((103_000 + 2000) * 4 + 8), human(2 * 102_000 * 4)
+        assert rows[f"on rank {rank}"] == f"weights and buffers {weights}, optimizer state {state}"
+
+
+def lines_of_setup() -> tuple[list[str], list[int], int]:
+    """Return the log of three setups, batch sizes, and the number of steps before rank 1 stops all."""
+    model, data, batches = nn.Linear(2, 2), DataLoader(DATA, 8), BatchSampler(SequentialSampler(range(64)), 5, False)
+    with logged(logging.INFO) as lines:
+        for _ in range(2):
+            accel.setup(model, None, [data, DataLoader(DATA, None)])
+        loader = accel.setup(model, torch.optim.SGD(model.parameters(), 0.1), data).dataloaders
+    own = DataLoader(DATA, batch_sampler=batches)
+    seen = accel.all_reduce(torch.tensor([len(next(iter(loader))[0])]), "sum").item()
+    steps = 0
+    while not accel.any_rank(np.bool_(accel.rank() == 1 and steps == 3)):
+        steps += 1
+    assert not accel.any_rank(torch.tensor(False))
+    return lines, [int(seen), *map(accel.effective_batch_size, (loader, data, own))], steps
+
+
+def test_setup_logs_once_on_rank_0() -> None:
+    first, second = run(2, lines_of_setup)
+    kind = accel.device().type
+    log = [f"Linear: backend ddp, 32-true, 2 x {kind}", "effective batch size: 8 x 2 ranks = 16"]
+    assert first == (log, [16, 16, 16, 10], 3)
+    assert second == ([], [16, 16, 16, 10], 3)
+    with pytest.raises(accel.LoaderError, match="has no batch_size"):
+        accel.effective_batch_size(DataLoader(DATA, None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 import accel
 from tests.interpreters import executable
-from tests.programs import ROOT
+from tests.programs import ROOT, clean_environ
 
 PAGE = ROOT / "docs/migrating.md"
 PACKAGES = {"Raw DistributedDataParallel": "torch", "Accelerate": "accelerate", "Fabric": "lightning_fabric"}
@@ -38,14 +37,8 @@ SAME = {
     "Accelerate": """
 
 from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import set_seed
 
 peer = Accelerator(cpu=True, gradient_accumulation_steps=2)
-x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
-
-
-def gather_for_metrics(prepare, gather):
-    return torch.cat([gather(batch) for batch in prepare(loader_of(11))])
 
 
 def split_by_peer():
@@ -81,27 +74,21 @@ def loader_of(count):
     return DataLoader(torch.arange(float(count)), batch_size=2)
 
 
-def by_accel(count, skipped=0):
-    loader = accel.setup(None, dataloaders=loader_of(count)).dataloaders
-    loader.skip(skipped)
-    return list(loader)
+def by_accel(count):
+    return accel.setup(None, dataloaders=loader_of(count)).dataloaders
 
 
+skipping, metrics, peer_metrics = by_accel(20), by_accel(11), peer.prepare(loader_of(11))
+skipping.skip(2)
 pairs = {
-    "prepare of a loader": (list(peer.prepare(loader_of(11))), by_accel(11)),
-    "skip_first_batches": (list(skip_first_batches(peer.prepare(loader_of(20)), 2)), by_accel(20, 2)),
+    "prepare of a loader": (list(peer.prepare(loader_of(11))), list(by_accel(11))),
+    "skip_first_batches": (list(skip_first_batches(peer.prepare(loader_of(20)), 2)), list(skipping)),
     "no_sync": (two_backwards(peer.prepare, peer.no_sync), two_backwards(accel.setup, accel.no_sync)),
-    "gather": (peer.gather(x), accel.all_gather(x)),
     "gather_for_metrics": (
-        gather_for_metrics(peer.prepare, peer.gather_for_metrics),
-        gather_for_metrics(lambda loader: accel.setup(None, dataloaders=loader).dataloaders, accel.gather_for_metrics),
+        torch.cat([peer.gather_for_metrics(batch) for batch in peer_metrics]),
+        torch.cat([accel.gather_for_metrics(batch) for batch in metrics]),
     ),
-    "reduce": (peer.reduce(x, reduction="mean"), accel.all_reduce(x, "mean")),
     "split_between_processes": (split_by_peer(), accel.split(list(range(6)))),
-    "set_seed of each": (
-        (set_seed(3, device_specific=True), torch.rand(3)),
-        (accel.seed(3, per_rank=True), torch.rand(3)),
-    ),
     "accumulate, clip_grad_norm_": (accumulated_by_peer(), accumulated_by_accel()),
 }
 """,
@@ -110,7 +97,6 @@ from lightning_fabric import Fabric
 
 peer = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
 peer.launch()
-x = torch.arange(6.0).reshape(3, 2) + 10 * accel.rank()
 
 
 def trained(setup, clip):
@@ -122,19 +108,7 @@ def trained(setup, clip):
     return norm, [p.detach() for p in net.parameters()]
 
 
-def gradient(gather):
-    y = (x + 1).requires_grad_()
-    gather(y).square().sum().backward()
-    return y.grad
-
-
 pairs = {
-    "all_gather": (peer.all_gather(x), accel.all_gather(x[None])),
-    "all_gather with gradients": (
-        gradient(lambda y: peer.all_gather(y, sync_grads=True)),
-        gradient(lambda y: accel.all_gather(y, gradients=True)),
-    ),
-    "all_reduce of a sum": (peer.all_reduce(x.clone(), reduce_op="sum"), accel.all_reduce(x)),
     "no_backward_sync": (
         two_backwards(peer.setup, peer.no_backward_sync),
         two_backwards(accel.setup, accel.no_sync),
@@ -143,8 +117,6 @@ pairs = {
         trained(peer.setup, lambda model, optimizer: peer.clip_gradients(model, optimizer, max_norm=0.1)),
         trained(accel.setup, lambda model, _: accel.clip_grad_norm_(model, 0.1)),
     ),
-    "all_reduce": (peer.all_reduce(x.clone()), accel.all_reduce(x, "mean")),
-    "broadcast": (peer.broadcast(x, src=1), accel.broadcast(x, src=1)),
 }
 """,
 }
@@ -164,30 +136,24 @@ if accel.is_main():
 """
 
 
-def blocks(text: str) -> list[tuple[str, str]]:
-    """Kind and source of the fenced blocks."""
-    return re.findall(r"^```(py|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
 def script_of(section: str) -> str:
     """The page's common lines, then the section before and after, and what both trained."""
     head, *sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     text = next(s for s in sections if s.startswith(f"{section}\n"))
-    (_, common), (before_kind, before), (after_kind, after) = blocks(head)[0], *blocks(text)
-    assert (before_kind, after_kind) == ("py", "python")
+    (common,) = re.findall(r"^```python\n(.*?)^```$", head, re.MULTILINE | re.DOTALL)
+    (before,), (after,) = (
+        re.findall(rf"^```{k}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for k in ("py", "python")
+    )
     rows = [SHARED, SAME[section], COMPARE] if section in SAME else []
     start, middle, end = "_nets = {'start': build()[0]}", "_nets['before'] = net", "_nets['after'] = net"
     return "\n".join([common, *rows, start, before, middle, after, end, REPORT])
 
 
-def section_of(name: str) -> str:
-    return PAGE.read_text(encoding="utf-8").partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-
-
 @pytest.mark.parametrize("section", SAME)
 def test_no_public_name_is_missing(section: str) -> None:
     owner = getattr(pytest.importorskip(PACKAGES[section]), {"Accelerate": "Accelerator"}.get(section, section))
-    tables = [line for line in section_of(section).splitlines() if line.startswith("|")]
+    text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    tables = [line for line in text.splitlines() if line.startswith("|")]
     code = " ".join(re.findall(r"`[^`]+`", "\n".join(tables)))
     names = [name for name in dir(owner) if not name.startswith("_")]
     assert len(names) > 30
@@ -213,8 +179,7 @@ def test_before_and_after_train_equally(section: str, tmp_path: Path) -> None:
         pytest.skip(f"{PACKAGES[section]} is not installed")
     script = tmp_path / "both.py"
     script.write_text(script_of(section))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("ACCEL_")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": executable()}
+    environment = clean_environ() | {"PYTHON_EXEC": executable()}
     command = [executable(), "-m", "accel", "run", "--processes", "2", str(script)]
     out = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, cwd=tmp_path)
     assert out.returncode == 0, out.stderr

@@ -36,10 +36,6 @@ def replicated() -> DataLoader[Any]:
     return DataLoader(loader().dataset, sampler=DistributedSampler(range(4), 2, 0))
 
 
-def step(optimizer: torch.optim.Optimizer) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
 def handles() -> Any:
     raw = net()
     return accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
@@ -48,7 +44,10 @@ def handles() -> Any:
 ANY: Any = accel
 #: What stands in the optimizer's place, and words of the OptimizerError.
 OPTIMIZER = [
-    (lambda: {"all": step(sgd())}, 'optimizers["all"] is a torch.optim.lr_scheduler.StepLR'),
+    (
+        lambda: {"all": torch.optim.lr_scheduler.StepLR(sgd(), 1)},
+        'optimizers["all"] is a torch.optim.lr_scheduler.StepLR',
+    ),
     (lambda: net().parameters(), "Pass a torch.optim.Optimizer"),
     (lambda: torch.optim.SGD, "optimizers is the class torch.optim.sgd.SGD"),
     (loader, "optimizers is a torch.utils.data.dataloader.DataLoader"),

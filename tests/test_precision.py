@@ -16,7 +16,7 @@ from accel.precision import all_finite
 from accel.registry import registry
 from tests.device_reads import DeviceReads
 from tests.distributed import run
-from tests.models import distance, mlp, rows, sgd
+from tests.models import adamw, distance, mlp, rows, sgd
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -51,17 +51,13 @@ class Net(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(
-    ("precision", "inside", "stored"),
-    [
-        ("32-true", torch.float32, torch.float32),
-        ("bf16-mixed", torch.bfloat16, torch.float32),
-        ("16-mixed", torch.float16, torch.float32),
-        ("bf16-true", torch.bfloat16, torch.bfloat16),
-        ("16-true", torch.float16, torch.float16),
-    ],
-)
-def test_dtypes(precision: str, inside: torch.dtype, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+INSIDE = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+def test_dtypes(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = INSIDE[precision.partition("-")[0]]
+    stored = inside if precision.endswith("true") else torch.float32
     monkeypatch.setenv("ACCEL_PRECISION", precision)
     raw = Net()
     model = accel.setup(raw).model
@@ -80,21 +76,19 @@ def test_dtypes(precision: str, inside: torch.dtype, stored: torch.dtype, monkey
 def test_bf16_true() -> None:
     """The same as a bf16 model in plain torch, with the state of earlier steps."""
     raw, reference = net(), net()
-    optimizer, plain = torch.optim.AdamW(raw.parameters(), lr=0.01), torch.optim.AdamW(reference.parameters(), lr=0.01)
+    optimizer, plain = adamw(raw), adamw(reference)
     for m, o in ((raw, optimizer), (reference, plain)):
         m(batch(0)).square().mean().backward()
         o.step()
-    model, handle, _ = accel.setup(raw, optimizer, precision="bf16-true")
+    model = accel.setup(raw, optimizer, precision="bf16-true").model
     assert optimizer.state[raw[0].weight]["exp_avg"].dtype is torch.bfloat16
     reference.bfloat16()
     plain.load_state_dict(plain.state_dict())
     for step in range(5):
-        handle.zero_grad()
-        model(batch(step)).square().mean().backward()
-        handle.step()
-        plain.zero_grad()
-        reference(batch(step).bfloat16()).float().square().mean().backward()
-        plain.step()
+        for m, o, x in ((model, optimizer, batch(step)), (reference, plain, batch(step).bfloat16())):
+            o.zero_grad()
+            m(x).float().square().mean().backward()
+            o.step()
     accel.teardown(model)
     assert {p.dtype for p in raw.parameters()} == {torch.bfloat16}
     assert not distance(raw, reference)
@@ -130,14 +124,9 @@ def fp16_distance(accumulation: int, clip: bool, set_to_none: bool) -> float:
     return distance(raw, reference)
 
 
-def all_distances() -> list[float]:
-    return [fp16_distance(1, False, True), fp16_distance(3, True, True), fp16_distance(2, False, False)]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_fp16_is_torch_with_a_scaler(world: int) -> None:
-    for distances in run(world, all_distances):
-        assert max(distances) < 2e-3, distances
+@pytest.mark.parametrize("case", [(1, False, True), (3, True, True), (2, False, False)])
+def test_fp16_is_torch_with_a_scaler(case: tuple[int, bool, bool]) -> None:
+    assert max(fp16_distance(*case), *run(2, fp16_distance, *case)) < 2e-3
 
 
 def plain_backward() -> None:
@@ -170,8 +159,7 @@ def overflow() -> None:
     """Only rank 0 overflows. All ranks skip, and so does an fp32 model before the fp16 one."""
     raws = nn.Linear(6, 6), net()
     first, first_optimizer, _ = accel.setup(raws[0], sgd(raws[0]))
-    second = torch.optim.AdamW(raws[1].parameters(), lr=0.01)
-    model, optimizer, _ = accel.setup(raws[1], second, precision="16-mixed")
+    model, optimizer, _ = accel.setup(raws[1], adamw(raws[1]), precision="16-mixed")
 
     def train(factor: float) -> None:
         optimizer.zero_grad()
@@ -200,8 +188,7 @@ def test_an_overflow_on_one_rank() -> None:
     run(2, overflow)
 
 
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_one_read_finds_an_overflow(bad: float) -> None:
+def test_one_read_finds_an_overflow() -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     optimizer = torch.optim.SGD([*parameters, nn.Parameter(torch.ones(0))], lr=0.1)
     for parameter in parameters[:3]:
@@ -209,8 +196,9 @@ def test_one_read_finds_an_overflow(bad: float) -> None:
     with DeviceReads() as reads:
         assert all_finite(optimizer)
     assert reads.places.total() == 1
-    parameters[1].grad = torch.tensor([1.0, bad, 1.0])
-    assert not all_finite(optimizer)
+    for bad in (float("inf"), -float("inf"), float("nan")):
+        parameters[1].grad = torch.tensor([1.0, bad, 1.0])
+        assert not all_finite(optimizer)
 
 
 def user_scaler(backend: str, precision: str) -> None:
@@ -240,12 +228,12 @@ def test_a_user_scaler_skips_steps(backend: str, precision: str) -> None:
     run(2, user_scaler, backend, precision)
 
 
-def joint_loss(precision: str) -> float:
+def joint_loss() -> float:
     """A GAN whose generator step also leaves gradients in the critic. Models of 32-true take part in its loss."""
     torch.manual_seed(0)
     raws = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
     plain = copy.deepcopy(raws)
-    kinds = (precision, precision, "32-true", "32-true")
+    kinds = ("16-mixed", "16-mixed", "32-true", "32-true")
     pairs: Any = [accel.setup(m, sgd(m), precision=k)[:2] for m, k in zip(raws, kinds, strict=True)]
     plain_pairs: Any = [(m, sgd(m)) for m in plain]
 
@@ -268,10 +256,8 @@ def joint_loss(precision: str) -> float:
     return max(distance(m, p) for m, p in zip(raws, plain, strict=True))
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("16-mixed", 5e-3), ("32-true", 1e-5)])
-def test_a_gan_beside_other_models(precision: str, tolerance: float) -> None:
-    assert joint_loss(precision) < tolerance
-    assert max(run(2, joint_loss, precision)) < tolerance
+def test_a_gan_beside_other_models() -> None:
+    assert max(joint_loss(), *run(2, joint_loss)) < 5e-3
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
@@ -290,42 +276,3 @@ def test_backward_takes_the_arguments_of_torch(precision: str) -> None:
     if precision == "16-mixed":
         with pytest.raises(accel.PrecisionError, match="loss scale"):
             accel.backward(model(batch(1)).square().mean(), create_graph=True)
-
-
-# -- 8 bits by torchao ---------------------------------------------------------------------------------------------------
-
-
-def wide() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Convert a model as docs/precision.md does. Without a GPU the 8 bits are emulated."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    model = nn.Sequential(*mlp(16, 32, 16, seed=0), nn.Linear(16, 3))
-    nn.init.constant_(model[3].weight, 0.1)
-    config, fits = Float8LinearConfig(emulate=True), lambda module, name: module.out_features % 16 == 0
-    convert_to_float8_training(model, config=config, module_filter_fn=fits)
-    assert [type(m).__name__ for m in model] == ["Float8Linear", "Tanh", "Float8Linear", "Linear"]
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def eight_bits() -> None:
-    """Train the weights of one process that takes the ranks' batches one by one."""
-    for backend in ("ddp", "fsdp"):
-        (raw, optimizer), (plain, reference) = wide(), wide()
-        model = accel.setup(raw, optimizer, backend=backend, precision="bf16-mixed").model
-        for step in range(3):
-            parts = rows(step, 8, 16).chunk(2)
-            model(parts[accel.rank()]).square().mean().backward()
-            for part in parts:
-                with torch.autocast("cpu", torch.bfloat16):
-                    y = plain(part)
-                (y.float().square().mean() / 2).backward()
-            for each in (optimizer, reference):
-                each.step()
-                each.zero_grad()
-        accel.teardown(model)
-        assert distance(raw, plain) < 1e-6
-
-
-def test_eight_bits_by_torchao() -> None:
-    pytest.importorskip("torchao")
-    run(2, eight_bits, timeout=240)

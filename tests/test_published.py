@@ -49,12 +49,10 @@ def classifier(setup: Setup) -> list[Any]:
 
 def dcgan(setup: Setup) -> list[Any]:
     """pytorch/examples dcgan: two backwards for one step of the critic, and a step through it."""
-    g: nn.Module = nn.Sequential(
-        nn.ConvTranspose2d(4, 4, 4), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 1, 1), nn.Tanh()
-    )
-    d: nn.Module = nn.Sequential(
-        nn.Conv2d(1, 4, 3, 2, 1), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(16, 1), nn.Sigmoid()
-    )
+    up, norm = nn.ConvTranspose2d(4, 4, 4), nn.GroupNorm(2, 4)
+    g: nn.Module = nn.Sequential(up, norm, nn.ReLU(), nn.Conv2d(4, 1, 1), nn.Tanh())
+    down, last = nn.Conv2d(1, 4, 3, 2, 1), nn.Linear(16, 1)
+    d: nn.Module = nn.Sequential(down, nn.LeakyReLU(0.2), nn.Flatten(), last, nn.Sigmoid())
     critic, critic_optimizer = setup(d, torch.optim.Adam(d.parameters(), lr=1e-3, betas=(0.5, 0.999), eps=1e-3))
     generator, optimizer = setup(g, torch.optim.Adam(g.parameters(), lr=1e-3, betas=(0.5, 0.999), eps=1e-3))
     loss = nn.BCELoss()
@@ -186,22 +184,17 @@ PROGRAMS = [classifier, dcgan, language_model, nano_gpt, vae]
 
 
 def trained(program: Callable[[Setup], list[Any]], backend: Any) -> list[dict[str, torch.Tensor]]:
+    """Return the weights of a run in plain torch if there is no backend."""
     torch.manual_seed(0)
-
-    def setup(model: Any, optimizer: Any) -> tuple[Any, Any]:
-        return accel.setup(model, optimizer, backend=backend)[:2]
-
-    return [accel.full_state_dict(model) for model in program(setup)]
-
-
-def trained_raw(program: Callable[[Setup], list[Any]]) -> list[dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    return [model.state_dict() for model in program(lambda model, optimizer: (model, optimizer))]
+    if not backend:
+        return [model.state_dict() for model in program(lambda model, optimizer: (model, optimizer))]
+    models = program(lambda model, optimizer: accel.setup(model, optimizer, backend=backend)[:2])
+    return [accel.full_state_dict(model) for model in models]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_equals_one_process(program: Callable[[Setup], list[Any]]) -> None:
-    expected = run(1, trained_raw, program)[0]
+    expected = run(1, trained, program, "")[0]
     for backend in ("ddp", "fsdp", "deepspeed:1", "deepspeed:3"):
         need(backend)
         for weights in run(2, trained, program, backend):

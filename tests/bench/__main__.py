@@ -19,17 +19,17 @@ os.environ["PYTHONWARNINGS"] = "ignore"
 os.environ["DS_ACCELERATOR"] = "cpu"
 warnings.filterwarnings("ignore")
 
-from . import checkpoints, costs, during, fsdp, loops, memory, pipeline, report  # noqa: E402, I001
-from . import restart, rivals, scale, sharded, zero  # noqa: E402
+from . import checkpoints, costs, memory, report  # noqa: E402, I001
+from . import restart, rivals, scale, training  # noqa: E402
 from .section import Section  # noqa: E402
 
-ALL = [loops.SINGLE, loops.DDP, costs.SECTION, fsdp.SECTION, sharded.SECTION, zero.SECTION]
-ALL += [checkpoints.SECTION, during.SECTION, scale.SECTION, restart.SECTION]
-ALL += [memory.SECTION, pipeline.SECTION, rivals.SECTION]
+ALL = [training.SINGLE, training.DDP, costs.SECTION, training.FSDP, training.SHARDED, training.DEEPSPEED]
+ALL += [checkpoints.SECTION, checkpoints.DURING, scale.SECTION, restart.SECTION]
+ALL += [memory.SECTION, memory.PIPELINE, rivals.SECTION]
 
 
 def measure(section: Section, quick: bool) -> bool:
-    """Measure a section and print it. Unless it was a try, keep it and put it on the page. Return whether it worked."""
+    """Measure a section and print it. Unless it was a try, keep it and put it on the page. Return whether it failed."""
     print(f"{section.name}: measuring", flush=True)
     start = time.perf_counter()
     try:
@@ -37,11 +37,11 @@ def measure(section: Section, quick: bool) -> bool:
         print(report.text(section, record), flush=True)
     except Exception:
         traceback.print_exc()
-        return False
+        return True
     if not quick:
         report.keep(section, record)
         report.write(ALL, [section.name])
-    return True
+    return False
 
 
 def main() -> None:
@@ -52,13 +52,12 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="measure nothing: the page from the last figures")
     arguments = parser.parse_args()
     only = arguments.only.split(",")
-    unknown = [name for name in only if name not in names]
-    if unknown:
-        parser.error(f"no section {', '.join(unknown)}: expected some of {', '.join(names)}")
+    if not set(only) <= set(names):
+        parser.error(f"expected some of {', '.join(names)}")
     if arguments.render:
         report.write(ALL, only)
         return
-    failed = [section.name for section in ALL if section.name in only and not measure(section, arguments.quick)]
+    failed = [section.name for section in ALL if section.name in only and measure(section, arguments.quick)]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -40,45 +40,16 @@ class Counter:
         self.value = state["value"]
 
 
-class Raw:
-    """One process in plain torch. ``sharded`` asks for FSDP2."""
+State = dict[str, Any]
+
+
+class Torch:
+    """Plain torch on one process or several. ``sharded`` asks for FSDP2."""
 
     backward: Callable[..., Any] = staticmethod(torch.Tensor.backward)
 
     def __init__(self, sharded: bool = False) -> None:
         self.sharded = sharded
-
-    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        return model, optimizer
-
-    def evaluation(self, model: Any) -> Any:
-        return model
-
-    def schedule(self, scheduler: Any) -> Any:
-        return scheduler
-
-    def inner(self, model: Any) -> Any:
-        """Give the model with its submodules to the loop."""
-        return model
-
-
-class Accel(Raw):
-    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
-        backend = accel.FSDP(wrap=(nn.Linear,)) if self.sharded else "auto"
-        return accel.setup(model, optimizer, backend=backend, devices="cpu")[:2]
-
-    def evaluation(self, model: Any) -> Any:
-        return accel.setup(model, devices="cpu").model
-
-    def save(self, folder: Path, model: Any, optimizer: Any) -> None:
-        accel.save({"model": model, "optimizer": optimizer, "counter": Counter()}, folder)
-
-    def load(self, folder: Path, model: Any, optimizer: Any) -> None:
-        accel.load(folder, {"model": model, "optimizer": optimizer, "counter": Counter()})
-
-
-class RawDDP(Raw):
-    """Several processes in plain torch."""
 
     def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         if self.sharded:
@@ -87,20 +58,34 @@ class RawDDP(Raw):
             return model, type(optimizer)(model.parameters(), lr=optimizer.defaults["lr"])
         return (DistributedDataParallel(model) if dist.is_initialized() else model), optimizer
 
-    def inner(self, model: Any) -> Any:
-        return getattr(model, "module", model)
+    def evaluation(self, model: Any) -> Any:
+        return model
 
-    def save(self, folder: Path, model: Any, optimizer: Any) -> None:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(state, folder / "state.ckpt")
+    def save(self, folder: Path, state: State) -> None:
+        torch.save({name: each.state_dict() for name, each in state.items()}, folder / "state.ckpt")
 
-    def load(self, folder: Path, model: Any, optimizer: Any) -> None:
-        state = torch.load(folder / "state.ckpt", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    def load(self, folder: Path, state: State) -> None:
+        saved = torch.load(folder / "state.ckpt", weights_only=True)
+        for name, each in state.items():
+            each.load_state_dict(saved[name])
 
 
-class Accelerate(Raw):
+class Accel(Torch):
+    def setup(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        backend = accel.FSDP(wrap=(nn.Linear,)) if self.sharded else "auto"
+        return accel.setup(model, optimizer, backend=backend, devices="cpu")[:2]
+
+    def evaluation(self, model: Any) -> Any:
+        return accel.setup(model, devices="cpu").model
+
+    def save(self, folder: Path, state: State) -> None:
+        accel.save(state, folder)
+
+    def load(self, folder: Path, state: State) -> None:
+        accel.load(folder, state)
+
+
+class Accelerate(Torch):
     def __init__(self, sharded: bool = False) -> None:
         from accelerate import Accelerator
 
@@ -108,20 +93,19 @@ class Accelerate(Raw):
             raise NotImplementedError("Accelerate has no FSDP on CPU: given its plugin, it silently takes DDP")
         self.library = Accelerator(cpu=True)
         self.library.register_for_checkpointing(Counter())
-        self.backward, self.schedule = self.library.backward, self.library.prepare
-        self.setup, self.inner = self.library.prepare, self.library.unwrap_model
+        self.backward, self.setup = self.library.backward, self.library.prepare
 
     def evaluation(self, model: Any) -> Any:
         return self.library.prepare_model(model, evaluation_mode=True)
 
-    def save(self, folder: Path, model: Any, optimizer: Any) -> None:
+    def save(self, folder: Path, state: State) -> None:
         self.library.save_state(str(folder))
 
-    def load(self, folder: Path, model: Any, optimizer: Any) -> None:
+    def load(self, folder: Path, state: State) -> None:
         self.library.load_state(str(folder))
 
 
-class Fabric(Raw):
+class Fabric(Torch):
     def __init__(self, sharded: bool = False) -> None:
         from lightning_fabric import Fabric
         from lightning_fabric.strategies import ModelParallelStrategy
@@ -145,11 +129,11 @@ class Fabric(Raw):
         optimizer = type(optimizer)(model.parameters(), lr=optimizer.defaults["lr"])
         return model, self.library.setup_optimizers(optimizer)
 
-    def save(self, folder: Path, model: Any, optimizer: Any) -> None:
-        self.library.save(folder / "state.ckpt", {"model": model, "optimizer": optimizer, "counter": Counter()})
+    def save(self, folder: Path, state: State) -> None:
+        self.library.save(folder / "state.ckpt", state)
 
-    def load(self, folder: Path, model: Any, optimizer: Any) -> None:
-        self.library.load(folder / "state.ckpt", {"model": model, "optimizer": optimizer, "counter": Counter()})
+    def load(self, folder: Path, state: State) -> None:
+        self.library.load(folder / "state.ckpt", state)
 
 
 def _shard(model: nn.Module, mesh: Any) -> nn.Module:
@@ -158,10 +142,10 @@ def _shard(model: nn.Module, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-LIBRARIES: dict[str, type[Any]] = {"accel": Accel, "raw torch": RawDDP, "Accelerate": Accelerate, "Fabric": Fabric}
+LIBRARIES: dict[str, type[Any]] = {"accel": Accel, "raw torch": Torch, "Accelerate": Accelerate, "Fabric": Fabric}
 
 
-def plain_step(workload: Workload, model: Any, optimizer: Any, backward: Callable[[Any], Any] = Raw.backward) -> Step:
+def plain_step(workload: Workload, model: Any, optimizer: Any, backward: Callable[[Any], Any] = Torch.backward) -> Step:
     # Ranks with the same data would make accel warn.
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     inputs, targets = workload.batch()
@@ -180,11 +164,6 @@ def by_library(name: str, workload: Workload) -> Step:
     return plain_step(workload, *library.setup(*workload.build()), library.backward)
 
 
-def raw_ddp(workload: Workload, **settings: Any) -> Step:
-    model, optimizer = workload.build()
-    return plain_step(workload, DistributedDataParallel(model, **settings), optimizer)
-
-
-def by_accel(workload: Workload, backend: Any = "auto") -> Step:
+def by_accel(workload: Workload, backend: Any) -> tuple[Any, Any]:
     handles = accel.setup(*workload.build(), backend=backend, devices="cpu")
-    return plain_step(workload, handles.model, handles.optimizers)
+    return handles.model, handles.optimizers

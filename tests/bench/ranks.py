@@ -1,11 +1,10 @@
-"""Runs a function in fresh processes, as the only one or as the ranks of a gloo group, and reads their memory."""
+"""Runs a function in fresh processes, as the only one or as the ranks of a gloo group."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tests.distributed import outcomes
@@ -53,15 +52,3 @@ def attempt(data: Data, name: str, world: int, fn: Callable[..., Any], *args: An
 def scratch() -> tempfile.TemporaryDirectory[str]:
     """A folder for files of a benchmark, in ``ACCEL_BENCH_DIR`` if it is set."""
     return tempfile.TemporaryDirectory(prefix="accel-bench-", dir=os.environ.get("ACCEL_BENCH_DIR"))
-
-
-def status(key: str) -> int:
-    """Return bytes of this process, as the kernel counts them: ``VmRSS``, ``VmHWM`` or ``RssAnon``."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
-
-
-def restart_peak() -> int:
-    """Let ``VmHWM`` count from now on, and return the resident bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")

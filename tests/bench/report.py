@@ -23,23 +23,17 @@ HEAD = ("target", "limit", "figure", "verdict")
 KINDS = ("met", "not decided", "missed", "not measured")
 
 
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        named = re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)
-        model = named[1] if named else model
-    return f"{os.cpu_count()} cores, {model}, torch {torch.__version__}"
-
-
 def taken(data: Data, seconds: float) -> Data:
     """Add place, time and duration to the figures of a section."""
-    return {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds), "data": data}
+    named = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model = named[1] if named else platform.machine()
+    machine = f"{os.cpu_count()} cores, {model}, torch {torch.__version__}"
+    return {"machine": machine, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds), "data": data}
 
 
 def keep(section: Section, record: Data) -> None:
     KEPT.mkdir(parents=True, exist_ok=True)
-    (KEPT / f"{section.name}.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    (KEPT / f"{section.name}.json").write_text(json.dumps(record, indent=1))
 
 
 def text(section: Section, record: Data) -> str:
@@ -80,12 +74,10 @@ def write(sections: Sequence[Section], again: Sequence[str]) -> None:
     page = PAGE.read_text(encoding="utf-8")
     for section in sections:
         kept = KEPT / f"{section.name}.json"
-        if section.name not in again or not kept.exists():
-            continue
-        record = json.loads(kept.read_text(encoding="utf-8"))
-        page = _put(page, section.name, text(section, record))
-        panels = section.draw(record["data"])
-        if panels:
-            picture.draw(panels, PICTURES / f"{section.name}.png")
+        if section.name in again and kept.exists():
+            record = json.loads(kept.read_text())
+            page = _put(page, section.name, text(section, record))
+            if panels := section.draw(record["data"]):
+                picture.draw(panels, PICTURES / f"{section.name}.png")
     page = _put(page, "targets", table(["section", *KINDS], [_counted(section, page) for section in sections]))
     PAGE.write_text(page, encoding="utf-8")

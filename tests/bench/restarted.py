@@ -79,22 +79,6 @@ def raw_ddp(blocks: int, folder: Path) -> Job:
     return model, optimizer, loader, save
 
 
-def read_bytes(sizes: list[int], path: Path) -> float:
-    """Return the seconds to read as many bytes as this rank has loaded from files into new memory."""
-    files = [os.open(file, os.O_RDONLY) for file in path.iterdir() if file.is_file()]
-    spots = [(fd, at) for fd in files for at in range(0, os.fstat(fd).st_size, 8 << 20)]
-    dist.barrier()
-    begin, number, memory = time.perf_counter(), dist.get_rank(), []
-    for size in sizes:
-        view = memoryview(torch.empty(size, dtype=torch.uint8).numpy())
-        memory.append(view)
-        for at in range(0, size, 8 << 20):
-            fd, offset = spots[number % len(spots)]
-            os.preadv(fd, [view[at : at + (8 << 20)]], offset)
-            number += 1
-    return time.perf_counter() - begin
-
-
 def main() -> None:
     contender, blocks, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
@@ -106,19 +90,13 @@ def main() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         mark("step")
+        notes.write_text(json.dumps(MARKS))
         if attempt:
             break
         if step == SAVED_AT:
             save()
         if step == KILLED_AT and rank == 1:
-            notes.write_text(json.dumps(MARKS))
             os.kill(os.getpid(), signal.SIGKILL)
-    sizes = []
-    for tensor in [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        sizes.append(local.numel() * local.element_size())
-    MARKS["bytes"] = read_bytes(sizes, folder / "saved")
-    notes.write_text(json.dumps(MARKS))
 
 
 if __name__ == "__main__":

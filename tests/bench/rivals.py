@@ -19,12 +19,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .contenders import LIBRARIES, Raw, installed_rivals
-from .loops import makers
-from .pipeline import give_back
-from .ranks import run, scratch, status
+from tests.measured import status
+
+from .contenders import LIBRARIES, Counter, Torch, installed_rivals
+from .memory import give_back
+from .ranks import run, scratch
 from .section import Data, Panel, Section, Verdict, brief, judged, table
-from .steps import Comparison, compare, rows_of
+from .steps import compare, rows_of
+from .training import library_table
 from .workloads import TINY
 
 RIGHT, WRONG = "right", "**silently wrong**"
@@ -52,9 +54,7 @@ class Program:
     forwards: int = 1
     backwards: int = 1
     trained: tuple[bool, ...] = (True,)
-    submodules: bool = False
     evaluated: bool = False
-    scheduled: bool = False
     sharded: bool = False
 
     def run(self, library: Any) -> list[float]:
@@ -70,14 +70,11 @@ class Program:
             with torch.no_grad():
                 library.evaluation(raw)(torch.zeros(2, 8))
         model, optimizer = library.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-        scheduler = library.schedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)) if self.scheduled else None
         batches = torch.Generator().manual_seed(1)
 
         def loss() -> torch.Tensor:
             x = torch.randn(8, 8, generator=batches).chunk(world)[rank]
-            inner = library.inner(model)
-            out = inner.head(inner.body(x).tanh()) if self.submodules else model(x)
-            return F.mse_loss(out, x[:, :4].sin())
+            return F.mse_loss(model(x), x[:, :4].sin())
 
         for trained in self.trained:
             raw.body.requires_grad_(trained)
@@ -89,19 +86,15 @@ class Program:
                         library.backward(one, retain_graph=True)
                     library.backward(one)
                 optimizer.step()
-                if scheduler is not None:
-                    scheduler.step()
         return _weights(model if self.sharded else raw)
 
 
 PROGRAMS = (
     Program("two forwards, then two backwards, then a step", forwards=2),
     Program("a second backward of one graph (`retain_graph`)", backwards=2),
-    Program("submodules called by the loop", submodules=True),
     Program("a layer frozen and thawed in training", trained=(True, False, True)),
     Program("a layer frozen at setup, thawed later", trained=(False, True)),
     Program("set up for evaluation, then for training", evaluated=True),
-    Program("a learning rate schedule", scheduled=True),
     Program("FSDP2, ranks that start from different weights", sharded=True),
 )
 
@@ -123,7 +116,7 @@ def _on_rank(program: Program, name: str) -> list[float] | str:
 
 
 def _trained(program: Program, name: str) -> str:
-    reference = torch.tensor(program.run(Raw()))
+    reference = torch.tensor(program.run(Torch()))
     try:
         ranks = run(2, _on_rank, program, name, seconds=120)
     except RuntimeError as error:
@@ -144,29 +137,30 @@ class Saved:
         self.library, self.folder = LIBRARIES[name](), folder
         raw = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         self.model, self.optimizer = self.library.setup(model, raw)
+        self.state = {"model": self.model, "optimizer": self.optimizer, "counter": Counter()}
         self.library.backward(self.model(torch.randn(4, size)).sum())
         self.optimizer.step()
         self.save()
 
     def save(self) -> None:
-        self.library.save(self.folder, self.model, self.optimizer)
+        self.library.save(self.folder, self.state)
 
     def load(self) -> None:
-        self.library.load(self.folder, self.model, self.optimizer)
+        self.library.load(self.folder, self.state)
 
     def files(self) -> list[Path]:
         return sorted(path for path in self.folder.rglob("*") if path.is_file())
 
+    def tensors(self) -> list[torch.Tensor]:
+        momentum = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        return [*(p.detach() for p in self.model.parameters()), *momentum]
+
     def values(self) -> list[float]:
-        momentum = [state["momentum_buffer"].flatten() for state in self.optimizer.state.values()]
-        return _weights(self.model) + torch.cat(momentum).tolist()
+        return torch.cat([t.flatten() for t in self.tensors()]).tolist()
 
     def fill(self, value: float) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.fill_(value)
-            for state in self.optimizer.state.values():
-                state["momentum_buffer"].fill_(value)
+        for tensor in self.tensors():
+            tensor.fill_(value)
 
 
 def flipped(name: str, folder: Path) -> str:
@@ -228,10 +222,8 @@ def killed(name: str, folder: Path) -> str:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         found.append(_loaded(saved))
-    counts = Count(found)
-    if set(counts) <= {"old", "new"}:
-        return f"{RIGHT}: old or new, whole"
-    return ", ".join(f"{answer} {count} of {KILLS}" for answer, count in counts.items() if answer not in ("old", "new"))
+    bad = Count(answer for answer in found if answer not in ("old", "new"))
+    return ", ".join(f"{answer} {count} of {KILLS}" for answer, count in bad.items()) or f"{RIGHT}: old or new, whole"
 
 
 def _loaded(saved: Saved) -> str:
@@ -291,9 +283,7 @@ def _measure(quick: bool) -> Data:
     for title in CHECKPOINTS:
         answers[title] = {name: run(1, _checkpoint, title, name)[0] for name in names}
     memory = {name: [_fullest(name, sharded) for sharded in (False, True)] for name in names}
-    steps = {
-        title: Comparison(title, world, makers, (TINY, world), repeat=TINY.steps) for title, world in STEPS.items()
-    }
+    steps = {title: library_table(TINY, world) for title, world in STEPS.items()}
     return {"answers": answers, "memory": memory, **compare(steps, 2.0 if quick else 20.0)}
 
 

@@ -79,9 +79,5 @@ def brief(error: BaseException | str) -> str:
         error = f"{type(error).__name__}: {error}"
     # Of a traceback, only the raised error begins at the margin.
     raised = [line for line in error.splitlines() if line[:1].strip() and not line.startswith("Traceback")]
-    is_traceback = "Traceback" in error
-    line = "no message"
-    if raised:
-        line = raised[-1] if is_traceback else raised[0]
-    line = line.strip().replace("|", "/")
-    return line if len(line) <= 160 else f"{line[:157]}..."
+    line = (raised or ["no message"])[-1 if "Traceback" in error else 0]
+    return line.strip().replace("|", "/")[:160]

@@ -45,7 +45,7 @@ class Comparison:
     share: float = 1.0
 
 
-def agree(error: str) -> str:
+def _agree(error: str) -> str:
     """Return the first error of all ranks."""
     errors: list[Any] = [error]
     if dist.is_initialized():
@@ -64,14 +64,13 @@ def _take_turns(comparison: Comparison, seconds: float) -> tuple[dict[str, Times
     for name, make in makers.items():
         error = ""
         try:
-            contender = Contender(name, make)
-            contender.block(3)
+            running[name] = Contender(name, make)
+            running[name].block(3)
         except Exception as problem:
             error = brief(problem)
-        if error := agree(error):
+        if error := _agree(error):
             failed[name] = error
-        else:
-            running[name] = contender
+            running.pop(name, None)
     if first not in running:
         raise RuntimeError(failed[first])
     return interleave(list(running.values()), seconds, comparison.repeat), failed
@@ -103,14 +102,15 @@ def rows_of(data: Data, key: str) -> Rows:
 def tell(data: Data) -> list[str]:
     """Give each table under its title, in microseconds."""
     parts = []
-    for key, found in data["tables"].items():
+    head = ["", "wall", "cpu", "wall ratio", "cpu ratio", "thread over the first"]
+    for found in data["tables"].values():
         lines = []
-        for name, row in rows_of(data, key).items():
-            wall, cpu, thread = row["wall"], row["cpu"], row["thread"]
-            line = [name, f"{1e6 * wall['median']:.1f}", f"{1e6 * cpu['median']:.1f}", f"{wall['ratio']:.3f}"]
-            line += [f"{cpu['ratio']:.3f}", f"{1e6 * thread['over']:+.1f} ± {1e6 * thread['noise']:.1f}"]
-            lines.append(line)
-        head = ["", "wall", "cpu", "wall ratio", "cpu ratio", "thread over the first"]
+        for name, row in found["rows"].items():
+            medians = [f"{1e6 * row[clock]['median']:.1f}" for clock in ("wall", "cpu")]
+            ratios = [f"{row[clock]['ratio']:.3f}" for clock in ("wall", "cpu")]
+            thread = row["thread"]
+            over = f"{1e6 * thread['over']:+.1f} ± {1e6 * thread['noise']:.1f}"
+            lines.append([name, *medians, *ratios, over])
         parts += [f"### {found['title']}, {found['rounds']} rounds", table(head, lines)]
     return parts
 
@@ -130,7 +130,7 @@ def judge(comparisons: dict[str, Comparison], data: Data) -> Iterator[Verdict]:
                 yield judged(f"{target.title}, {clock}", ratio, target.limit, "{:.3f}", noise)
 
 
-def ratio_panel(data: Data, title: str, limit: float = 1.0) -> list[Panel]:
+def draw(title: str, data: Data) -> list[Panel]:
     """Draw the cpu time relative to the first contender, a group of bars for each table."""
     tables = {found["title"].partition(":")[0]: rows_of(data, key) for key, found in data["tables"].items()}
     names = dict.fromkeys(name for rows in tables.values() for name in rows)
@@ -138,17 +138,14 @@ def ratio_panel(data: Data, title: str, limit: float = 1.0) -> list[Panel]:
     for name in names:
         bars[name] = [rows[name]["cpu"]["ratio"] if name in rows else None for rows in tables.values()]
     first = next(iter(names), "")
-    return [Panel(title, f"cpu time of a step, multiple of {first}", list(tables), bars, limit)]
+    return [Panel(title, f"cpu time of a step, multiple of {first}", list(tables), bars, 1.0)]
 
 
 def section(name: str, title: str, comparisons: dict[str, Comparison], seconds: Sequence[float]) -> Section:
     """A section of comparisons alone. ``seconds`` are those of a table, in a short run and in a full one."""
     some = dict(list(comparisons.items())[::2])
-    return Section(
-        name,
-        title,
-        lambda quick: compare(some if quick else comparisons, seconds[0] if quick else seconds[1]),
-        tell,
-        partial(judge, comparisons),
-        lambda data: ratio_panel(data, title),
-    )
+
+    def measure(quick: bool) -> Data:
+        return compare(some, seconds[0]) if quick else compare(comparisons, seconds[1])
+
+    return Section(name, title, measure, tell, partial(judge, comparisons), partial(draw, title))

@@ -6,7 +6,6 @@ import gc
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Any
 
@@ -28,38 +27,36 @@ _PATCHED: tuple[tuple[Any, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class _Globals:
-    hooks: dict[Any, Any]
-    patched: list[Any]
+def _globals() -> list[Any]:
+    return [dict(_HOOKS), *(vars(owner).get(name) for owner, name in _PATCHED)]
 
-    @classmethod
-    def now(cls) -> _Globals:
-        return cls(dict(_HOOKS), [vars(owner).get(name) for owner, name in _PATCHED])
 
-    def restore(self) -> None:
-        _HOOKS.clear()
-        _HOOKS.update(self.hooks)
-        for (owner, name), value in zip(_PATCHED, self.patched, strict=True):
-            if vars(owner).get(name) is value:
-                continue
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+def _restore(state: list[Any]) -> None:
+    _HOOKS.clear()
+    _HOOKS.update(state[0])
+    for (owner, name), value in zip(_PATCHED, state[1:], strict=True):
+        if value is not None:
+            setattr(owner, name, value)
+        elif name in vars(owner):
+            delattr(owner, name)
 
 
 class Contender:
     """One way to do the same work: ``make`` builds it, and its result does the work once."""
 
     def __init__(self, name: str, make: Callable[[], Callable[[], Any]]) -> None:
-        self.name = name
-        before = _Globals.now()
+        self.name, self.globals = name, _globals()
+        self.act = self._alone(make)
+
+    def _alone(self, act: Callable[[], Any]) -> Any:
+        """Call a function with this contender's own changes of torch."""
+        before = _globals()
+        _restore(self.globals)
         try:
-            self.act = make()
-            self.globals = _Globals.now()
+            return act()
         finally:
-            before.restore()
+            self.globals = _globals()
+            _restore(before)
 
     def block(self, repeat: int) -> dict[str, float]:
         """Return the seconds of some runs, by clock."""
@@ -68,12 +65,8 @@ class Contender:
             for _ in range(repeat):
                 self.act()
 
-        before = _Globals.now()
-        self.globals.restore()
-        try:
-            return clocked(work)[0]
-        finally:
-            before.restore()
+        seconds: dict[str, float] = self._alone(lambda: clocked(work)[0])
+        return seconds
 
 
 def clocked(act: Callable[[], Any]) -> tuple[dict[str, float], Any]:
@@ -91,6 +84,12 @@ def note(times: Times, seconds: dict[str, float], units: int = 1) -> None:
 def _meet() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def turns(names: Sequence[str], number: int) -> list[str]:
+    """Return the names in the order of a round. Each round begins with another."""
+    start = number % len(names)
+    return [*names[start:], *names[:start]]
 
 
 def interleave(contenders: Sequence[Contender], seconds: float, repeat: int, units: int = 1) -> dict[str, Times]:
@@ -150,7 +149,7 @@ def summarise(times: dict[str, Times], base: str) -> Rows:
         rows[name] = {}
         for clock, values in clocks.items():
             pairs = list(zip(values, times[base][clock], strict=True))
-            differences = [a - b for a, b in pairs]
-            row = {"median": median(values), "ratio": median(a / b for a, b in pairs)}
-            rows[name][clock] = row | {"over": median(differences), "noise": _uncertainty(differences)}
+            over, ratio = [a - b for a, b in pairs], median(a / b for a, b in pairs)
+            row = {"median": median(values), "ratio": ratio, "over": median(over), "noise": _uncertainty(over)}
+            rows[name][clock] = row
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,62 +12,31 @@ from torch import nn
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
-from tests.gpu import gpus
+from tests.gpu import Pair, batch, gpus
 
 STAGES = (1, 2, 3)
 WIDTH = 1024
 
 
 def zero(stage: int, offload: bool = False, **config: Any) -> DeepSpeed:
-    return DeepSpeed(
-        stage=stage,
-        offload_optimizer=offload,
-        config={"zero_optimization": {"stage3_param_persistence_threshold": 0, **config}},
-    )
+    options = {"zero_optimization": {"stage3_param_persistence_threshold": 0, **config}}
+    return DeepSpeed(stage=stage, offload_optimizer=offload, config=options)
 
 
-def net(layers: int = 8) -> nn.Sequential:
+def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, **options)
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).to(accel.device())
-
-
-class Pair:
-    """The same model under accel, and plain on the batches of all ranks."""
-
-    def __init__(self, backend: Any, **options: Any) -> None:
-        accel.init()
-        self.raw, self.plain = net(), net().to(accel.device())
-        self.raw_optimizer, self.plain_optimizer = adamw(self.raw, **options), adamw(self.plain)
-        self.model, self.optimizer, _ = accel.setup(self.raw, self.raw_optimizer, backend=backend)
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            batches = [batch(step, rank) for rank in range(accel.world_size())]
-            self.plain_optimizer.zero_grad()
-            torch.stack([self.plain(x).square().mean() for x in batches]).mean().backward()
-            self.plain_optimizer.step()
-            self.optimizer.zero_grad()
-            self.model(batches[accel.rank()]).square().mean().backward()
-            self.optimizer.step()
-
-    def check(self) -> None:
-        full = accel.full_state_dict(self.model)
-        for name, value in self.plain.state_dict().items():
-            torch.testing.assert_close(full[name].to(value.device), value, rtol=0, atol=2e-4)
-
-
 def trained(backend: Any) -> None:
-    pair = Pair(backend)
-    pair.train(range(30))
-    pair.check()
+    pair = Pair(net, adamw, backend)
+    for step in range(30):
+        pair.step(step, 4)
+    assert pair.distance() < 2e-4
 
 
 @gpus(2)
@@ -87,26 +57,28 @@ def test_overlapped_reductions_are_exact(ranks: int, config: dict[str, Any]) -> 
 
 
 def fused(stage: int, offload: bool, directory: str) -> None:
-    pair = Pair(zero(stage, offload), fused=True)
-    pair.train(range(3))
+    pair, other = (Pair(net, partial(adamw, fused=True), zero(stage, offload)) for _ in range(2))
+    for step in range(3):
+        pair.step(step, 4)
     full = accel.full_state_dict(pair.optimizer)
     accel.save({"model": pair.model, "optimizer": pair.optimizer}, directory)
     pair.optimizer.load_state_dict(full)
-    pair.train(range(3, 5))
-    other = Pair(zero(stage, offload), fused=True)
+    for step in (3, 4):
+        pair.step(step, 4)
     accel.load(directory, {"model": other.model, "optimizer": other.optimizer})
     other.plain, other.plain_optimizer = pair.plain, pair.plain_optimizer
     other.model.load_state_dict({k: v.cpu() for k, v in accel.full_state_dict(pair.model).items()})
     other.optimizer.load_state_dict(accel.full_state_dict(pair.optimizer))
-    other.train(range(5, 7))
-    other.check()
+    for step in (5, 6):
+        other.step(step, 4)
+    assert other.distance() < 2e-4
     raw = accel.teardown(other.model)
     for model, optimizer in ((raw, other.raw_optimizer), (other.plain, other.plain_optimizer)):
         model.zero_grad()
-        model(batch(9, 0)).square().mean().backward()
+        model(batch(9, 0, 4, WIDTH)).square().mean().backward()
         optimizer.step()
-    for mine, theirs in zip(raw.parameters(), other.plain.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-4)
+    for p, q in zip(raw.parameters(), other.plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-4)
 
 
 @gpus(2)
