@@ -35,11 +35,12 @@ LAYOUTS = {"replicated": "ddp", "FSDP2": "fsdp"}
 BASES = {
     "save": "raw write and fsync",
     "load": "raw pread",
+    "load, cold": "raw pread",
     "verify": "raw pread of a share",
     "stall": "memcpy into reused buffers",
 }
 #: By group, the most of the first contender's time that accel may take.
-LIMITS = {"save": 1.1, "load": 1.15, "verify": 1.25, "stall": 1.15}
+LIMITS = {"save": 1.1, "load": 1.15, "load, cold": 1.15, "verify": 1.25, "stall": 1.15}
 
 
 def _trained(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -123,14 +124,27 @@ class Movers:
                 lambda: dcp.async_save(whole, checkpoint_id=dcp_background, process_group=self.group),
             ),
         }
+        contenders["load, cold"] = contenders["load"]
         named = contenders.items()
         return {group: dict(zip((BASES[group], "accel", "DCP"), acts, strict=False)) for group, acts in named}
 
 
-def _rounds(directory: str, backend: str, layers: int, rounds: int) -> dict[str, Any]:
+def _forget_files(directory: Path) -> None:
+    """Drop the files in a directory from the page cache."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def _rounds(directory: str, backend: str, layers: int, rounds: int, cold: bool) -> dict[str, Any]:
     """Return the times of this rank by group, and its bytes."""
     moving = Movers(directory, backend, layers)
     expected, contenders = moving.digest(), moving.acts()
+    if not cold:
+        del contenders["load, cold"]
     times: dict[str, dict[str, Times]] = {group: {} for group in contenders}
     for number in range(rounds + 1):
         for group, acts in contenders.items():
@@ -138,8 +152,11 @@ def _rounds(directory: str, backend: str, layers: int, rounds: int) -> dict[str,
                 if name == BASES["save"]:
                     # accel's files are new ones in each round.
                     moving.raw(moving.rank).unlink(missing_ok=True)
-                for tensor in moving.tensors if group == "load" else ():
+                loads = group.startswith("load")
+                for tensor in moving.tensors if loads else ():
                     tensor.zero_()
+                if accel.is_main() and group == "load, cold":
+                    _forget_files(moving.directory)
                 if accel.is_main() and group in ("save", "stall"):
                     os.sync()
                 accel.barrier()
@@ -148,7 +165,7 @@ def _rounds(directory: str, backend: str, layers: int, rounds: int) -> dict[str,
                     note(times[group].setdefault(name, {}), seconds)
                 if pending is not None and group == "stall":
                     pending.result()
-                if group == "load" and moving.digest() != expected:
+                if loads and moving.digest() != expected:
                     raise RuntimeError(f"{name} does not bring back the values that were saved")
     return {"times": times, "nbytes": moving.nbytes}
 
@@ -161,8 +178,8 @@ def _measure(quick: bool) -> Data:
         for layout, backend in LAYOUTS.items():
             where = f"{layout}, {place}"
             with tempfile.TemporaryDirectory(prefix="accel-bench-", dir=root) as directory:
-                ranks = attempt(data, where, WORLD, _rounds, directory, backend, layers, rounds)
-            for group in BASES if ranks else ():
+                ranks = attempt(data, where, WORLD, _rounds, directory, backend, layers, rounds, place == "disk")
+            for group in ranks[0]["times"] if ranks else ():
                 rows = summarise(over_ranks([rank["times"][group] for rank in ranks]), BASES[group])
                 found = {"nbytes": ranks[0]["nbytes"], "group": group, "where": where, "rows": rows}
                 data["tables"][f"{group}: {where}"] = found
