@@ -1,4 +1,4 @@
-"""``16-mixed`` where gradients or weights are divided: near to fp32, and an overflow on one rank skips the step on all."""
+"""``16-mixed`` over divided gradients or weights: near to fp32, and an overflow on one rank skips all ranks' step."""
 
 from __future__ import annotations
 
