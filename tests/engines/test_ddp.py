@@ -168,7 +168,7 @@ def freeze_on_one_rank() -> None:
         assert not distance(raw.state_dict(), before)
 
 
-def test_a_mask_that_differs_ends_every_rank() -> None:
+def test_different_masks_end_every_rank() -> None:
     first, second = outcomes(2, freeze_on_one_rank, breaks=True)
     assert "RankMismatchError" in first.error
     assert second.error
