@@ -156,7 +156,7 @@ def cells_of(backend: Any) -> list[Cell]:
 
 
 def in_pairs(cells: list[Cell], number: int = 2) -> list[Cell]:
-    """So many of the cells that each value of a setting is there, for one; meets each of another, for two; of two, for three."""
+    """Choose cells so that each combination of this many settings' values is there."""
 
     def groups(cell: Cell) -> set[Any]:
         settings = [(f.name, getattr(cell, f.name)) for f in fields(Cell) if f.name != "backend"]

@@ -71,12 +71,14 @@ def mixed() -> None:
         with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
             use()
     with torch.no_grad():
-        for silent in (lambda: weight.sum().item(), lambda: weight[0].zero_(), lambda: weight[:4].zero_()):
+        silents = [lambda: weight.sum().item(), lambda: weight[0].zero_(), lambda: weight[:4].zero_()]
+        silents += [lambda: weight.chunk(2)[0].zero_(), lambda: float(weight.norm())]
+        for silent in silents:
             with pytest.raises(accel.BackendError, match=r"Call tensor\.full_tensor\(\)"):
                 silent()
         weight[:, 1:].zero_()  # of a dimension that is not sharded
         assert not weight.full_tensor()[:, 1:].any()
 
 
-def test_full_tensors_and_shards_do_not_mix() -> None:
+def test_tensors_and_shards_never_mix() -> None:
     run(2, mixed)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
+from tests.backends import need
 from tests.distributed import run
 from tests.models import distance, rows
 
@@ -36,25 +37,25 @@ class Net(nn.Module):
         return out
 
 
-def _nothing(module: Any) -> Any:
+def nothing(module: Any) -> Any:
     return module
 
 
-def _whole(module: Any) -> Any:
+def whole(module: Any) -> Any:
     return torch.compile(module, backend="eager")
 
 
-def _in_place(module: Any) -> Any:
+def in_place(module: Any) -> Any:
     module.compile(backend="eager")
     return module
 
 
-def _block(module: Any) -> Any:
+def block(module: Any) -> Any:
     module.block.compile(backend="eager")
     return module
 
 
-def _exchanged_block(module: Any) -> Any:
+def exchanged_block(module: Any) -> Any:
     module.block = torch.compile(module.block, backend="eager")
     return module
 
@@ -78,42 +79,38 @@ def trained(backend: str, before: Callable[[Any], Any], after: Callable[[Any], A
     raw = Net()
     given = before(raw)
     model, optimizer, _ = accel.setup(given, torch.optim.AdamW(raw.parameters(), lr=0.01), backend=backend)
-    train(after(model), optimizer, graphs=int(before is not _nothing or after is not _nothing))
+    train(after(model), optimizer, graphs=int(before is not nothing or after is not nothing))
     accel.teardown(model)
-    assert (raw._compiled_call_impl is None) == (before is not _in_place)
+    assert (raw._compiled_call_impl is None) == (before is not in_place)
     return raw
 
 
 def compare(backend: str) -> None:
-    plain = trained(backend, _nothing, _nothing)
-    befores = [(way, _nothing) for way in (_whole, _in_place, _block, _exchanged_block)]
-    for before, after in [*befores, (_nothing, _in_place), (_nothing, _whole), (_nothing, _block)]:
+    plain = trained(backend, nothing, nothing)
+    befores = [(way, nothing) for way in (whole, in_place, block, exchanged_block)]
+    for before, after in [*befores, (nothing, in_place), (nothing, whole), (nothing, block)]:
         assert distance(trained(backend, before, after), plain) < 1e-5, (before, after)
 
 
 def wrapped_in_stage_3() -> None:
-    for way in (_whole, _exchanged_block):
-        with pytest.raises(
-            accel.BackendError, match=r"DeepSpeed stage 3 can't gather weights inside a torch\.compile wrapper"
-        ):
+    for way in (whole, exchanged_block):
+        with pytest.raises(accel.BackendError, match=r"can't gather weights inside a torch\.compile wrapper"):
             accel.setup(way(Net()), backend=accel.DeepSpeed(stage=3))
 
 
 def test_stage_3_raises_for_wrappers() -> None:
-    pytest.importorskip("deepspeed")
+    need("deepspeed", 2)
     run(2, wrapped_in_stage_3)
 
 
-@pytest.mark.parametrize(
-    ("backend", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("sharded", 2), ("horovod", 2), ("deepspeed", 2)]
-)
-def test_compiled_before_or_after_setup(backend: str, world: int) -> None:
-    if backend in ("sharded", "horovod", "deepspeed"):
-        pytest.importorskip({"sharded": "fairscale"}.get(backend, backend))
+@pytest.mark.parametrize("backend", ["single", "ddp", "fsdp", "sharded", "horovod", "deepspeed"])
+def test_compiled_before_or_after_setup(backend: str) -> None:
+    world = 1 if backend == "single" else 2
+    need(backend, world)
     run(world, compare, backend)
 
 
-def train_in_pieces(backend: Any, compiler: str = "eager", steps: bool = False) -> None:
+def train_in_pieces(backend: Any, compiler: str, steps: bool) -> None:
     """Compare a model that is compiled in several graphs with plain training. Nothing compiles again after step 2."""
     dynamo: Any = importlib.import_module("torch._dynamo")
     weights = []
@@ -135,19 +132,17 @@ def train_in_pieces(backend: Any, compiler: str = "eager", steps: bool = False) 
     assert distance(*weights) < 1e-6
 
 
-def test_stage_3_is_compiled_in_pieces() -> None:
-    pytest.importorskip("deepspeed")
-    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
-    run(2, train_in_pieces, accel.DeepSpeed(config=config))
+PLAN = {"first": ColwiseParallel(), "block.inner": RowwiseParallel()}
+ALL_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+PIECES: dict[str, tuple[Any, str, bool]] = {
+    "deepspeed": (accel.DeepSpeed(stage=3, config=ALL_SHARDED), "eager", False),
+    "fsdp": (accel.FSDP(tensor_parallel=2, plan=PLAN), "aot_eager", False),
+    "fsdp steps": (accel.FSDP(), "eager", True),
+    "sharded steps": (accel.Sharded(), "eager", True),
+}
 
 
-def test_sharded_layers_are_compiled() -> None:
-    plan = {"first": ColwiseParallel(), "block.inner": RowwiseParallel()}
-    run(2, train_in_pieces, accel.FSDP(tensor_parallel=2, plan=plan), "aot_eager")
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "sharded"])
-def test_compiled_steps(backend: str) -> None:
-    if backend == "sharded":
-        pytest.importorskip("fairscale")
-    run(2, train_in_pieces, backend, "eager", True)
+@pytest.mark.parametrize("name", PIECES)
+def test_several_graphs_compile_once(name: str) -> None:
+    need(name.partition(" ")[0], 2)
+    run(2, train_in_pieces, *PIECES[name])

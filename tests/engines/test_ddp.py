@@ -1,4 +1,4 @@
-"""What is special to ``ddp``: equality with the raw class, its options, no_sync, buffers, exceptions, uneven inputs."""
+"""What is special to ``ddp``: equality with the raw class, its options, uneven inputs, missing gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import backward as bound_early
 from torch.nn.parallel import DistributedDataParallel
 
 import accel
-from tests.distributed import run
-from tests.models import FailingBackward, equal_on_all_ranks, rows
+from tests.distributed import outcomes, refusals, run
+from tests.models import distance, equal_on_all_ranks, mlp, rows, sgd
 
 
 def net(bn: bool = False) -> nn.Sequential:
@@ -40,7 +41,7 @@ def train_beside_raw_ddp(bn: bool, accumulation: int, option: dict[str, Any]) ->
             o.zero_grad()
             for micro in range(accumulation):
                 with no_sync if micro < accumulation - 1 else contextlib.nullcontext():
-                    F.softplus(m(data(10 * step + micro, rank))).mean().backward()
+                    bound_early(F.softplus(m(data(10 * step + micro, rank))).mean())
             o.step()
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     same = all(torch.equal(p, q) for p, q in pairs)
@@ -85,140 +86,23 @@ def test_a_usual_step_makes_few_calls(bn: bool, most: int) -> None:
 
 
 def compressed(hook: str) -> float:
-    raw, plain = net(), net()
-    model, handle, _ = accel.setup(
-        raw,
-        torch.optim.SGD(raw.parameters(), lr=0.05),
-        backend=accel.DDP(comm_hook=hook, powersgd_rank=2 if hook == "powersgd" else 1),
-    )
-    reference, plain_handle, _ = accel.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+    raws = net(), net()
+    options = accel.DDP(comm_hook=hook, powersgd_rank=2 if hook == "powersgd" else 1)
+    pairs = [accel.setup(m, sgd(m), backend=b)[:2] for m, b in zip(raws, (options, "ddp"), strict=True)]
     for step in range(12):
-        for m, o in ((model, handle), (reference, plain_handle)):
-            o.zero_grad()
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
             x = data(step, accel.rank())
-            F.mse_loss(m(x), x[:, :2]).backward()
-            o.step()
-    assert equal_on_all_ranks(raw)
-    pairs = list(zip(raw.parameters(), plain.parameters(), strict=True))
-    return float(max((p - q).abs().max() for p, q in pairs))
+            F.mse_loss(model(x), x[:, :2]).backward()
+            optimizer.step()
+    assert equal_on_all_ranks(raws[0])
+    return distance(*raws)
 
 
 @pytest.mark.parametrize(("hook", "tolerance"), [("fp16", 2e-3), ("bf16", 1e-2), ("powersgd", 0.2)])
-def test_comm_hooks_compress_and_keep_the_ranks_equal(hook: str, tolerance: float) -> None:
+def test_comm_hooks_keep_ranks_equal(hook: str, tolerance: float) -> None:
     for worst in run(2, compressed, hook):
         assert 0.0 < worst < tolerance
-
-
-def refused_options() -> None:
-    options: list[dict[str, Any]] = [{"comm_hook": "x"}, {"bucket_cap_mb": 0}, {"powersgd_rank": 4}]
-    for wrong in options:
-        with pytest.raises(accel.BackendError, match=next(iter(wrong))):
-            accel.DDP(**wrong)
-    with pytest.raises(accel.BackendError, match="accelerator"):
-        accel.setup(net(bn=True), backend=accel.DDP(sync_batchnorm=True))
-    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(net(bn=True))
-    with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
-        accel.setup(synchronized, torch.optim.SGD(synchronized.parameters(), lr=0.1), backend="ddp")
-
-
-def test_options_are_checked() -> None:
-    run(2, refused_options)
-
-
-class Averages(nn.Module):
-    """Keeps statistics in a buffer that each forward replaces, and in a BatchNorm that only a method uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm = net(), nn.BatchNorm1d(2)
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int16))
-        self.register_buffer("wide", torch.full((1,), accel.rank()).expand(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-        self.count += int(accel.rank()) + 1
-        return self.loss(x)
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.inner(x)).square().mean()
-
-
-def replaced_buffers(backend: str) -> None:
-    raw = Averages()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=backend)
-    for step in range(4):
-        optimizer.zero_grad()
-        (model(data(step, accel.rank())) if step % 2 else model.loss(data(step, accel.rank()))).backward()
-        optimizer.step()
-        assert equal_on_all_ranks(raw)
-        if accel.is_main():  # samples of a GAN in training mode, or an evaluation
-            with torch.no_grad():
-                model.train(step < 2)(data(9, 0))
-            model.train()
-    assert raw.mean.abs().sum() > 0
-
-
-@pytest.mark.parametrize("backend", ["ddp", "sharded", "deepspeed:1", "deepspeed:2"])
-def test_buffers_are_those_of_rank_0(backend: str) -> None:
-    run(2, replaced_buffers, backend)
-
-
-class Moody(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.mood = net(), ""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.mood == "forward":
-            raise ValueError("forward")
-        y = self.inner(x)
-        if self.mood == "backward":
-            y.register_hook(lambda g: 1 / 0)
-        if self.mood == "late":
-            self.inner[0].weight.register_hook(self.late)
-        if self.mood == "last":
-            return self.inner(FailingBackward.apply(x.requires_grad_(True)))
-        return y
-
-    def late(self, gradient: torch.Tensor) -> None:
-        if self.mood == "late":
-            raise ZeroDivisionError
-
-
-def exceptions() -> None:
-    raw, other = Moody(), Moody()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
-    reference, ref_optimizer, _ = accel.setup(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    for step, mood in enumerate(["", "forward", "backward", "late", "last", "", "late", "last", ""]):
-        raw.mood = mood
-        optimizer.zero_grad()
-        if mood:
-            with pytest.raises((ValueError, ZeroDivisionError)):
-                model(data(step, accel.rank())).square().mean().backward()
-            continue
-        for m, o in ((model, optimizer), (reference, ref_optimizer)):
-            o.zero_grad()
-            m(data(step, accel.rank())).square().mean().backward()
-            o.step()
-    assert all(torch.equal(p, q) for p, q in zip(raw.parameters(), other.parameters(), strict=True))
-    assert equal_on_all_ranks(raw)
-    for mood in ("late", "last"):
-        raw.mood = mood
-        optimizer.zero_grad()
-        with pytest.raises(ZeroDivisionError):
-            model(data(0, accel.rank())).mean().backward()
-        raw.mood = ""
-        before = copy.deepcopy(raw.state_dict())
-        with pytest.raises(accel.BackendError, match="ended a backward of Moody"):
-            optimizer.step()
-        assert all(torch.equal(v, before[k]) for k, v in raw.state_dict().items())
-    assert accel.teardown(model) is raw
-    accel.setup(raw, optimizer)
-
-
-def test_an_exception_leaves_the_engine_usable() -> None:
-    run(2, exceptions)
 
 
 def uneven(bn: bool, first: int) -> None:
@@ -242,5 +126,77 @@ def uneven(bn: bool, first: int) -> None:
 
 
 @pytest.mark.parametrize(("bn", "first"), [(False, 3), (True, 3), (False, 0)])
-def test_join_ends_with_equal_weights_and_optimizer_state(bn: bool, first: int) -> None:
+def test_join_ends_with_equal_state(bn: bool, first: int) -> None:
     run(2, uneven, bn, first)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, right: bool) -> torch.Tensor:
+        features = self.body(x)
+        out: torch.Tensor = self.left(features) + (self.right(features) if right else 0)
+        return out
+
+
+def unused_by_rank() -> None:
+    accel.init(timeout=5)
+    raw = TwoHeads()
+    model = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend="ddp").model
+    model(data(0, 0), accel.rank() == 1).mean().backward()
+
+
+def test_missing_gradients_end_every_rank() -> None:
+    for message in refusals(2, unused_by_rank, error="AccelError", breaks=True):
+        assert "2 parameters got no gradient in the last backward" in message
+        assert "right.weight, right.bias" in message
+        assert "backend=accel.DDP(find_unused_parameters=True)" in message
+
+
+def freeze_on_one_rank() -> None:
+    accel.init(timeout=5)
+    raw = mlp(4, 8, 2)
+    model, optimizer, _ = accel.setup(raw, sgd(raw))
+    raw[0].weight.requires_grad_(accel.rank() == 1)
+    before = copy.deepcopy(raw.state_dict())
+    try:
+        model(data(0, 0)).mean().backward()
+        optimizer.step()
+    finally:
+        assert not distance(raw.state_dict(), before)
+
+
+def test_different_masks_end_every_rank() -> None:
+    first, second = outcomes(2, freeze_on_one_rank, breaks=True)
+    assert "RankMismatchError" in first.error
+    assert second.error
+    assert "AssertionError" not in second.error
+    assert max(first.seconds, second.seconds) < 50  # the group's own timeout is 60 s
+
+
+def manual_refresh() -> None:
+    raw, other = mlp(4, 8, 2), mlp(4, 8, 2)
+    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.DDP(auto_refresh=False))
+    reference = accel.setup(other, sgd(other))
+    for step in range(6):
+        for m, o in ((model, optimizer), (reference.model, reference.optimizers)):
+            accel.unwrap(m)[0].requires_grad_(step % 3 == 0)
+            accel.refresh_trainable(m)
+            o.zero_grad()
+            m(data(step, accel.rank())).square().mean().backward()
+            o.step()
+    assert not distance(raw, other)
+    # Without the call, unfrozen parameters are reduced too, and frozen ones are left out.
+    for child, trainable in ((raw[0], True), (raw[2], False)):
+        child.requires_grad_(trainable)
+        optimizer.zero_grad()
+        model(data(9, accel.rank())).square().mean().backward()
+        optimizer.step()
+        assert equal_on_all_ranks(raw)
+    assert raw[2].weight.grad is None
+
+
+def test_manual_refresh() -> None:
+    run(2, manual_refresh)

@@ -1,4 +1,4 @@
-"""How often a usual step waits for the device, and how often its ranks tell each other something: counted, for every engine."""
+"""How often a usual step of each engine waits for the device, and how many messages its ranks exchange."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.device_reads import DeviceReads
 from tests.distributed import run
 from tests.models import mlp, sgd
 
-#: The counted steps come after the ranks have learned what follows what, and between two looks for drift (at 1, 17, ...).
+#: The counted steps come after the ranks know the order of messages, and between two drift checks (at 1, 17, ...).
 _WARM, _COUNTED = 4, 3
 
 
@@ -67,7 +67,7 @@ def test_a_step_reads_no_more(backend: Any, reads: int, messages: int, clip: boo
 
 
 @pytest.mark.parametrize("backend", [backend for backend, *_ in USUAL], ids=lambda value: str(value)[:30])
-def test_one_read_more_tells_whether_a_scaled_step_overflowed(backend: Any) -> None:
+def test_fp16_reads_the_device_once(backend: Any) -> None:
     need(backend, 2)
     usual = run(2, count, backend, "32-true", True, 1)
     for (places, _), (before, _) in zip(run(2, count, backend, "16-mixed", True, 1), usual, strict=True):

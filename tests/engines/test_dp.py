@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ class Dtype(nn.Module):
 
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> Replicas:
-    """With two devices, as far as torch's threads see: its streams and device guards need an accelerator, nothing else does."""
+    """With two devices, as far as torch's threads see: only its streams and device guards need an accelerator."""
     accelerator = torch.accelerator
     monkeypatch.setattr(accelerator, "is_available", lambda: True)
     monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cpu"))
@@ -50,14 +51,12 @@ def computed(parallel: Replicas) -> set[tuple[torch.dtype, bool, bool]]:
         ("16-mixed", (torch.float16, True, True)),
     ],
 )
-def test_replicas_compute_in_the_models_precision(
-    replicas: Replicas, precision: str, expected: tuple[torch.dtype, bool, bool]
-) -> None:
+def test_replicas_compute_in_its_precision(replicas: Replicas, precision: str, expected: Any) -> None:
     """On the CPU torch's threads take bfloat16 by themselves, on CUDA float16."""
     assert Precision(precision, torch.device("cpu")).call(computed, (replicas,), {}) == {expected}
 
 
-def test_replicas_compute_in_the_users_own_autocast(replicas: Replicas) -> None:
+def test_replicas_compute_in_users_autocast(replicas: Replicas) -> None:
     with torch.autocast("cpu", torch.float16), torch.no_grad():
         assert computed(replicas) == {(torch.float16, True, False)}
         with torch.autocast("cpu", enabled=False):

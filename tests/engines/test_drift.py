@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 import tempfile
@@ -15,7 +14,6 @@ from torch import nn
 
 import accel
 from accel.engines import ENGINES
-from accel.engines.base import drift as guard
 from accel.engines.base.digest import digest, sums
 from tests.backends import need
 from tests.distributed import outcomes, run
@@ -47,9 +45,6 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     optimizer.step()
 
 
-# -- drifts -----------------------------------------------------------------------------------------------------------
-
-
 def by_weight(model: Any, optimizer: Any) -> None:
     if accel.rank() == 1:
         model[2].weight.data.mul_(1.5)
@@ -66,63 +61,34 @@ def by_group(model: Any, optimizer: Any) -> None:
         optimizer.param_groups[0]["weight_decay"] = 0.25
 
 
-def drifting(backend: Any, drifts: list[Callable[[Any, Any], None]]) -> list[str]:
-    """Return the error of the next check after each drift."""
-    errors = []
-    for drift in drifts:
-        raw = build()
-        plain = torch.optim.AdamW(raw.parameters(), lr=1e-3)
-        model, optimizer, _ = accel.setup(raw, plain, backend=options(backend, EVERY))
-        for number in range(DRIFT_AT):
-            step(model, optimizer, number)
-        drift(model, optimizer)
-        for number in range(EVERY - 1):
-            step(model, optimizer, DRIFT_AT + number)
-        with pytest.raises(accel.RankMismatchError) as error:
-            step(model, optimizer, DRIFT_AT + EVERY)
-        accel.teardown(model)
-        errors.append(str(error.value))
-    return errors
-
-
-def found(backend: Any, drifts: list[Any]) -> list[str]:
-    """Return the error for each drift, the same on every rank."""
-    need(backend[0], 2)
-    ours, theirs = run(2, drifting, backend, drifts)
-    assert ours == theirs
-    return ours
-
-
-@pytest.mark.parametrize("backend", WATCHED, ids=str)
-def test_different_groups_are_named(backend: Any) -> None:
-    scheduler, group = found(backend, [by_scheduler, by_group])
-    assert "lr of group 0 of AdamW is 0.0005 on rank 0; 0.001 on rank 1" in scheduler
-    assert "weight_decay of group 0 of AdamW is 0.01 on rank 0; 0.25 on rank 1" in group
-    assert "differs between ranks at step 7" in group
-
-
-def test_a_changed_weight_is_named() -> None:
-    (weight,) = found(("ddp", {}), [by_weight])
-    assert re.search(r": 2\.weight is \w+ on rank 0; \w+ on rank 1\.", weight)
-    assert "not only if accel.is_main()" in weight
-
-
-def steps_of_checks() -> list[int]:
+def drifting(backend: Any, drift: Callable[[Any, Any], None]) -> str:
+    """Return the error of the next check after a drift."""
     raw = build()
-    model, optimizer, _ = accel.setup(raw, torch.optim.SGD(raw.parameters(), lr=0.1), backend=accel.DDP(drift_check=20))
-    checked: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guard, "_facts", lambda engine: checked.append(engine.drift.steps) or {})
-        for number in range(125):
-            step(model, optimizer, number)
-    return checked
+    plain = torch.optim.AdamW(raw.parameters(), lr=1e-3)
+    model, optimizer, _ = accel.setup(raw, plain, backend=options(backend, EVERY))
+    for number in range(DRIFT_AT):
+        step(model, optimizer, number)
+    drift(model, optimizer)
+    for number in range(EVERY - 1):
+        step(model, optimizer, DRIFT_AT + number)
+    with pytest.raises(accel.RankMismatchError) as error:
+        step(model, optimizer, DRIFT_AT + EVERY)
+    return str(error.value)
 
 
-def test_the_first_checks_come_early() -> None:
-    assert run(2, steps_of_checks) == [[1, 10, 30, 50, 70, 90, 100, 120]] * 2
+DRIFTS = [
+    *((backend, by_scheduler, r"lr of group 0 of AdamW is 0\.0005 on rank 0; 0\.001 on rank 1") for backend in WATCHED),
+    (("fsdp", {}), by_group, r"weight_decay of group 0 of AdamW is 0\.01 on rank 0; 0\.25 on rank 1"),
+    (("ddp", {}), by_weight, r"at step 7: 2\.weight is \w+ on rank 0; \w+ on rank 1\."),
+]
 
 
-# -- loads on one rank ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("backend", "drift", "text"), DRIFTS, ids=lambda v: getattr(v, "__name__", str(v)))
+def test_a_drift_is_named(backend: Any, drift: Any, text: str) -> None:
+    need(backend[0], 2)
+    ours, theirs = run(2, drifting, backend, drift)
+    assert ours == theirs
+    assert re.search(text, ours), ours
 
 
 def load_alone(backend: Any, what: str) -> None:
@@ -155,42 +121,35 @@ def test_a_load_on_one_rank(what: str, backend: Any) -> None:
     assert any("load_state_dict" in result.message for result in results)
 
 
-# -- models without an optimizer --------------------------------------------------------------------------------------
-
-
-def step_by_hand(model: Any, number: int, micros: int = 1) -> None:
-    for micro in range(micros):
-        with accel.no_sync(model) if micro < micros - 1 else contextlib.nullcontext():
-            model(torch.full((4, 6), float(number + micro + accel.rank()))).square().mean().backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.01 * p.grad
-    model.zero_grad()
-
-
-def by_hand() -> str:
+def by_hand() -> None:
     """Update by hand beside a teacher, evaluate on one rank, then change a weight on one rank."""
     model, _, _ = accel.setup(build(), backend=accel.DDP(drift_check=1))
     teacher, _, _ = accel.setup(build(1).requires_grad_(False), backend=accel.DDP(drift_check=1))
+
+    def update(number: int) -> None:
+        for micro in range(number % 3):
+            with accel.no_sync(model):
+                model(torch.full((4, 6), float(micro + accel.rank()))).square().mean().backward()
+        model(torch.full((4, 6), float(number + accel.rank()))).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+        model.zero_grad()
+
     for number in range(6):
         teacher(torch.ones(4, 6))
-        step_by_hand(model, number, micros=1 + number % 3)
+        update(number)
         if accel.is_main():
             with torch.no_grad():
                 model.eval()(torch.ones(4, 6))
             model.train()
     by_weight(model, None)
-    with pytest.raises(accel.RankMismatchError) as error:
-        step_by_hand(model, 6)
-    return str(error.value)
+    with pytest.raises(accel.RankMismatchError, match=r": 2\.weight is"):
+        update(6)
 
 
 def test_updates_by_hand_are_compared() -> None:
-    for text in run(2, by_hand):
-        assert ": 2.weight is" in text
-
-
-# -- programs that go through -----------------------------------------------------------------------------------------
+    run(2, by_hand)
 
 
 def schedule(model: Any, optimizer: Any) -> Iterator[None]:
@@ -246,16 +205,8 @@ def test_usual_programs_raise_nothing(backend: Any) -> None:
     run(2, pass_through, backend, programs)
 
 
-# -- digests ----------------------------------------------------------------------------------------------------------
-
-
-def digest_of_sums(tensor: torch.Tensor) -> int:
-    """The digest of a tensor on an accelerator."""
-    return int(sums(torch.view_as_real(tensor) if tensor.is_complex() else tensor))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
-@pytest.mark.parametrize("take", [digest, digest_of_sums])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("take", [digest, lambda tensor: int(sums(tensor))], ids=["cpu", "accelerator"])
 def test_a_digest_sees_values_and_order(dtype: torch.dtype, take: Callable[[torch.Tensor], int]) -> None:
     values = torch.arange(3500).remainder(100).to(dtype)
     before = take(values)
@@ -268,8 +219,6 @@ def test_a_digest_sees_values_and_order(dtype: torch.dtype, take: Callable[[torc
         swapped = values.clone()
         swapped[[1, other]] = values[[other, 1]]
         assert take(swapped) != before
-    if dtype.is_floating_point:
-        assert take(torch.where(torch.arange(3500) < 2, -values, values)) != before
 
 
 def test_a_digest_sees_no_strides() -> None:

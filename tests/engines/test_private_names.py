@@ -154,8 +154,7 @@ FAIRSCALE: Names = (
     ("fairscale.optim.oss:OSS.", "_broadcast_params _default_device", "the owners' weights on all ranks"),
     ("fairscale.nn.misc:ParamBucket.", "buffer", "weights in flat buffers"),
 )
-#: Names that no row can look up: of Python, of operators, of objects that torch's schedulers and DeepSpeed mark, of NCCL,
-#: and of fsspec.
+#: Names that no row can look up: of Python, operators, NCCL, fsspec, and marks of torch's schedulers and DeepSpeed.
 _PYTHON: Final = {"_at_fork_reinit", "_current_frames", "_exit", "_getframe", "_register_atexit", "_replace"}
 _OPERATORS: Final = {"_C", "_foreach_lerp_", "_local_scalar_dense"}
 _MARKS: Final = {"_opt_called", "_external_params", "_metadata"}

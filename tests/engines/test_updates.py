@@ -58,9 +58,6 @@ def backend_of(backend: Any) -> Iterator[Any]:
         accel.teardown()
 
 
-# -- updates by hand ----------------------------------------------------------------------------------------------------
-
-
 def update(model: nn.Module, how: str) -> None:
     for p in model.parameters():
         if p.grad is None:  # in a pipeline each rank has its stage
@@ -77,23 +74,19 @@ def update(model: nn.Module, how: str) -> None:
         model.zero_grad()
 
 
-def backward(model: nn.Module, x: torch.Tensor, how: str) -> None:
-    is_plain = type(model) is nn.Sequential
-    with accel.no_sync(model) if how == "no_sync" and not is_plain else contextlib.nullcontext():
-        loss_of(model, x).backward()
-    if how in ("accumulated", "no_sync"):
-        loss_of(model, x, 2.0).backward()
-    if how == "clipped":
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1) if is_plain else accel.clip_grad_norm_(model, 0.1)
-
-
 def train_by_hand(backend: Any) -> None:
-    for how in ("accumulated", "no_sync", "clipped", "data", "in place", "replaced"):
+    for how in ("accumulated", "no_sync", "clipped", "in place", "replaced"):
         with backend_of(backend):
             pair = Pair(backend)
             for _ in range(STEPS):
                 for model, _, x in pair.both():
-                    backward(model, x, how)
+                    quiet = how == "no_sync" and type(model) is not nn.Sequential
+                    with accel.no_sync(model) if quiet else contextlib.nullcontext():
+                        loss_of(model, x).backward()
+                    if how in ("accumulated", "no_sync"):
+                        loss_of(model, x, 2.0).backward()
+                    if how == "clipped":
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                     update(model, how)
             pair.check()
 
@@ -103,8 +96,6 @@ def test_updates_by_hand(backend: Any) -> None:
     need("sharded" if backend == "deferred" else backend, 2)
     run(2, train_by_hand, backend)
 
-
-# -- weights that the loop writes beside the optimizer ------------------------------------------------------------------
 
 OFFLOAD = accel.DeepSpeed(stage=1, offload_optimizer=True)
 
@@ -140,32 +131,25 @@ def test_weights_written_between_steps(backend: Any) -> None:
         run(2, written, backend, how)
 
 
-# -- hooks for an optimizer's steps ---------------------------------------------------------------------------------------
-
-
 def limit(optimizer: Any, *_: Any) -> None:
     for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         p.grad.clamp_(-0.01, 0.01)
 
 
-class Average:
-    """Of weights, after each step; one process's and all ranks'."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self.values = model, dict[str, torch.Tensor]()
-
-    def __call__(self, *_: Any) -> None:
-        for name, p in self._model.named_parameters():
-            self.values[name] = self.values.get(name, 0) + p.detach().clone()  # type: ignore[assignment]
-
-
 def hooked(backend: Any, before: bool) -> None:
-    averages: list[Average] = []
+    """The program's hooks see gradients before a step, and weights after it."""
+    sums: list[dict[str, Any]] = []
 
     def register(optimizer: Any, model: nn.Module) -> None:
-        averages.append(Average(model))
+        total: dict[str, Any] = {}
+
+        def add(*_: Any) -> None:
+            for name, p in model.named_parameters():
+                total[name] = total.get(name, 0) + p.detach().clone()
+
+        sums.append(total)
         optimizer.register_step_pre_hook(limit)
-        optimizer.register_step_post_hook(averages[-1])
+        optimizer.register_step_post_hook(add)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,10 +167,9 @@ def hooked(backend: Any, before: bool) -> None:
             loss_of(model, x).backward()
             optimizer.step()
     pair.check()
-    mine, expected = (average.values for average in averages)
-    for name, value in mine.items():
+    for name, value in sums[0].items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        torch.testing.assert_close(whole, expected[name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(whole, sums[1][name], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", accel.DeepSpeed(stage=1)], ids=str)

@@ -20,7 +20,7 @@ def on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("world", [1] if ON_XLA else [1, 2])
-def test_without_a_device_it_says_what_is_needed(world: int) -> None:
+def test_without_a_device_setup_raises(world: int) -> None:
     for message in refusals(world, on_the_cpu, error="BackendError"):
         assert "backend 'xla' needs a TPU, but this process uses cpu" in message
         assert "'torch-tpu==0.2.0'" in message

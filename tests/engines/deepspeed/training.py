@@ -21,11 +21,6 @@ def zero(stage: int, **options: Any) -> Any:
     return DeepSpeed(stage=stage, config={"zero_optimization": DIVIDED}, **options)
 
 
-def with_masters(stage: int) -> Any:
-    """The optimizer steps fp32 copies of bfloat16 weights."""
-    return DeepSpeed(stage=stage, config={"bf16": {"enabled": True}, "zero_optimization": DIVIDED})
-
-
 class Net(nn.Module):
     """Two branches, odd sizes, a scalar."""
 

@@ -21,11 +21,8 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
-        self.fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            raise ValueError("this block fails")
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -16,23 +15,12 @@ import accel
 from accel.engines.pipeline import stages_by_weight
 from tests.distributed import run
 from tests.engines.pipeline.training import batch, net, one_step
-from tests.models import adamw, sgd
-
-# -- what lies where --------------------------------------------------------------------------------------------------
+from tests.models import adamw
 
 
 def bytes_of(module: nn.Module) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in module.parameters()}
     return sum(storages.values())
-
-
-def refused_parts(raw: Any) -> None:
-    with pytest.raises(accel.AccelError, match="shard of its state"):
-        pickle.dumps(raw)
-    elsewhere = raw[-1] if accel.rank() == 0 else raw[0]
-    for refused in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(accel.BackendError, match="which is on rank"):
-            refused(elsewhere)
 
 
 def where_things_lie() -> int:
@@ -48,7 +36,10 @@ def where_things_lie() -> int:
     assert part < 0.8 * whole
     assert 0 < len(own_optimizer.state) < len(list(raw.parameters()))
     assert [tuple(p.shape) for p in raw.parameters()] == [tuple(p.shape) for p in plain.parameters()]
-    refused_parts(raw)
+    elsewhere = raw[-1] if accel.rank() == 0 else raw[0]
+    for refused in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(accel.BackendError, match="which is on rank"):
+            refused(elsewhere)
     for kind in (torch.ones(1), "cpu", torch.float32):  # as it is already
         assert model.to(kind) is model
     with pytest.raises(accel.BackendError, match="which is on rank"):
@@ -66,27 +57,18 @@ def test_each_rank_holds_its_stage() -> None:
     assert sum(parts) < 1.1 * bytes_of(net())
 
 
-# -- data -------------------------------------------------------------------------------------------------------------
-
-
-def loaders() -> list[list[float]]:
+def loaders() -> list[list[int]]:
     data = TensorDataset(torch.arange(22.0).repeat(6, 1).T.contiguous(), torch.arange(22))
-    raw = net()
-    model, optimizer, loader = accel.setup(
-        raw, sgd(raw), DataLoader(data, batch_size=5, shuffle=True), backend="pipeline"
-    )
-    seen, gathered = [], []
+    loader = DataLoader(data, batch_size=5, shuffle=True)
+    model, _, loader = accel.setup(net(), None, loader, backend="pipeline")
+    seen = []
     for x, y in loader:
-        optimizer.zero_grad()
         F.cross_entropy(model(x / 22), y % 3).backward()
-        optimizer.step()
         seen.append(y.tolist())
-        gathered += accel.gather_for_metrics({"y": y}, loader)["y"].tolist()
+        assert accel.gather_for_metrics({"y": y}, loader)["y"].tolist() == y.tolist()
         assert accel.gather_for_metrics(y).tolist() == y.tolist()
-        assert accel.gather_for_metrics(y.sum()).tolist() == [y.sum().item()]
     assert len(loader) == 5
-    assert gathered == [n for part in seen for n in part]
-    assert sorted(gathered) == list(range(22))
+    assert sorted(sum(seen, [])) == list(range(22))
     return seen
 
 
@@ -95,21 +77,11 @@ def test_ranks_share_a_batch() -> None:
     assert first == second
 
 
-# -- balance and memory -----------------------------------------------------------------------------------------------
-
-
 def test_stages_are_about_equally_heavy() -> None:
     assert stages_by_weight([9, 1, 1, 1], 2) == [0, 1, 1, 1]
     assert stages_by_weight([70, 10, 10, 10], 4) == [0, 1, 2, 3]
     assert stages_by_weight([0, 0, 0], 2) == [0, 0, 1]
-    generator = torch.Generator().manual_seed(0)
-    for count in (1, 2, 3, 7) * 20:
-        weights = torch.randint(0, 9, (7,), generator=generator)
-        stages = torch.tensor(stages_by_weight(weights.tolist(), count))
-        assert stages.equal(stages.sort().values)
-        assert stages.unique().tolist() == list(range(count))
-        sums = torch.zeros(count).index_add(0, stages, weights.float())
-        assert sums.max() <= weights.sum() / count + weights.max()
+    assert stages_by_weight([4, 1, 3, 2, 2, 4], 3) == [0, 0, 1, 1, 2, 2]
 
 
 def kept_bytes(checkpoint: str) -> int:

