@@ -14,8 +14,7 @@ from torch import nn
 import accel
 from accel.engines.base import gather as gathering
 from tests.backends import need
-from tests.checkpoint.helpers import differences
-from tests.checkpoint.test_files import kilobytes
+from tests.checkpoint.helpers import differences, kilobytes
 from tests.distributed import run
 
 DIVIDED: list[Any] = ["fsdp", accel.DeepSpeed(stage=3), "pipeline"]

@@ -14,8 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import accel
-from tests.checkpoint.helpers import differences
-from tests.checkpoint.test_roundtrip import resume, train_and_save
+from tests.checkpoint.helpers import differences, resume, train_and_save
 from tests.distributed import refusals, run
 from tests.engines.matrix import cells_of, check_cells, in_pairs
 from tests.engines.test_contract import check_state
