@@ -139,6 +139,19 @@ def _forget_files(directory: Path) -> None:
             os.close(fd)
 
 
+def _prepare(moving: Movers, group: str, name: str) -> None:
+    if name == BASES["save"]:
+        # accel's files are new ones in each round.
+        moving.raw(moving.rank).unlink(missing_ok=True)
+    for tensor in moving.tensors if group.startswith("load") else ():
+        tensor.zero_()
+    if accel.is_main() and group == "load, cold":
+        _forget_files(moving.directory)
+    if accel.is_main() and group in ("save", "stall"):
+        os.sync()
+    accel.barrier()
+
+
 def _rounds(directory: str, backend: str, layers: int, rounds: int, cold: bool) -> dict[str, Any]:
     """Return the times of this rank by group, and its bytes."""
     moving = Movers(directory, backend, layers)
@@ -149,23 +162,13 @@ def _rounds(directory: str, backend: str, layers: int, rounds: int, cold: bool) 
     for number in range(rounds + 1):
         for group, acts in contenders.items():
             for name in turns(list(acts), number):
-                if name == BASES["save"]:
-                    # accel's files are new ones in each round.
-                    moving.raw(moving.rank).unlink(missing_ok=True)
-                loads = group.startswith("load")
-                for tensor in moving.tensors if loads else ():
-                    tensor.zero_()
-                if accel.is_main() and group == "load, cold":
-                    _forget_files(moving.directory)
-                if accel.is_main() and group in ("save", "stall"):
-                    os.sync()
-                accel.barrier()
+                _prepare(moving, group, name)
                 seconds, pending = clocked(lambda act=acts[name]: (act(), accel.barrier())[0])
                 if number > 0:  # The first round is for what a library does only once.
                     note(times[group].setdefault(name, {}), seconds)
                 if pending is not None and group == "stall":
                     pending.result()
-                if loads and moving.digest() != expected:
+                if group.startswith("load") and moving.digest() != expected:
                     raise RuntimeError(f"{name} does not bring back the values that were saved")
     return {"times": times, "nbytes": moving.nbytes}
 

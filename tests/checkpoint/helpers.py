@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import re
 import shutil
+from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,16 +15,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel
+from accel.checkpoint import record
+from accel.checkpoint.shards import checksum
 from tests.backends import BACKENDS, engine_of, replica_of
 
 ROWS = 72
 GLOBAL_BATCH = 12
+BEFORE, AFTER = 4, 5  # mid-epoch, then over its end
 
 
 class Middle(nn.Module):
@@ -46,9 +55,19 @@ class Net(nn.Sequential):
         super().__init__(OrderedDict(parts))
 
 
-class Counter:
-    """An object with a state dict."""
+class Extra(nn.Module):
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.extra = extra
 
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Counter:
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
 
@@ -131,32 +150,46 @@ class Run:
         }
 
 
-def differences(a: Any, b: Any, path: str = "", tolerance: float = 0.0) -> list[str]:
-    """Where two results differ, with the types that must be equal too."""
+def train_and_save(backend: Any, directory: str, wait: bool = True, precision: str = "auto") -> dict[str, Any]:
+    training = Run(backend, 1, precision)
+    training.steps(BEFORE)
+    pending = accel.save(training.state, directory, wait=wait)
+    training.steps(AFTER)
+    if pending is not None:
+        pending.result(60)
+    return training.result()
+
+
+def resume(backend: Any, directories: list[str], precision: str = "auto") -> list[dict[str, Any]]:
+    """What training goes on to from each of the checkpoints."""
+    training = Run(backend, 2, precision)
+    training.steps(2)  # a state that must be replaced, as is that of the checkpoint before
+    results = []
+    for directory in directories:
+        assert accel.load(directory, training.state) is training.state  # type: ignore[arg-type]
+        training.batches = iter(())
+        assert training.state["step"] == BEFORE
+        training.steps(AFTER)
+        results.append(training.result())
+    return results
+
+
+def differences(a: Any, b: Any, path: str = "", tolerance: float | None = None) -> list[str]:
+    """Where two values differ in types, or in bits; or, of tensors, by more than the tolerance."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype is b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=tolerance)
-        return [] if same else [f"{path}: {a} {b}"]
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return [d for k in a for d in differences(a[k], b[k], f"{path}/{k}", tolerance)]
-    if isinstance(a, list | tuple) and type(a) is type(b) and len(a) == len(b):
-        return [d for i in range(len(a)) for d in differences(a[i], b[i], f"{path}/{i}", tolerance)]
-    return [] if type(a) is type(b) and a == b else [f"{path}: {a!r} {b!r}"]
-
-
-def distance(a: Any, b: Any, path: str = "") -> list[str]:
-    """Where two values differ, types included."""
-    alike = type(a) is type(b) and all(
-        getattr(a, n, None) == getattr(b, n, None) for n in ("maxlen", "default_factory")
-    )
+        near = tolerance is not None and a.shape == b.shape and torch.allclose(a.to(b.dtype), b, rtol=0, atol=tolerance)
+        return [] if facts(a) == facts(b) or (near and a.dtype is b.dtype) else [f"{path}: {a} {b}"]
+    attributes = ("maxlen", "default_factory")
+    alike = type(a) is type(b) and all(getattr(a, n, None) == getattr(b, n, None) for n in attributes)
     parts = parts_of(a, b) if alike else None
     if parts is not None:
-        return [d for key, x, y in parts for d in distance(x, y, f"{path}/{key}")]
+        return [d for key, x, y in parts for d in differences(x, y, f"{path}/{key}", tolerance)]
     return [] if alike and facts(a) == facts(b) else [f"{path}: {a!r} {b!r}"]
 
 
 def parts_of(a: Any, b: Any) -> list[tuple[Any, Any, Any]] | None:
     """What two containers of one form consist of; None if they are none."""
-    if isinstance(a, SimpleNamespace):
+    if isinstance(a, SimpleNamespace | Namespace):
         a, b = vars(a), vars(b)
     if isinstance(a, dict) and a.keys() == b.keys() and (type(a) is dict or list(a) == list(b)):
         return [(key, a[key], b[key]) for key in a]
@@ -166,9 +199,8 @@ def parts_of(a: Any, b: Any) -> list[tuple[Any, Any, Any]] | None:
 
 
 def facts(value: Any) -> Any:
-    """All there is to a value that has no parts, to be compared."""
     if isinstance(value, torch.Tensor):
-        plain = value.detach().resolve_conj().contiguous().reshape(-1)
+        plain = value.detach().resolve_conj().reshape(-1).clone(memory_format=torch.contiguous_format)
         return value.dtype, value.shape, bytes(plain.view(torch.uint8).tolist()) if plain.numel() else b""
     if isinstance(value, numpy.ndarray | numpy.generic):
         return value.dtype, value.shape, value.tobytes()
@@ -182,7 +214,74 @@ def engines(world: int) -> list[Any]:
     return [b for b in BACKENDS if engine_of(b).synchronizes and b not in ("ddp2", "horovod", "xla")]
 
 
+def save_fully(state: Any, directory: str | Path, wait: bool) -> None:
+    """Save, and wait for the end of what goes on in the background."""
+    pending = accel.save(state, directory, wait=wait)
+    assert (pending is None) is wait
+    if pending is not None:
+        pending.result(60)
+
+
+def filled(value: float, *sizes: int) -> dict[str, Any]:
+    return {"n": value, "x": {str(i): torch.full((size,), float(value)) for i, size in enumerate(sizes or [1000])}}
+
+
+def value_of(directory: str | Path) -> float:
+    """The value of a checkpoint of ``filled``, which all of its tensors must have."""
+    stored = record.read(str(directory)).tensors
+    found = filled(-1.0, *(stored[f"x/{i}"].numel for i in range(len(stored))))
+    accel.load(directory, found)
+    values = {found["n"], *(float(v) for x in found["x"].values() for v in (x.min(), x.max()))}
+    assert len(values) == 1, f"a mixture: {values}"
+    return float(found["n"])
+
+
+def kilobytes(key: str) -> int:
+    return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+@contextlib.contextmanager
+def memory_below(limit: int) -> Iterator[None]:
+    """Context: it takes fewer kilobytes at any time."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = kilobytes("VmRSS")
+    yield
+    assert kilobytes("VmHWM") - before < limit
+
+
+def shard_of(directory: Path) -> Path:
+    return next(directory.glob("*.safetensors"))
+
+
+def body_of(directory: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((directory / "accel.json").read_bytes())
+    del body["xxh3"]
+    return body
+
+
+def rewrite(directory: Path, **changes: Any) -> None:
+    """Change the record, with the checksum that it should have."""
+    content = json.dumps({**body_of(directory), **changes}, separators=(",", ":")).encode()[:-1]
+    (directory / "accel.json").write_bytes(content + f',"xxh3":"{checksum(content)}"}}'.encode())
+
+
+def flipped(content: bytes, at: int, bit: int = 0) -> bytes:
+    at %= len(content)
+    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of bytes that each ``preadv`` gives from now on."""
+    counts, preadv = list[int](), os.preadv
+
+    def counted(*args: Any) -> int:
+        counts.append(preadv(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return counts
+
+
 def fresh(path: Path) -> str:
-    """A directory that does not exist."""
     shutil.rmtree(path, ignore_errors=True)
     return str(path)

@@ -1,8 +1,8 @@
 """Jobs that save into an S3 server on the loopback and are killed at any moment: `python -m tests.checkpoint.kills 200`.
 
-With `--on-disk` they save into a directory of this machine. After each kill the last commit must be there,
-whole, and at least what the job knew to be saved. One job in four has two ranks, of which one or both are killed; half of the
-saves go on in the background; every fifth job of a store meets a server that is busy at times.
+With `--on-disk` they save into a directory. After each kill the last commit must be there, whole, and at least what the job
+knew to be saved. One job in four has two ranks, of which one or both are killed; half of the saves go on in the background;
+every fifth job of a store meets a server that is busy at times.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 import accel
 from accel.checkpoint.storage import storage_of
 from tests.checkpoint import stores
+from tests.checkpoint.helpers import filled, value_of
 
 
 def state(value: float) -> dict[str, Any]:
     """Every third one is uploaded in several parts."""
-    sizes = (70_000, 1000, 4_500_000 if value % 3 == 0 else 7)
-    return {"n": value, "x": [torch.full((size,), value) for size in sizes]}
+    return filled(value, 70_000, 1000, 4_500_000 if value % 3 == 0 else 7)
 
 
 def job(url: str, begin: int, rank: int, world: int, wait: bool, meeting: str, told: int) -> None:
@@ -80,18 +80,6 @@ def one_round(number: int, url: str, begin: int) -> tuple[int, str]:
     return max(map(int, lines), default=0), f"{world} ranks, {'wait' if wait else 'background'}"
 
 
-def value_of(url: str) -> float:
-    accel.verify(url)
-    found = state(accel.load(url)["n"])
-    for tensor in found["x"]:
-        tensor.zero_()
-    accel.load(url, found)
-    accel.teardown()
-    values = {found["n"], *(float(v) for x in found["x"] for v in (x.min(), x.max()))}
-    assert len(values) == 1, f"a mixture: {values}"
-    return float(found["n"])
-
-
 def attack(rounds: int, url: str, prepare: Callable[[int], None]) -> int:
     """How many of so many kills lost a commit; ``prepare`` is told which one is next, and -1 before it is looked at."""
     lost, done, saved, value = 0, Counter[str](), 0, 0
@@ -105,7 +93,9 @@ def attack(rounds: int, url: str, prepare: Callable[[int], None]) -> int:
             lost += max(sure, value) > 0
             continue
         try:
+            accel.verify(url)
             found = value_of(url)
+            accel.teardown()
             assert found >= max(sure, value), f"{found} is there, {max(sure, value)} was saved"
             saved += int(found) - value
             value = int(found)
@@ -114,34 +104,27 @@ def attack(rounds: int, url: str, prepare: Callable[[int], None]) -> int:
             print(f"round {number} ({kind}): {type(error).__name__}: {error}", flush=True)
         if number % 20 == 19:
             print(f"{number + 1} kills, {lost} lost, {saved} commits, {time.monotonic() - start:.0f} s", flush=True)
-    print(f"{rounds} kills ({dict(done)}): {lost} lost; {saved} commits between them")
+    accel.save(state(-1.0), url)
+    accel.teardown()
+    print(f"{rounds} kills ({dict(done)}): {lost} lost; {saved} commits; then {len(storage_of(url).names(url))} files")
     return lost
 
 
 def in_store(rounds: int) -> None:
     with stores.server() as endpoint, stores.proxy(endpoint) as (busy, proxy):
         proxy.faults.append(stores.Fault("PUT|GET", (503, stores.BUSY), times=0))
-        url = f"s3://{stores.BUCKET}/kills"
 
         def prepare(number: int) -> None:
             proxy.faults[0].times = 2 if number % 5 == 4 else 0
             if number >= 0:
                 stores.use(busy if number % 5 == 4 else endpoint)
 
-        attack(rounds, url, prepare)
-        stores.use(endpoint)
-        accel.save(state(-1.0), url)
-        accel.teardown()
-        print(f"after one more save: {len(storage_of(url).names(url))} files")
+        attack(rounds, f"s3://{stores.BUCKET}/kills", prepare)
 
 
 def on_disk(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        url = f"{folder}/run"
-        attack(rounds, url, lambda _: None)
-        accel.save(state(-1.0), url)
-        print(f"after one more save: {len(os.listdir(url))} files")
-        accel.teardown()
+        attack(rounds, f"{folder}/run", lambda _: None)
 
 
 if __name__ == "__main__":

@@ -36,38 +36,31 @@ VALUES: dict[str, Any] = {
 
 
 def numbered(shape: Any, first: int) -> torch.Tensor:
-    """Different values in each element."""
     return torch.arange(first, first + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-def training(first: int) -> tuple[nn.Sequential, torch.optim.AdamW, DataLoader[Any]]:
-    """A model, an optimizer with state and a loader. ``first`` sets all values."""
+def state_of(backend: Any, first: int) -> dict[str, Any]:
+    """A model, an optimizer with state, a loader and tensors. ``first`` sets all values."""
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 + first)
+    raw = torch.optim.AdamW(net.parameters(), lr=0.1 + first)
     for number, parameter in enumerate(net.parameters()):
         parameter.data.copy_(numbered(parameter.shape, first + 100 * number))
-        optimizer.state[parameter] = {
+        raw.state[parameter] = {
             "step": torch.tensor(float(first)),
             "exp_avg": numbered(parameter.shape, first + 1000),
             "exp_avg_sq": numbered(parameter.shape, first + 2000),
         }
-    return net, optimizer, DataLoader(TensorDataset(torch.arange(24.0)), batch_size=2, shuffle=True)
-
-
-def state_of(backend: Any, first: int) -> tuple[dict[str, Any], list[float]]:
-    """A state, and this rank's samples until then."""
-    net, raw, data = training(first)
+    data = DataLoader(TensorDataset(torch.arange(24.0)), batch_size=2, shuffle=True)
     options = accel.LoaderOptions(seed=first)
     model, optimizer, loader = accel.setup(net, raw, data, backend=backend, loader_options=options)
     state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": accel.rng_state()}
-    tensors = {"complex": torch.tensor([1 + 2j, 3]) * first, "half": numbered((4, 3), first).half()}
-    return {**state, **tensors}, []
+    return {**state, "complex": torch.tensor([1 + 2j, 3]) * first, "half": numbered((4, 3), first).half()}
 
 
 def save(directory: str, name: str) -> list[float]:
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     backends = {"ddp": "ddp", "fsdp": "fsdp", "cut": accel.FSDP(tensor_parallel=2, plan=plan)}
-    state, given = state_of(backends[name], 1)
+    state, given = state_of(backends[name], 1), list[float]()
     for number, (batch,) in enumerate(state["loader"]):
         given += batch.tolist()
         if number == 2:

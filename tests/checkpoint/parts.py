@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,9 @@ from accel.checkpoint.layout import Run
 from accel.checkpoint.objects import ModuleObject, OptimizerObject, StateObject
 from accel.checkpoint.plan import make_plan
 from accel.checkpoint.record import Record
-from accel.checkpoint.save import contents_of
-from accel.checkpoint.shards import LocalShard
+from accel.checkpoint.save import check_visible, contents_of
+from accel.checkpoint.shards import LocalShard, Written
+from accel.checkpoint.storage import storage_of
 from accel.checkpoint.values import Encoder, Json
 from accel.shard import Box, Manifest, Raw, Shard, StateEntry, divided, flat_shard, flattened, shape_of, slices, whole
 
@@ -26,8 +28,6 @@ Shape = tuple[int, ...]
 
 
 class Parts(StateObject):
-    """The shards of a model on one rank."""
-
     kind = "module"
 
     def __init__(self, shards: Sequence[Shard], *, equal: bool = True) -> None:
@@ -52,7 +52,6 @@ def parts_of(name: str, full: torch.Tensor, box: Box, start: int = 0, stop: int 
 
 
 def part_of(name: str, full: torch.Tensor, box: Box) -> Shard:
-    """A box of a tensor, in memory of its own."""
     return box_shard(name, tuple(full.shape), box, full[slices(box)].clone())
 
 
@@ -62,51 +61,56 @@ def box_shard(name: str, shape: Shape, box: Box, tensor: torch.Tensor) -> Shard:
 
 
 def flat_part(name: str, full: torch.Tensor, start: int, stop: int) -> Shard:
-    """A range of a tensor, in memory of its own."""
     return flat_shard(name, tuple(full.shape), start, full.reshape(-1)[start:stop].clone())
 
 
-def blank(shard: Shard, dtype: torch.dtype | None = None) -> Shard:
-    """The same part, without its values."""
-    return replace(shard, tensor=torch.full_like(shard.tensor, 77, dtype=dtype))
+def blank(shard: Shard) -> Shard:
+    return replace(shard, tensor=torch.full_like(shard.tensor, 77))
 
 
 def expected(shard: Shard, full: torch.Tensor) -> torch.Tensor:
-    """What a shard must hold."""
     found = torch.empty_like(shard.tensor, dtype=full.dtype)
     replace(shard, tensor=found).fill(full)
     return found
 
 
-def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: bool = True) -> None:
-    """What ``accel.save`` does on as many ranks as there are lists of shards, here one after the other."""
-    contents = [contents_of({"model": Parts(own, equal=equal)}, None) for own in held]
-    plan = make_plan(tuple(one.listing for one in contents))
-    commit = folder.Commit(directory)
-    Path(directory).mkdir(exist_ok=True, parents=True)
-    files = {}
-    for rank, one in enumerate(contents):
-        items = shards.items_of(plan.entries(rank), one.shards)
-        if items:
-            files[rank] = shards.write(directory, folder.shard_name(SAVE, rank), items)
-    numbers = {rank: number for number, rank in enumerate(files)}
-    commit.put(
-        Record(
-            id=SAVE,
+class Job:
+    """A save in steps: those of all its ranks, one after the other."""
+
+    def __init__(self, directory: str, states: Sequence[Mapping[str, Any]]) -> None:
+        self.directory, self.save = directory, secrets.token_hex(6)
+        self.contents = [contents_of(state, None) for state in states]
+        self.plan = make_plan(tuple(one.listing for one in self.contents))
+        self.commit = folder.Commit(directory)
+
+    def write(self) -> Mapping[int, Written]:
+        storage_of(self.directory).make(self.directory)
+        files = {}
+        for rank, one in enumerate(self.contents):
+            if items := shards.items_of(self.plan.entries(rank), one.shards):
+                files[rank] = shards.write(self.directory, folder.shard_name(self.save, rank), items)
+        return files
+
+    def finish(self, files: Mapping[int, Written]) -> None:
+        new = Record(
+            id=self.save,
             time=0.0,
-            world_size=len(held),
+            world_size=len(self.contents),
             files=list(files.values()),
-            tensors=plan.stored(numbers),
-            values=contents[0].values,
+            tensors=self.plan.stored({rank: number for number, rank in enumerate(files)}),
+            values=self.contents[0].values,
         )
-    )
+        check_visible(self.directory, new)
+        self.commit.put(new)
 
 
-SAVE = "0123456789ab"
+def save_as_ranks(held: Sequence[Sequence[Shard]], directory: str, *, equal: bool = True) -> None:
+    """What ``accel.save`` does on as many ranks as there are lists of shards."""
+    job = Job(directory, [{"model": Parts(own, equal=equal)} for own in held])
+    job.finish(job.write())
 
 
 def runs(directory: str | Path, name: str) -> Sequence[Run]:
-    """The boxes of a tensor in a checkpoint."""
     return record.read(str(directory)).tensors[name].runs
 
 
@@ -131,7 +135,6 @@ def side(number: int, parts: int, place: int) -> tuple[int, int]:
 
 
 def columns(shape: Shape, world: int, rank: int) -> Box:
-    """The last dimension, cut over all ranks."""
     return (*((0, n) for n in shape[:-1]), side(shape[-1], world, rank))
 
 
@@ -141,18 +144,15 @@ def rows_and_columns(shape: Shape, world: int, rank: int) -> Box:
 
 
 def replicas(shape: Shape, world: int, rank: int) -> Box:
-    """Columns over pairs of ranks; all pairs have the same."""
     return columns(shape, 2, rank % 2)
 
 
 def both_ends(shape: Shape, world: int, rank: int) -> Box:
-    """The first and the last dimension."""
     return (side(shape[0], world // 2, rank // 2), *((0, n) for n in shape[1:-1]), side(shape[-1], 2, rank % 2))
 
 
-MESHES: dict[str, Callable[[Shape, int, int], Box]] = {
-    f.__name__: f for f in (columns, rows_and_columns, replicas, both_ends)
-}
+Mesh = Callable[[Shape, int, int], Box]
+MESHES: dict[str, Mesh] = {f.__name__: f for f in (columns, rows_and_columns, replicas, both_ends)}
 
 
 class Net(nn.Module):
@@ -210,17 +210,15 @@ class Divided:
         return [*self.holdings.shards(None), *self.holdings.shards(self.optimizer)]
 
     def fill(self) -> None:
-        """Give each part its values of those that the whole has."""
         for one in self.shards():
             one.fill(whole_value(one.name, one.shape, one.tensor.dtype))
 
     def wrong(self) -> list[str]:
         """Which parts have not the values that they should have; the count of steps too."""
-        bad = [
-            s.name
-            for s in self.shards()
-            if not equal(s.tensor, expected(s, whole_value(s.name, s.shape, s.tensor.dtype)))
-        ]
+        bad = []
+        for one in self.shards():
+            if not equal(one.tensor, expected(one, whole_value(one.name, one.shape, one.tensor.dtype))):
+                bad.append(one.name)
         return bad + [str(s["step"]) for s in self.optimizer.state.values() if float(s["step"]) != 3]
 
 
@@ -241,5 +239,4 @@ def whole_value(name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """The same values and dtype."""
     return one.dtype is other.dtype and torch.equal(one, other)

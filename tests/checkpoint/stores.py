@@ -27,7 +27,6 @@ FAILS = b"<Error><Code>ServiceUnavailable</Code><Message>no</Message></Error>"
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """Context: the URL of a server that has one empty bucket."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     with socket.socket() as probe:
@@ -53,7 +52,6 @@ def server() -> Iterator[str]:
 
 
 def use(endpoint: str) -> None:
-    """Let this process and its children talk to it."""
     from accel.checkpoint import remote
 
     keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -80,7 +78,6 @@ class Proxy:
     seen: list[str] = field(default_factory=list)
 
     def fault(self, line: str) -> Any:
-        """What happens to a request."""
         self.seen.append(line)
         for one in self.faults:
             if re.search(one.where, line):
@@ -92,8 +89,6 @@ class Proxy:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection of the proxy."""
-
     protocol_version = "HTTP/1.1"
     state: Proxy
 
@@ -151,15 +146,12 @@ def _flipped(content: bytes) -> bytes:
 
 @contextlib.contextmanager
 def proxy(endpoint: str) -> Iterator[tuple[str, Proxy]]:
-    """Context: the URL of a proxy, and what it does."""
     state = Proxy(int(endpoint.rpartition(":")[2]))
     listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"state": state}))
     listener.daemon_threads = True
-    thread = threading.Thread(target=listener.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{listener.server_address[1]}", state
     finally:
         listener.shutdown()
         listener.server_close()
-        thread.join()

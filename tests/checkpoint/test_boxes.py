@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,14 @@ from torch import nn
 import accel
 from accel.__main__ import main
 from accel.checkpoint import reader, record, shards
+from accel.checkpoint.plan import make_plan
+from accel.checkpoint.save import contents_of
 from accel.engines.base import gather as gathering
 from accel.errors import CheckpointError
 from accel.process import current
 from accel.shard import Box, Shard, shape_of, slices
 from accel.shard import whole as whole_shard
-from tests.checkpoint.crafting import body_of
-from tests.checkpoint.helpers import fresh
+from tests.checkpoint.helpers import body_of, counted_reads, fresh
 from tests.checkpoint.parts import (
     MESHES,
     Divided,
@@ -59,28 +59,17 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 
 @st.composite
-def partitions(draw: st.DrawFn, wholes: dict[str, torch.Tensor]) -> list[list[Shard]]:
-    """Ranks of which each element of the tensors lies on one at least, in ranges of the blocks of a grid."""
+def divisions(draw: st.DrawFn, wholes: dict[str, torch.Tensor], flat: bool) -> list[list[Shard]]:
+    """Ranks that have ranges of the blocks of a grid; or of whole tensors, as ZeRO divides them."""
     ranks: list[list[Shard]] = [[] for _ in range(draw(st.integers(1, 4)))]
     for name, whole in wholes.items():
-        for box in draw(grids(tuple(whole.shape))):
+        for box in [((0, whole.numel()),)] if flat else draw(grids(tuple(whole.shape))):
             numel = math.prod(shape_of(box))
-            places = sorted(draw(st.lists(st.integers(0, numel), max_size=2)))
+            places = sorted(draw(st.lists(st.integers(0, numel), max_size=3 if flat else 2)))
             for start, stop in split(numel, places):
                 for rank in draw(st.sets(st.integers(0, len(ranks) - 1), min_size=1, max_size=2)):
-                    ranks[rank] += parts_of(name, whole, box, start, stop)
-    return ranks
-
-
-@st.composite
-def ranges(draw: st.DrawFn, wholes: dict[str, torch.Tensor]) -> list[list[Shard]]:
-    """Ranks that have ranges of the tensors in row-major order, as ZeRO divides them."""
-    ranks: list[list[Shard]] = [[] for _ in range(draw(st.integers(1, 4)))]
-    for name, whole in wholes.items():
-        places = sorted(draw(st.lists(st.integers(0, whole.numel()), max_size=3)))
-        for start, stop in split(whole.numel(), places):
-            for rank in draw(st.sets(st.integers(0, len(ranks) - 1), min_size=1, max_size=2)):
-                ranks[rank].append(flat_part(name, whole, start, stop))
+                    part = [flat_part(name, whole, start, stop)] if flat else parts_of(name, whole, box, start, stop)
+                    ranks[rank] += part
     return ranks
 
 
@@ -90,13 +79,12 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[list[Shard]], 
         f"t{i}": values(tuple(draw(st.lists(st.sampled_from(SIZES), max_size=3))), draw(st.sampled_from(DTYPES)), i)
         for i in range(draw(st.integers(1, 3)))
     }
-    before, after = (draw(st.one_of(partitions(wholes), ranges(wholes))) for _ in range(2))
+    before, after = (draw(divisions(wholes, draw(st.booleans()))) for _ in range(2))
     return wholes, before, after
 
 
 @contextlib.contextmanager
 def chunks_of(size: int) -> Iterator[None]:
-    """Context: so many bytes have one checksum."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "CHUNK", size)
         patch.setattr(shards, "CHUNK", size)
@@ -105,7 +93,6 @@ def chunks_of(size: int) -> Iterator[None]:
 
 
 def test_any_cut_into_any_other(tmp_path: Path) -> None:
-    """Also in chunks of few bytes, into memory of any order, and whole."""
     directory = str(tmp_path / "c")
 
     @given(cases(), st.sampled_from([64, 256, 4 << 20]), st.booleans())
@@ -114,6 +101,9 @@ def test_any_cut_into_any_other(tmp_path: Path) -> None:
         wholes, before, after = case
         with chunks_of(size):
             save_as_ranks(before, fresh(Path(directory)))
+            for stored in record.read(directory).tensors.values():  # with equal values: each element once
+                boxes = [part.at(number)[1] for part in stored.runs for number in range(part.count)]
+                assert sum(math.prod(shape_of(box)) for box in boxes) == stored.numel
             for held in after:
                 wanted = [blank(one) for one in held]
                 if turned:  # every other element of something larger
@@ -126,9 +116,6 @@ def test_any_cut_into_any_other(tmp_path: Path) -> None:
             accel.verify(directory)
 
     check()
-
-
-# -- real ranks: a model and its optimizer, cut ------------------------------------------------------------------------
 
 
 def save_divided(mesh: str, directory: str) -> None:
@@ -144,7 +131,6 @@ def load_divided(mesh: str, directory: str) -> list[str]:
 
 
 def load_whole(backend: str, directory: str, again: str) -> list[str]:
-    """Into a backend, and from there into another checkpoint."""
     net = Net()
     model, optimizer, _ = accel.setup(net, stepped(net), backend=backend)
     accel.load(directory, {"model": model, "optimizer": optimizer})
@@ -173,22 +159,18 @@ def put_together(mesh: str) -> list[str]:
 
 
 def from_each_to_each(directory: str, backends: list[str]) -> list[str]:
-    """All meshes of this world into others and into a backend, and that into a mesh."""
     wrong = []
     for i, mesh in enumerate(MESHES):
         wrong += put_together(mesh)
         save_divided(mesh, f"{directory}/{mesh}")
-        other = [*MESHES][i - 1]
-        wrong += [f"{mesh} to {other}: {n}" for n in load_divided(other, f"{directory}/{mesh}")]
+        wrong += load_divided([*MESHES][i - 1], f"{directory}/{mesh}")
     for mesh, backend in zip(MESHES, backends, strict=False):
-        wrong += [
-            f"{mesh} to {backend}: {n}" for n in load_whole(backend, f"{directory}/{mesh}", f"{directory}/{backend}")
-        ]
-        wrong += [f"{backend} to {mesh}: {n}" for n in load_divided(mesh, f"{directory}/{backend}")]
+        wrong += load_whole(backend, f"{directory}/{mesh}", f"{directory}/{backend}")
+        wrong += load_divided(mesh, f"{directory}/{backend}")
     return wrong
 
 
-def test_models_and_optimizers_from_every_mesh_to_others(tmp_path: Path) -> None:
+def test_from_every_mesh_to_others(tmp_path: Path) -> None:
     """Uneven parts, and none: of 3 columns over 4 ranks; from 4 ranks to 2 and 1."""
     directory = str(tmp_path)
     assert run(4, from_each_to_each, directory, ["ddp", "fsdp"], timeout=240) == [[]] * 4
@@ -201,11 +183,11 @@ def test_models_and_optimizers_from_every_mesh_to_others(tmp_path: Path) -> None
     assert run(2, load_divided, "both_ends", str(tmp_path / "single")) == [[], []]
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
 LEFT, RIGHT = ((0, 8), (0, 3)), ((0, 8), (3, 6))
 TOP = ((0, 5), (0, 3))
 BAD: dict[str, list[list[Box]]] = {
+    "a hole between ranges": [[((0, 20),)], [((30, 48),)]],
+    "ranges that overlap": [[((0, 20),)], [((10, 48),)]],
     "a hole": [[LEFT], []],
     "an overlap": [[LEFT], [((0, 8), (2, 6))]],
     "a part and the whole": [[LEFT], [((0, 48),)]],
@@ -223,60 +205,61 @@ def test_boxes_that_are_not_the_tensor(how: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*/accel*.json"))
 
 
-def test_parts_of_other_tensors_of_one_name(tmp_path: Path) -> None:
+def test_parts_of_other_tensors(tmp_path: Path) -> None:
     left = Shard("w", (8, 6), LEFT, torch.zeros(24))
-    for other in (torch.zeros(24, dtype=torch.int32), torch.zeros(32)):
-        columns = 6 if len(other) == 24 else 7
-        right = Shard("w", (8, columns), ((0, 8), (3, columns)), other)
+    wider = Shard("w", (8, 7), ((0, 8), (3, 7)), torch.zeros(32))
+    for right in (Shard("w", (8, 6), RIGHT, torch.zeros(24, dtype=torch.int32)), wider):
         for ranks in ([[left], [right]], [[left, right]]):
             with pytest.raises(CheckpointError, match=r"model/w is F32 \[8, 6\]"):
                 save_as_ranks(ranks, str(tmp_path / "c"))
 
 
-def test_rows_are_ranges_and_even_ones_are_described_by_rule(tmp_path: Path) -> None:
-    whole = values((8, 6), torch.float32)
-    save_as_ranks([[part_of("w", whole, (rows, (0, 6)))] for rows in split(8, [2, 4, 6])], str(tmp_path))
-    assert body_of(tmp_path)["tensors"]["model/w"] == {
-        "dtype": "F32",
-        "shape": [8, 6],
-        "parts": [[0, [0], [12], 4, 1, 0, 12]],
-    }
+def loads_of(held: list[list[Shard]]) -> list[int]:
+    plan = make_plan(tuple(contents_of({"model": Parts(own)}, None).listing for own in held))
+    return [sum(entry.nbytes for entry in plan.entries(rank)) for rank in range(len(held))]
 
 
-def test_boxes_that_are_no_grid_are_described_one_by_one(tmp_path: Path) -> None:
-    whole = values((8, 6), torch.float32)
-    boxes: list[Box] = [TOP, ((5, 8), (0, 2)), ((5, 8), (2, 3)), RIGHT]
-    save_as_ranks([[part_of("w", whole, box)] for box in boxes], str(tmp_path))
-    assert len(body_of(tmp_path)["tensors"]["model/w"]["parts"]) == 4
+def test_ranks_write_equal_shares() -> None:
+    kinds = {torch.float32: (100_000,), torch.float64: (3,), torch.float16: (50_001,), torch.uint8: (700, 100)}
+    held = [whole_shard(str(dtype), torch.zeros(shape, dtype=dtype)) for dtype, shape in kinds.items()]
+    for world in (1, 4, 7):
+        loads = loads_of([held] * world)
+        assert sum(loads) == 400_000 + 24 + 100_002 + 70_000
+        assert max(loads) - min(loads) <= 16
+    boxes = list(itertools.product(split(8, [4]), split(6, [3])))
+    assert loads_of([[part_of("w", torch.zeros(8, 6), box)] for box in boxes * 2]) == [24] * 8  # two replicas
+
+
+def loaded(directory: Path) -> torch.Tensor:
     found = torch.zeros(8, 6)
-    accel.load(tmp_path, {"model": Parts([whole_shard("w", found)])})
-    assert torch.equal(found, whole)
+    accel.load(directory, {"model": Parts([whole_shard("w", found)])})
+    return found
 
 
-def test_of_replicas_that_differ_the_lowest_rank_s_are_saved(tmp_path: Path) -> None:
-    """Box by box, as of tensors."""
+def test_boxes_are_described_in_few_words(tmp_path: Path) -> None:
+    """Even ranges by a rule; boxes that are no grid one by one."""
+    whole = values((8, 6), torch.float32)
+    save_as_ranks([[part_of("w", whole, (rows, (0, 6)))] for rows in split(8, [2, 4, 6])], str(tmp_path / "a"))
+    parts = [[0, [0], [12], 4, 1, 0, 12]]
+    assert body_of(tmp_path / "a")["tensors"]["model/w"] == {"dtype": "F32", "shape": [8, 6], "parts": parts}
+    boxes: list[Box] = [TOP, ((5, 8), (0, 2)), ((5, 8), (2, 3)), RIGHT]
+    save_as_ranks([[part_of("w", whole, box)] for box in boxes], str(tmp_path / "b"))
+    assert len(body_of(tmp_path / "b")["tensors"]["model/w"]["parts"]) == 4
+    assert torch.equal(loaded(tmp_path / "b"), whole)
+
+
+def test_replicas_that_differ(tmp_path: Path) -> None:
+    """Box by box, the lowest rank's are saved."""
     whole = values((8, 6), torch.float32)
     ranks = [[part_of("w", whole + add, box)] for add, box in ((0, LEFT), (0, RIGHT), (1, LEFT), (1, RIGHT))]
     save_as_ranks(ranks, str(tmp_path), equal=False)
-    found = torch.zeros(8, 6)
-    accel.load(tmp_path, {"model": Parts([whole_shard("w", found)])})
-    assert torch.equal(found, whole)
+    assert torch.equal(loaded(tmp_path), whole)
     assert len(runs(tmp_path, "model/w")) == 1  # boxes at equal distances in consecutive files
 
 
-# -- what is read, and through how much memory -------------------------------------------------------------------------
-
-
-def test_only_chunks_with_wanted_elements_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a buffer of a few chunks, and into memory of any order."""
-    whole, read, preadv = values((6, 300, 1200), torch.float32), [0], os.preadv
+def test_only_wanted_chunks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, reads = values((6, 300, 1200), torch.float32), counted_reads(monkeypatch)
     boxes = [((0, 6), (0, 300), (a, b)) for a, b in split(1200, [400])]
-
-    def counted(*args: Any) -> int:
-        read[0] += (count := preadv(*args))
-        return count
-
-    monkeypatch.setattr(os, "preadv", counted)
     monkeypatch.setattr(reader, "share", lambda: 1)
     with chunks_of(1 << 16):
         save_as_ranks([[part_of("w", whole, box)] for box in boxes], str(tmp_path / "c"))
@@ -284,17 +267,16 @@ def test_only_chunks_with_wanted_elements_are_read(tmp_path: Path, monkeypatch: 
             wanted = blank(part_of("w", whole, box))
             turned = torch.zeros(shape_of(box)[::-1]).permute(2, 1, 0)
             one = reader.Reader(str(tmp_path / "c"), record.read(str(tmp_path / "c")))
-            read[0] = 0
+            reads.clear()
             one.fill([replace(wanted, name="model/w")])
-            assert read[0] < most * whole.nbytes
+            assert sum(reads) < most * whole.nbytes
             assert len(one._stage) <= 5 << 16
             assert torch.equal(wanted.tensor, expected(wanted, whole))
             accel.load(tmp_path / "c", {"model": Parts([Shard("w", wanted.shape, box, turned)])})
             assert torch.equal(turned, whole[slices(box)])
 
 
-def test_export_comparison_and_inspection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a checkpoint in boxes, as of one that is whole."""
+def test_export_and_inspection(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = {"w": values((70, 60), torch.float32), "v": values((3, 4, 5), torch.bfloat16)}
     boxes = {"w": itertools.product(split(70, [41]), split(60, [7])), "v": [((0, 3), (0, 4), s) for s in split(5, [2])]}
     ranks = [[part_of(name, whole[name], box)] for name in whole for box in boxes[name]]
@@ -303,6 +285,5 @@ def test_export_comparison_and_inspection(tmp_path: Path, capsys: pytest.Capture
     found = nn.ParameterDict({name: torch.zeros_like(t) for name, t in whole.items()})
     accel.load(tmp_path / "out", {"model": found})
     assert all(torch.equal(found[name], t) for name, t in whole.items())
-    capsys.readouterr()
     main(["inspect", str(tmp_path / "a")])
     assert "model/w  F32   [70, 60] in 4 parts" in capsys.readouterr().out

@@ -1,7 +1,4 @@
-"""Where the state of an optimizer lies after it was loaded, given back or moved: by torch's own rule, on every road.
-
-The meta device stands for an accelerator.
-"""
+"""Where an optimizer's state lies after it was loaded or moved: by torch's rule. Meta stands for an accelerator."""
 
 from __future__ import annotations
 
@@ -15,19 +12,17 @@ from torch import nn
 from accel.precision import convert_optimizer
 from accel.shard import Raw
 
-FLAGS = [{}, {"fused": True}, {"capturable": True}]
+KINDS: list[Any] = [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD]
 
 
-def one_step(kind: type[torch.optim.Optimizer], device: str, flags: dict[str, Any]) -> torch.optim.Optimizer:
+def one_step(kind: Any, device: str, flags: dict[str, Any]) -> torch.optim.Optimizer:
     """Of a parameter on ``device``; what it has is on the CPU until then."""
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = kind([parameter], lr=0.1)  # type: ignore[call-arg]
+    parameter, moved = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device=device))
+    optimizer: torch.optim.Optimizer = kind([parameter], lr=0.1)
     parameter.grad = torch.ones(3)
     optimizer.step()
-    optimizer.param_groups[0].update(flags)
-    if device != "cpu":
-        moved = nn.Parameter(torch.ones(3, device=device))
-        optimizer.param_groups[0]["params"], optimizer.state[moved] = [moved], optimizer.state.pop(parameter)
+    optimizer.param_groups[0].update(flags, params=[moved])
+    optimizer.state[moved] = optimizer.state.pop(parameter)
     return optimizer
 
 
@@ -36,35 +31,19 @@ def places(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {key: value.device.type for key, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def by_torch(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[str, str]:
-    """Where ``load_state_dict`` of a state on the CPU puts it."""
-    there = one_step(kind, "meta", flags)
-    there.load_state_dict(one_step(kind, "cpu", flags).state_dict())
-    return places(there)
-
-
-def by_load(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[str, str]:
-    """As a checkpoint fills the numbers in a state; the rest is filled in memory that is made for it."""
-    there, values = one_step(kind, "meta", flags), one_step(kind, "cpu", flags)
-    (parameter,) = there.param_groups[0]["params"]
-    there.state.clear()
-    from_file = Raw(None, {id(p): "p" for p in values.param_groups[0]["params"]})
-    here = Raw(None, {id(parameter): "p"})
-    here.slots(there, {s.name: (s.shape, s.tensor.dtype) for s in from_file.shards(values)})
-    here.fill(there, from_file.values(values))
-    return places(there)
-
-
-def by_move(kind: type[torch.optim.Optimizer], flags: dict[str, Any]) -> dict[str, str]:
-    """As ``setup`` brings an optimizer's state to where its model is now."""
-    there = one_step(kind, "meta", flags)
-    convert_optimizer(there, ExitStack())
-    return places(there)
-
-
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_state_lies_where_torch_puts_it(flags: dict[str, Any]) -> None:
-    assert by_torch(torch.optim.AdamW, flags)["step"] == ("meta" if flags else "cpu")
-    for kind in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD):
-        for road in (by_load, by_move):
-            assert road(kind, flags) == by_torch(kind, flags)
+@pytest.mark.parametrize("flags", [{}, {"fused": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_lies_where_torch_puts_it(kind: Any, flags: dict[str, Any]) -> None:
+    by_torch, loaded, moved = (one_step(kind, "meta", flags) for _ in range(3))
+    values = one_step(kind, "cpu", flags)
+    by_torch.load_state_dict(values.state_dict())
+    expected = places(by_torch)
+    if kind is torch.optim.AdamW:
+        assert expected["step"] == ("meta" if flags else "cpu")
+    convert_optimizer(moved, ExitStack())  # as ``setup`` brings the state to where the model is
+    assert places(moved) == expected
+    saved, held = (Raw(None, {id(o.param_groups[0]["params"][0]): "p"}) for o in (values, loaded))
+    loaded.state.clear()
+    held.slots(loaded, {s.name: (s.shape, s.tensor.dtype) for s in saved.shards(values)})
+    held.fill(loaded, saved.values(values))  # as a load does
+    assert places(loaded) == expected

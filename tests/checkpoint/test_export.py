@@ -15,6 +15,7 @@ from torch import nn
 
 import accel
 from accel import CheckpointError
+from tests.checkpoint.helpers import differences, flipped, shard_of
 from tests.distributed import run
 
 
@@ -32,43 +33,33 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.zeros(3), persistent=False)
 
 
-def saved(path: Path, seed: int = 0, **more: Any) -> tuple[str, Tied]:
-    torch.manual_seed(seed)
+def saved(path: Path) -> tuple[str, Tied]:
     model = Tied()
-    accel.save({"model": model, **more}, path)
+    accel.save({"model": model}, path)
     return str(path), model
 
 
 def equal(model: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(model.state_dict().items(), other.state_dict().items(), strict=True)
-    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-
-
-def save_on_ranks(directory: str) -> None:
-    torch.manual_seed(0)
-    model, _, _ = accel.setup(Tied(), backend="fsdp")
-    accel.save({"model": model}, directory)
+    return not differences(model.state_dict(), other.state_dict())
 
 
 def export_on_ranks(directory: str, out: str) -> None:
-    accel.init()
+    torch.manual_seed(0)
+    accel.save({"model": accel.setup(Tied(), backend="fsdp").model}, directory)
     accel.export(directory, out)
     with pytest.raises(CheckpointError, match="does not exist"):
         accel.export(f"{directory}-1", out)
 
 
 def test_a_file_that_safetensors_opens(tmp_path: Path) -> None:
-    """Two sharded ranks export full tensors, and the tied one once."""
-    directory, out = str(tmp_path / "c"), tmp_path / "out"
-    run(2, save_on_ranks, directory)
-    run(2, export_on_ranks, directory, str(out))
+    out = tmp_path / "out"
+    run(2, export_on_ranks, str(tmp_path / "c"), str(out))
     torch.manual_seed(0)
     state = Tied().state_dict()
     del state["head.weight"]
     with safe_open(out / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-        assert set(file.keys()) == set(state)
-        assert all(torch.equal(file.get_tensor(n), t) and file.get_tensor(n).dtype == t.dtype for n, t in state.items())
+        assert not differences(dict(state), {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     assert os.listdir(out) == ["model.safetensors"]
 
 
@@ -87,13 +78,11 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
             assert torch.equal(found[name], tensor.half() if tensor.is_floating_point() else tensor)
     for size in ("1KB", "1KiB", "0.5MB", 1):
         accel.export(directory, out, max_shard_size=size, overwrite=True)
-    for size in (0, "5 bananas", 1.5, True):
-        with pytest.raises(CheckpointError, match="expected a number of bytes"):
-            accel.export(directory, out, max_shard_size=size, overwrite=True)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="expected a number of bytes"):
+        accel.export(directory, out, max_shard_size="5 bananas", overwrite=True)
 
 
 def test_which_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     first, second = nn.Linear(2, 2), nn.Linear(2, 3)
     accel.save({"gan": {"a/b": first}, "critic": second, "step": 1}, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"2 models \('gan/a%2Fb', 'critic'\). Choose with name="):
@@ -107,7 +96,7 @@ def test_which_model(tmp_path: Path) -> None:
 
 def test_weights_are_replaced_whole(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "c")
-    other, model = saved(tmp_path / "d", seed=1)
+    other, model = saved(tmp_path / "d")
     out = tmp_path / "out"
     accel.export(directory, out, max_shard_size=200)
     (out / "config.json").write_text("{}")
@@ -116,10 +105,8 @@ def test_weights_are_replaced_whole(tmp_path: Path) -> None:
     accel.export(other, out, overwrite=True)
     assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
     before = (out / "model.safetensors").read_bytes()
-    shard = next(Path(directory).glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-3] ^= 1
-    shard.write_bytes(content)
+    shard = shard_of(Path(directory))
+    shard.write_bytes(flipped(shard.read_bytes(), -3))
     with pytest.raises(CheckpointError, match="is damaged"):
         accel.export(directory, out, overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before
@@ -133,8 +120,8 @@ def test_differences_are_listed(tmp_path: Path) -> None:
     before = model.weight.detach().clone()
     with pytest.raises(CheckpointError) as caught:
         accel.load(tmp_path, {"nets": {"x": model}, "epoch": 3})
-    for part in ("[2, 3] in the checkpoint, [2, 2] here", "torch.float64 in the checkpoint", "more", "state['epoch']"):
-        assert part in str(caught.value).replace('"', "'")
+    for part in ("[2, 3] in the checkpoint, [2, 2] here", "torch.float64 in the checkpoint", "more", "epoch"):
+        assert part in str(caught.value)
     assert torch.equal(model.weight, before)
     assert accel.load(tmp_path) == {}
     with pytest.raises(CheckpointError, match="the state has 2 models"):
@@ -142,7 +129,6 @@ def test_differences_are_listed(tmp_path: Path) -> None:
 
 
 def test_tied_weights_have_any_name(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = Tied()
     state = {n: t.clone() for n, t in model.state_dict().items()}
     without_first = {n: t for n, t in state.items() if n != "embed.weight"}
@@ -152,36 +138,26 @@ def test_tied_weights_have_any_name(tmp_path: Path) -> None:
         assert equal(accel.load(tmp_path, {"model": Tied()})["model"], model)
 
 
-def test_incomplete_directories_are_refused(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    path, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
-    weight_map = {"weight": "gone.safetensors", "bias": "gone.safetensors"}
+def test_indices_and_links(tmp_path: Path) -> None:
+    """The cache of the Hugging Face hub consists of links."""
+    source, path, blob = nn.Linear(2, 2), tmp_path / "model.safetensors", tmp_path / "0123"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"weight": "a.safetensors", "bias": "a.safetensors"}}))
 
     def refused(message: str) -> None:
         with pytest.raises(CheckpointError, match=message):
-            accel.load(tmp_path, {"model": model})
+            accel.load(tmp_path, {"model": nn.Linear(2, 2)})
 
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    refused("gone.safetensors is missing")
-    save_file(dict(nn.Linear(2, 2).state_dict()), path)
+    refused("a.safetensors is missing")
+    save_file(dict(source.state_dict()), blob)
+    (tmp_path / "a.safetensors").symlink_to(blob)
+    assert equal(accel.load(tmp_path, {"model": nn.Linear(2, 2)})["model"], source)
+    path.symlink_to("0123")
     refused("remove the other")
     index.unlink()
-    os.truncate(path, 5)
+    assert equal(accel.load(tmp_path, {"model": nn.Linear(2, 2)})["model"], source)
+    os.truncate(blob, 5)
     refused("not a whole safetensors file")
-
-
-def test_links_are_followed(tmp_path: Path) -> None:
-    """The cache of the Hugging Face hub consists of links."""
-    source, blob = nn.Linear(2, 2), tmp_path / "0123"
-    save_file(dict(source.state_dict()), blob)
-    for name in ("one", "index"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "one/model.safetensors").symlink_to("../0123")
-    (tmp_path / "index/a.safetensors").symlink_to(blob)
-    index = {"metadata": {}, "weight_map": {"weight": "a.safetensors", "bias": "a.safetensors"}}
-    (tmp_path / "index/model.safetensors.index.json").write_text(json.dumps(index))
-    for name in ("one", "index"):
-        assert equal(accel.load(tmp_path / name, {"model": nn.Linear(2, 2)})["model"], source)
 
 
 @pytest.mark.parametrize("size", ["50GB", "20KB"])

@@ -5,52 +5,40 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import accel
 from accel.errors import CheckpointError
-from tests.distributed import run
-
-
-def state(value: float) -> dict[str, Any]:
-    return {"x": torch.full((5000,), float(value)), "n": value}
-
-
-def value_of(directory: Path) -> float:
-    found = state(0.0)
-    accel.load(directory, found)
-    assert found["x"].unique().tolist() == [found["n"]]
-    return float(found["n"])
+from tests.checkpoint.helpers import filled, value_of
+from tests.distributed import refusals, run
 
 
 def test_latest(tmp_path: Path) -> None:
     assert accel.latest(tmp_path / "none") is None
     assert accel.latest(tmp_path) is None
     for name in ("step-9", "step-10", "b", "a"):
-        accel.save(state(1), tmp_path / name)
+        accel.save(filled(1), tmp_path / name)
         assert accel.latest(tmp_path) == str(tmp_path / name)
         assert accel.latest(str(tmp_path / name)) == str(tmp_path / name)
     next((tmp_path / "a").glob("*.safetensors")).unlink()
     assert accel.latest(tmp_path) == str(tmp_path / "b")
     (tmp_path / "b" / "accel.json").write_text("{}")
     assert accel.latest(tmp_path) == str(tmp_path / "step-10")
-    accel.save(state(2), tmp_path / "step-9")
+    accel.save(filled(2), tmp_path / "step-9")
     assert accel.latest(tmp_path) == str(tmp_path / "step-9")
     accel.link(tmp_path / "step-10", tmp_path / "best")  # a second name is as old as the checkpoint
     assert accel.latest(tmp_path) == str(tmp_path / "step-9")
 
 
 def test_keep(tmp_path: Path) -> None:
-    """Only checkpoints of the same series are removed, only the oldest, and nothing else in their directories."""
     for name in ("best", "epoch-1", "step-x1"):
-        accel.save(state(1), tmp_path / name)
+        accel.save(filled(1), tmp_path / name)
     (tmp_path / "step-0").mkdir()
     (tmp_path / "step-0" / "mine").write_text("x")
     for number in (1, 2, 3, 4, 5):
-        accel.save(state(number), tmp_path / f"step-{number}", keep=2)
+        accel.save(filled(number), tmp_path / f"step-{number}", keep=2)
         if number == 1:
             (tmp_path / "step-1" / "mine").write_text("x")
             (tmp_path / "step-00").symlink_to(tmp_path / "best")
@@ -58,28 +46,23 @@ def test_keep(tmp_path: Path) -> None:
     assert names == {"best", "epoch-1", "step-x1", "step-0", "step-00", "step-1", "step-4", "step-5"}
     assert [p.name for p in (tmp_path / "step-1").iterdir()] == ["mine"]
     assert value_of(tmp_path / "best") == 1
-    accel.save(state(6), tmp_path / "step-6", keep=1)
+    accel.save(filled(6), tmp_path / "step-6", keep=1)
     for name, keep in (("last", 2), ("step-7", 0)):
         with pytest.raises(CheckpointError, match="keep="):
-            accel.save(state(1), tmp_path / name, keep=keep)
+            accel.save(filled(1), tmp_path / name, keep=keep)
     assert {p.name for p in tmp_path.iterdir()} == names - {"step-4", "step-5"} | {"step-6"}
-
-
-def link(source: str, target: str) -> None:
-    accel.link(source, target)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_link(world: int, tmp_path: Path) -> None:
-    """A link takes no space, replaces the old checkpoint, and stays when the source is removed."""
     source, best = tmp_path / "step-1", tmp_path / "best"
-    accel.save(state(1), source)
-    accel.save(state(2), best)
-    run(world, link, str(source), str(best))
+    accel.save(filled(1), source)
+    accel.save(filled(2), best)
+    run(world, accel.link, str(source), str(best))
     shard = next(best.glob("*.safetensors"))
     assert os.path.samefile(shard, source / shard.name)
     assert len(list(best.iterdir())) == 2
-    accel.save(state(3), source)
+    accel.save(filled(3), source)
     assert value_of(best) == 1
     shutil.rmtree(source)
     assert value_of(best) == 1
@@ -91,18 +74,11 @@ def test_link(world: int, tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def verify_on_ranks(directory: str) -> str:
-    try:
-        accel.verify(directory)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def test_verify_on_several_ranks(tmp_path: Path) -> None:
     accel.save({"x": torch.zeros(6_000_000)}, tmp_path)
-    assert run(2, verify_on_ranks, str(tmp_path)) == ["", ""]
+    run(2, accel.verify, str(tmp_path))
     with open(next(tmp_path.glob("*.safetensors")), "r+b") as file:
         file.seek(23_000_000)
         file.write(b"\x01")
-    assert all("damaged" in text for text in run(2, verify_on_ranks, str(tmp_path)))
+    messages = refusals(2, accel.verify, str(tmp_path), error="CheckpointError")
+    assert all("damaged" in text for text in messages)

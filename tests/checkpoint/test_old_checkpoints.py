@@ -18,7 +18,7 @@ from torch import nn
 import accel
 from accel.checkpoint import record
 from accel.errors import CheckpointError
-from tests.checkpoint.helpers import distance
+from tests.checkpoint.helpers import differences, flipped
 from tests.checkpoint.old_states import VALUES, numbered, state_of
 from tests.distributed import run
 
@@ -29,24 +29,20 @@ GIVEN = {1: {0, 4, 5, 8, 10, 12, 13, 14, 16, 17, 18, 20}, 2: {4, 8, 10, 13, 18, 
 
 
 def test_files_of_frozen_tensors_load() -> None:
-    """The first layer was frozen, and is as it was made."""
     torch.manual_seed(0)
-    expected = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    average = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    other = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    loaded = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    expected, average, other, loaded = (nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)) for _ in range(4))
     state = accel.load(WRITTEN, {"model": loaded, "average": other, "step": 0})
     assert state["step"] == 1
-    assert not distance(dict(other.state_dict()), dict(average.state_dict()))
-    assert not distance(dict(loaded[0].state_dict()), dict(expected[0].state_dict()))
+    assert not differences(dict(other.state_dict()), dict(average.state_dict()))
+    assert not differences(dict(loaded[0].state_dict()), dict(expected[0].state_dict()))
 
 
 def resume(directory: str, backend: str) -> list[float]:
     """Check all that was saved. Return the samples that the loader has left."""
-    state, _ = state_of(backend, 9)
+    state = state_of(backend, 9)
     values = {**dict.fromkeys(VALUES), "arrays": [None, None, torch.zeros(3, dtype=torch.int64)]}
     accel.load(directory, {**state, "values": values})
-    assert not distance(VALUES, values)
+    assert not differences(VALUES, values)
     weights, optimizer = accel.full_state_dict(state["model"]), accel.full_state_dict(state["optimizer"])
     for number, weight in enumerate(weights.values()):
         assert torch.equal(weight.cpu(), numbered(weight.shape, 1 + 100 * number))
@@ -62,17 +58,16 @@ def resume(directory: str, backend: str) -> list[float]:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("world", "backend"), [(1, "single"), (2, "fsdp")])
-def test_all_kinds_of_objects_and_values_load(version: int, world: int, backend: str) -> None:
+def test_all_kinds_of_objects_load(version: int, world: int, backend: str) -> None:
     directory = HERE / f"written_as_version_{version}"
     accel.verify(directory)
-    found = record.read(str(directory))
-    assert found.version == version
+    assert record.read(str(directory)).version == version
     left: list[Any] = sum(run(world, resume, str(directory), backend), [])
     assert sorted(left) == sorted(set(map(float, range(24))) - GIVEN[version])
 
 
 @pytest.mark.parametrize("written", ["written_by_0_1", "written_as_version_2"])
-def test_the_next_save_removes_all_of_its_files(written: str, tmp_path: Path) -> None:
+def test_the_next_save_removes_them(written: str, tmp_path: Path) -> None:
     directory = tmp_path / "c"
     shutil.copytree(HERE / written, directory)
     accel.link(directory, tmp_path / "linked")
@@ -90,12 +85,11 @@ def test_damage_is_found(version: int, tmp_path: Path) -> None:
     for path in [*directory.glob("*.safetensors"), directory / "accel.json"]:
         content = path.read_bytes()
         for place in (9, 20, 200, len(content) // 2, len(content) - 2):
-            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-            state: dict[str, Any] = {"half": torch.zeros(4, 3, dtype=torch.half), "complex": torch.zeros(2) + 0j}
+            path.write_bytes(flipped(content, place))
             with pytest.raises(CheckpointError, match=path.name):
                 accel.verify(directory)
             if path.name == "accel.json":
                 with pytest.raises(CheckpointError, match=path.name):
-                    accel.load(directory, state)
+                    accel.load(directory, {"half": torch.zeros(4, 3, dtype=torch.half)})
         path.write_bytes(content)
     accel.verify(directory)

@@ -27,18 +27,20 @@ def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 7, generator=generator), torch.randn(8, 5, generator=generator)
+
+
 def train(model: Any, optimizer: Any, steps: range) -> None:
-    """Train on batches that are equal on all ranks."""
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(8, 7, generator=generator), torch.randn(8, 5, generator=generator)
+        x, y = batch(step)
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()
         optimizer.step()
 
 
 def check_trained(model: nn.Module, steps: int) -> None:
-    """Compare with a model that trained so many steps without an interruption."""
     net, optimizer = build()
     train(net, optimizer, range(steps))
     found = accel.full_state_dict(model)
@@ -48,8 +50,7 @@ def check_trained(model: nn.Module, steps: int) -> None:
 
 def load_file(path: str, backend: str, saved: str) -> None:
     """Load a file of torch.save into the handles, save with accel, load again, and train on."""
-    net, raw = build(seed=1)
-    model, optimizer, _ = accel.setup(net, raw, backend=backend)
+    model, optimizer, _ = accel.setup(*build(seed=1), backend=backend)
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -70,7 +71,6 @@ def test_a_file_of_torch_save(backend: str, tmp_path: Path) -> None:
 
 
 def save_dcp(directory: str) -> None:
-    """Save a model and an optimizer that torch has sharded."""
     net, _ = build()
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -81,6 +81,7 @@ def save_dcp(directory: str) -> None:
 
 def load_converted(path: str) -> None:
     state = torch.load(path, weights_only=True)
+    assert state["epoch"] == 3
     net, raw = build(seed=1)
     set_state_dict(net, raw, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     model, optimizer, _ = accel.setup(net, raw, backend="fsdp")
@@ -92,31 +93,25 @@ def test_a_directory_of_distributed_checkpoint(tmp_path: Path) -> None:
     run(2, save_dcp, str(tmp_path / "dcp"))
     convert = [sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
     subprocess.run([*convert, str(tmp_path / "dcp"), str(tmp_path / "old.pt")], check=True, timeout=120)
-    assert torch.load(tmp_path / "old.pt", weights_only=True)["epoch"] == 3
     run(2, load_converted, str(tmp_path / "old.pt"))
 
 
 def save_zero(directory: str) -> None:
-    """Save with DeepSpeed alone."""
     net, raw = build()
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        # Otherwise it replaces torch.nn.functional.linear in this process, for good.
-        "zero_optimization": {"stage": 3, "memory_efficient_linear": False},
-        "zero_allow_untrusted_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
+    # Otherwise DeepSpeed replaces torch.nn.functional.linear in this process, for good.
+    zero = {"stage": 3, "memory_efficient_linear": False}
+    config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": zero}
+    config |= {"zero_allow_untrusted_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     engine, *_ = deepspeed_alone(model=net, optimizer=raw, config=config, dist_init_required=False)
     for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        x, y = torch.randn(8, 7, generator=generator), torch.randn(8, 5, generator=generator)
+        x, y = batch(step)
         engine.backward(F.mse_loss(engine(x), y))
         engine.step()
     engine.save_checkpoint(directory)
 
 
 def load_weights(directory: str) -> None:
-    model, _, _ = accel.setup(build(seed=1)[0], backend="fsdp")
+    model = accel.setup(build(seed=1)[0], backend="fsdp").model
     accel.load(directory, {"model": model})
     check_trained(model, 3)
 

@@ -1,7 +1,6 @@
-"""Every state that ``save`` accepts, ``load`` gives back: over generated models, freezes, optimizers, values and backends.
+"""Every state that ``save`` accepts, ``load`` gives back: generated models, freezes, optimizers, values and backends.
 
-What is refused counts too, and must be refused by an error of accel's; most of it must not be. ``ACCEL_TEST_FUZZ`` is the
-number of examples of each test.
+Others must be refused by an error of accel's. ``ACCEL_TEST_FUZZ`` is the number of examples of each test.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ import logging
 import math
 import os
 import shutil
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from torch.optim import lr_scheduler
 import accel
 from accel.errors import AccelError
 from tests.backends import need, replica_of
-from tests.checkpoint.helpers import distance
+from tests.checkpoint.helpers import differences, save_fully
 from tests.distributed import run
 
 EXAMPLES = int(os.environ.get("ACCEL_TEST_FUZZ", "0"))
@@ -47,12 +47,7 @@ def examples(count: int) -> Any:
     )
 
 
-# -- models -----------------------------------------------------------------------------------------------------------
-
-
 class Odd(nn.Module):
-    """One-element, 0-dim, empty and unused parameters, and one of three dimensions."""
-
     def __init__(self) -> None:
         super().__init__()
         self.number = nn.Parameter(torch.rand(()))
@@ -65,8 +60,6 @@ class Odd(nn.Module):
 
 
 class Empty(nn.Module):
-    """A parameter without elements."""
-
     def __init__(self) -> None:
         super().__init__()
         self.none = nn.Parameter(torch.rand(0, WIDTH))
@@ -76,8 +69,6 @@ class Empty(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Buffers of several dtypes, one of which has two names, and one that is not saved; an extra state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
@@ -105,8 +96,6 @@ class Buffers(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of other dtypes."""
-
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(WIDTH).to(dtype))
@@ -117,8 +106,6 @@ class Mixed(nn.Module):
 
 
 class Lora(nn.Module):
-    """A frozen base, and two small factors beside it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -129,8 +116,6 @@ class Lora(nn.Module):
 
 
 class Strange(nn.Module):
-    """Names that mean something in a path, in JSON or in a record."""
-
     def __init__(self) -> None:
         super().__init__()
         names = ["a/b", "!", "ü", "[0:3]", "groups"]
@@ -149,30 +134,30 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: nn.LayerNorm(WIDTH),
     "batchnorm": lambda: nn.BatchNorm1d(WIDTH),
     "tanh": nn.Tanh,
-    "odd": Odd,
+    "odd": Odd,  # one element, no dimension, three of them, and a parameter without a use
     "empty": Empty,
-    "buffers": Buffers,
+    "buffers": Buffers,  # of several dtypes, with two names, unsaved, and an extra state
     "double": lambda: Mixed(torch.float64),
     "half": lambda: Mixed(torch.bfloat16),
     "complex": lambda: Mixed(torch.complex64),
-    "lora": Lora,
-    "strange": Strange,
+    "lora": Lora,  # a frozen base, and two small factors beside it
+    "strange": Strange,  # names that mean something in a path, in JSON or in a record
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
 }
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01),
-    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
-    "amsgrad": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True, weight_decay=0.1),
-    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.01, lr_decay=0.1),
-    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True),
-    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
-    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.01),
-    "adamax": lambda groups: torch.optim.Adamax(groups, lr=0.01),
-    "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.01),
-    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=0.01),
-    "muon": lambda groups: torch.optim.Muon(groups, lr=0.01),
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "adamw": torch.optim.AdamW,
+    "amsgrad": partial(torch.optim.Adam, amsgrad=True, weight_decay=0.1),
+    "adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.5, centered=True),
+    "nadam": torch.optim.NAdam,
+    "asgd": torch.optim.ASGD,
+    "adamax": torch.optim.Adamax,
+    "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,
 }
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
@@ -186,27 +171,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A program: what it builds, what it freezes when, how long it trains before the save and after it."""
-
-    layers: tuple[str, ...]
-    tied: bool
-    frozen: frozenset[int]
-    optimizers: tuple[str, ...]
-    trainable_only: bool
-    left_out: frozenset[int]
-    groups: int
-    empty_group: bool
-    named: bool
-    flips: tuple[tuple[int, int], ...]
-    steps: int
-    scheduler: str
-    used: int
-    backend: Any
-    other: Any
-    background: bool
-    loose: bool
+#: A program: what it builds, what it freezes when, how long it trains before the save and after it.
+Case = SimpleNamespace
 
 
 def cases(
@@ -262,11 +228,10 @@ class Program:
         """Each of them takes every so-many-th parameter of those that it can step, cut into groups."""
         case = self.case
         left_out = {number % len(named) for number in case.left_out}
-        held = [
-            (n, p)
-            for i, (n, p) in enumerate(named)
-            if i not in left_out and (p.requires_grad or not case.trainable_only)
-        ]
+        held = []
+        for i, (name, parameter) in enumerate(named):
+            if i not in left_out and (parameter.requires_grad or not case.trainable_only):
+                held.append((name, parameter))
         for number, kind in enumerate(case.optimizers):
             mine = held[number :: len(case.optimizers)]
             if kind == "muon":
@@ -278,18 +243,16 @@ class Program:
             if not mine:
                 continue
             each = -(-len(mine) // case.groups)
-            parts = [mine[at : at + each] for at in range(0, len(mine), each)]
-            groups: list[dict[str, Any]] = [
-                {"params": part if case.named else [p for _, p in part], "lr": 0.01 * (i + 1)}
-                for i, part in enumerate(parts)
-            ]
+            groups: list[dict[str, Any]] = []
+            for at in range(0, len(mine), each):
+                part = mine[at : at + each]
+                groups.append({"params": part if case.named else [p for _, p in part], "lr": 0.01 * (len(groups) + 1)})
             groups[0]["tag"] = ("first", 1)
             if case.empty_group and not case.named:
                 groups.append({"params": [], "lr": 0.5})
-            yield OPTIMIZERS[kind](groups)
+            yield OPTIMIZERS[kind](groups, lr=0.01)
 
     def flip(self, step: int) -> None:
-        """Freeze, or train again."""
         now = list(self.net.parameters())  # an engine may have put others in their places
         for when, number in self.case.flips:
             if when == step:
@@ -318,12 +281,10 @@ class Program:
         return {name: not p.requires_grad for name, p in self.net.named_parameters()}
 
     def held(self) -> set[str]:
-        """The names of what an optimizer holds."""
         ids = {id(p) for o in self.raw for group in o.param_groups for p in group["params"]}
         return {name for name, p in self.net.named_parameters() if id(p) in ids}
 
     def snapshot(self) -> dict[str, Any]:
-        """All that a checkpoint has of it."""
         optimizers = [copied(self._whole(optimizer)) for optimizer in self.optimizers]
         for one in optimizers:  # an optimizer makes an entry where it only looks
             one["state"] = {key: state for key, state in one["state"].items() if state}
@@ -339,7 +300,6 @@ class Program:
 
 
 def copied(value: Any) -> Any:
-    """A copy that training does not change."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -349,13 +309,11 @@ def copied(value: Any) -> Any:
 
 def check_case(case: Case, directory: str) -> str:
     """What came of a case: ``"loaded"``, or where it was refused. Fails where what was accepted did not come back."""
-    replicas = {
-        str(backend): replica_of(backend)[0] if backend != "raw" else 0 for backend in (case.backend, case.other)
-    }
     programs: list[Program] = []  # alive on every rank until the end
     try:
         for seed, backend, steps in ((1, case.backend, case.steps), (2, case.other, case.used)):
-            programs.append(Program(case, seed, backend, replicas[str(backend)]))
+            replica = replica_of(backend)[0] if backend != "raw" else 0
+            programs.append(Program(case, seed, backend, replica))
             programs[-1].train(steps)
     except AccelError:
         accel.teardown()
@@ -367,11 +325,8 @@ def check_case(case: Case, directory: str) -> str:
 
 
 def check_programs(case: Case, directory: str, one: Program, two: Program) -> str:
-    """Save one, load it into the other, and go on with both."""
     try:
-        pending = accel.save(one.state(), directory, wait=not case.background)
-        if pending is not None:
-            pending.result(60)
+        save_fully(one.state(), directory, not case.background)
     except AccelError:
         return "refused by save"
     expected, frozen, own = of_rank_0(one.snapshot()), one.frozen(), two.frozen()
@@ -379,21 +334,20 @@ def check_programs(case: Case, directory: str, one: Program, two: Program) -> st
     state = two.state()
     accel.load(directory, state, strict=not case.loose)
     two.done = state["n"]
-    agree_on(case, distance(expected, two.snapshot()))
+    agree_on(case, differences(expected, two.snapshot()))
     held = two.held()
-    agree_on(case, distance({name: frozen[name] if name in held else own[name] for name in frozen}, two.frozen()))
+    agree_on(case, differences({n: (frozen if n in held else own)[n] for n in frozen}, two.frozen()))
     if case.backend == case.other:
         for name, parameter in two.net.named_parameters():
             parameter.requires_grad_(not frozen[name])
         one.train(2)
         two.train(2)
-        found = distance(one.snapshot(), two.snapshot())
+        found = differences(one.snapshot(), two.snapshot())
         agree_on(case, found if accel.rank() == 0 else [])  # other ranks' buffers are their own until the next forward
     return "loaded"
 
 
 def of_rank_0(value: Any) -> Any:
-    """What a checkpoint has where the ranks differ."""
     held = [value]
     if accel.world_size() > 1:
         dist.broadcast_object_list(held)
@@ -401,26 +355,10 @@ def of_rank_0(value: Any) -> Any:
 
 
 def agree_on(case: Case, found: list[str]) -> None:
-    """Fail on every rank where one has found differences."""
-    told = [found]
+    told = [found] * accel.world_size()
     if accel.world_size() > 1:
-        told = [[] for _ in range(accel.world_size())]
         dist.all_gather_object(told, found)
     assert not any(told), (case, [one[:3] for one in told])
-
-
-def test_programs(tmp_path: Path) -> None:
-    """In one process, set up or not."""
-    tally: Counter[str] = Counter()
-
-    @given(cases(["raw", "single"]))
-    @examples(200)
-    def check(case: Case) -> None:
-        tally[check_case(case, str(tmp_path / "c"))] += 1
-
-    check()
-    assert tally.total() >= (EXAMPLES or 200), tally
-    assert tally["loaded"] >= 0.95 * tally.total()
 
 
 def check_batch(batch: Sequence[Case], directory: str) -> list[str]:
@@ -435,6 +373,7 @@ ZERO = [accel.DeepSpeed(stage=stage) for stage in (1, 2, 3)]
 DDP = accel.DDP(find_unused_parameters=True)
 #: Engines whose optimizers step whole tensors take all layers and optimizers; others not those which setup refuses there.
 POOLS: dict[str, Any] = {
+    "alone": cases(["raw", "single"]),
     "whole": cases(["raw", DDP, "sharded", "pipeline"]),
     "divided": cases(
         [DDP, "sharded", "fsdp", *ZERO, "pipeline"],
@@ -445,23 +384,22 @@ POOLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_programs_on_two_ranks(pool: str, tmp_path: Path) -> None:
-    """From every backend into every other; many cases to a call of the workers."""
-    for backend in ("sharded", "fsdp", *ZERO, "pipeline"):
+def test_programs(pool: str, tmp_path: Path) -> None:
+    """In one process; on two ranks from every backend into every other, many cases to a call of the workers."""
+    world, size, count, least = (1, 1, 200, 0.95) if pool == "alone" else (2, 6, 8, 0.75)
+    for backend in ("sharded", "fsdp", *ZERO, "pipeline") if world == 2 else ():
         need(backend, 2)
     tally: Counter[str] = Counter()
 
-    @given(st.lists(POOLS[pool], min_size=6, max_size=6))
-    @examples(8)
+    @given(st.lists(POOLS[pool], min_size=size, max_size=size))
+    @examples(count)
     def check(batch: list[Case]) -> None:
-        tally.update(run(2, check_batch, batch, str(tmp_path / "c"))[0])
+        tally.update(run(world, check_batch, batch, str(tmp_path / "c"))[0])
 
     check()
-    assert tally.total() >= 6 * (EXAMPLES or 8), tally
-    assert tally["loaded"] >= 0.75 * tally.total(), tally
+    assert tally.total() >= size * (EXAMPLES or count), tally
+    assert tally["loaded"] >= least * tally.total(), tally
 
-
-# -- values -----------------------------------------------------------------------------------------------------------
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.int8, torch.uint8,
@@ -474,54 +412,39 @@ WORDS = st.sampled_from(
 
 
 def make_tensor(dtype: torch.dtype, shape: tuple[int, ...], form: str) -> torch.Tensor:
-    """A tensor of some values, plain or as a view."""
     generator = torch.Generator().manual_seed(math.prod(shape) + len(shape))
     made = (torch.rand((2, *shape), generator=generator) * 9).to(dtype)
-    view = {
-        "plain": made[0].clone(),
-        "slice": made[1],
-        "transposed": made[0].clone().movedim(0, -1) if shape else made[0],
+    views: dict[str, Callable[[], torch.Tensor]] = {
+        "plain": made[0].clone,
+        "slice": lambda: made[1],
+        "transposed": lambda: made[0].clone().movedim(0, -1) if shape else made[0],
+        "expanded": lambda: made.new_ones(()).expand(shape),
+        "conjugate": made[0].conj,
     }
-    if form == "conjugate":
-        return made[0].conj()
-    return view[form]
+    return views[form]()
 
 
 def make_array(dtype: str, shape: tuple[int, ...]) -> Any:
     return numpy.arange(math.prod(shape)).reshape(shape).astype(dtype)
 
 
-TENSORS = st.builds(
-    make_tensor,
-    st.sampled_from(DTYPES),
-    st.sampled_from(SHAPES),
-    st.sampled_from(["plain", "slice", "transposed", "conjugate"]),
-)
+FORMS = st.sampled_from(["plain", "slice", "transposed", "expanded", "conjugate"])
+TENSORS = st.builds(make_tensor, st.sampled_from(DTYPES), st.sampled_from(SHAPES), FORMS)
 NUMPY_TYPES = st.sampled_from(
     ["<f4", "<f8", "<f2", "<i8", "|u1", "|b1", "<c8", "<U3", "|S2", "<M8[ns]", "<m8[s]", "<f16"]
 )
+ODD_ARRAYS = [numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT", "s"), numpy.ma.masked_array([1, 2], [0, 1])]
 ARRAYS = st.one_of(
     st.builds(make_array, NUMPY_TYPES, st.sampled_from(SHAPES)),
     st.builds(lambda dtype: make_array(dtype, (4,))[3], NUMPY_TYPES),
-    st.sampled_from(
-        [numpy.str_(""), numpy.bytes_(b""), numpy.datetime64("NaT", "s"), numpy.ma.masked_array([1, 2], [0, 1])]
-    ),
+    st.sampled_from(ODD_ARRAYS),
 )
+PLACES = [torch.device("cpu"), torch.device("cuda:1"), Path("a/b"), range(3), range(5, 2**70, 3), torch.Size([2, 3])]
 ATOMS: st.SearchStrategy[Any] = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.sampled_from([2**63, 2**64, -(2**63) - 1, 2**5000]),
-    st.floats(),
-    st.complex_numbers(),
-    st.text(max_size=5),
-    WORDS,
-    st.binary(max_size=5),
-    st.sampled_from(DTYPES),
-    st.sampled_from(
-        [torch.device("cpu"), torch.device("cuda:1"), Path("a/b"), range(3), range(5, 2**70, 3), torch.Size([2, 3])]
-    ),
-)
+    st.none(), st.booleans(), st.integers(), st.sampled_from([2**63, 2**64, -(2**63) - 1, 2**5000]), st.floats(),
+    st.complex_numbers(), st.text(max_size=5), WORDS, st.binary(max_size=5), st.builds(bytearray, st.binary(max_size=5)),
+    st.frozensets(st.integers(), max_size=2), st.sampled_from(DTYPES), st.sampled_from(PLACES),
+)  # fmt: skip
 KEYS = st.one_of(
     WORDS, st.text(max_size=4), st.integers(-2, 2), st.none(), st.floats(), st.binary(max_size=2), st.sampled_from(DTYPES),
     st.tuples(st.integers(0, 2), WORDS), st.just(Path("1")), st.frozensets(st.integers(0, 3), max_size=2),
@@ -529,28 +452,24 @@ KEYS = st.one_of(
 
 
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    lists = st.lists(inner, max_size=3)
+    lists, dicts = st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)
+    names = st.dictionaries(st.sampled_from(["a", "self", "kwargs", "b c"]), inner, max_size=2)
     return st.one_of(
         lists,
         lists.map(tuple),
         st.builds(deque, lists, st.sampled_from([None, 2, 5])),
-        st.dictionaries(KEYS, inner, max_size=3),
-        st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
-        st.dictionaries(KEYS, inner, max_size=2).map(lambda d: defaultdict(list, d)),
-        st.dictionaries(st.sampled_from(["a", "self", "kwargs", "b c"]), inner, max_size=2).map(
-            lambda d: SimpleNamespace(**d)
-        ),
+        dicts,
+        dicts.map(OrderedDict),
+        dicts.map(lambda d: defaultdict(list, d)),
+        names.map(lambda d: SimpleNamespace(**d)),
+        st.builds(Namespace, lr=inner),
     )
 
 
+SETS = st.sets(ATOMS.filter(lambda v: not isinstance(v, torch.Size | bytearray)), max_size=3)
+COUNTERS = st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
 VALUES = st.recursive(
-    st.one_of(ATOMS, TENSORS, ARRAYS),
-    lambda inner: st.one_of(
-        containers(inner),
-        st.sets(ATOMS.filter(lambda v: not isinstance(v, torch.Size)), max_size=3),
-        st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter),
-    ),
-    max_leaves=6,
+    st.one_of(ATOMS, TENSORS, ARRAYS), lambda inner: st.one_of(containers(inner), SETS, COUNTERS), max_leaves=6
 )
 
 
@@ -590,10 +509,10 @@ def test_values(tmp_path: Path) -> None:
         accel.verify(directory)
         target = {key: blank(value) for key, value in state.items()}
         assert accel.load(directory, target) is target
-        assert not distance(state, target), state
+        assert not differences(state, target), state
         tally["loaded"] += 1
         if not any(map(holds_tensor, state.values())):
-            assert not distance(state, accel.load(directory))
+            assert not differences(state, accel.load(directory))
 
     check()
     assert tally.total() >= (EXAMPLES or 250), tally

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,35 +17,8 @@ from torch import nn
 import accel
 from accel.checkpoint import record
 from tests.backends import need, refused
-from tests.checkpoint.helpers import Run, differences, engines
+from tests.checkpoint.helpers import differences, engines, resume, train_and_save
 from tests.distributed import run
-
-BEFORE, AFTER = 4, 5  # mid-epoch, then over its end
-
-
-def train_and_save(backend: Any, directory: str, wait: bool = True, precision: str = "auto") -> dict[str, Any]:
-    training = Run(backend, 1, precision)
-    training.steps(BEFORE)
-    pending = accel.save(training.state, directory, wait=wait)
-    training.steps(AFTER)
-    if pending is not None:
-        pending.result(60)
-    return training.result()
-
-
-def resume(backend: Any, directories: list[str], precision: str = "auto") -> list[dict[str, Any]]:
-    """What training goes on to from each of the checkpoints."""
-    training = Run(backend, 2, precision)
-    training.steps(2)  # a state that must be replaced, as is that of the checkpoint before
-    results = []
-    for directory in directories:
-        assert accel.load(directory, training.state) is training.state  # type: ignore[arg-type]
-        training.batches = iter(())
-        assert training.state["step"] == BEFORE
-        training.steps(AFTER)
-        results.append(training.result())
-    return results
-
 
 PLACES = [(world, backend) for world in (1, 2, 3, 4) for backend in engines(world)]
 
@@ -59,21 +33,17 @@ def uninterrupted(world: int, backend: Any) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("after", "other"), PLACES, ids=str)
 def test_any_to_any(after: int, other: Any) -> None:
-    """A checkpoint of each world size and backend continues in all others, to what was never interrupted.
-
-    On one rank from each of them, on two from each of one and two ranks; otherwise each backend takes its turn.
-    """
+    """On one rank from each of them, on two from each of one and two ranks; otherwise each backend takes its turn."""
     need(other)
-    places = [place for place in PLACES if place[0] != 3]
-    places = [place for place in places if not refused(place[1])]
+    places = [place for place in PLACES if place[0] != 3 and not refused(place[1])]
+    own = [place for place in PLACES if place[0] == after]
+    turn = own.index((after, other))
     if after > 2:  # three divide nothing evenly
-        own = [place for place in PLACES if place[0] == after]
         turns = len(own) if after == 3 else 3
-        places = places[own.index((after, other)) % turns :: turns]
+        places = places[turn % turns :: turns]
     elif after == 2:
         wide = [place for place in places if place[0] == 4]
-        own = [place for place in PLACES if place[0] == after]
-        places = [place for place in places if place[0] < 4] + wide[own.index((after, other)) % 3 :: 3]
+        places = [place for place in places if place[0] < 4] + wide[turn % 3 :: 3]
     befores = [uninterrupted(*place) for place in places]
     for rank, found in enumerate(run(after, resume, other, [directory for directory, _ in befores], timeout=240)):
         for place, (_, expected), result in zip(places, befores, found, strict=True):
@@ -112,11 +82,8 @@ def halves(stage: int, directory: str, save: bool) -> Any:
     torch.manual_seed(0 if save else 1)
     net = nn.Sequential(nn.Linear(6, 17), nn.Linear(17, 4))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    options: dict[str, Any] = {"backend": "single"}
-    if save:
-        backend = accel.DeepSpeed(stage=stage, config={"bf16": {"enabled": True}})
-        options = {"backend": backend, "precision": "bf16-true"}
-    model, handle, _ = accel.setup(net, optimizer, **options)
+    backend = accel.DeepSpeed(stage=stage, config={"bf16": {"enabled": True}}) if save else "single"
+    model, handle, _ = accel.setup(net, optimizer, backend=backend, precision="bf16-true" if save else "auto")
     state = {"model": model, "optimizer": handle}
     if not save:
         accel.load(directory, state)
@@ -149,8 +116,6 @@ def test_fp32_copies_are_what_is_saved(stage: int, tmp_path: Path) -> None:
 
 
 def random_numbers(directory: str, load: bool) -> tuple[Any, Any]:
-    import random
-
     accel.seed(3, per_rank=True)
     if load:
         accel.seed(9)

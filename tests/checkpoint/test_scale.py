@@ -20,7 +20,6 @@ ROWS, COLUMNS = 4096, 64
 
 
 def work(act: Callable[[], Any]) -> int:
-    """How many lines of Python ran."""
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -49,13 +48,11 @@ def box_of(kind: str, world: int, rank: int) -> Box:
 
 def listings(kind: str, world: int, tensors: int) -> tuple[Listing, ...]:
     table = Table("names", tuple((f"t{i}", 0) for i in range(tensors)))
-    return tuple(
-        Listing(table, (Kind("F32", (ROWS, COLUMNS), box_of(kind, world, rank), False),)) for rank in range(world)
-    )
+    kinds = [Kind("F32", (ROWS, COLUMNS), box_of(kind, world, rank), False) for rank in range(world)]
+    return tuple(Listing(table, (one,)) for one in kinds)
 
 
 def record_of(everyone: tuple[Listing, ...]) -> bytes:
-    """Plan, and write the record."""
     world = len(everyone)
     stored = make_plan.__wrapped__(everyone).stored({rank: rank for rank in range(world)})
     files = [Written(f"accel-{SAVE}-{rank:05d}.safetensors", 1 << 30, ("0" * 16,)) for rank in range(world)]
@@ -63,7 +60,7 @@ def record_of(everyone: tuple[Listing, ...]) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "pairs", "mesh"])
-def test_planning_and_the_record_grow_with_tensors_plus_ranks(kind: str) -> None:
+def test_work_grows_with_tensors_plus_ranks(kind: str) -> None:
     small, tensors, ranks = (listings(kind, *size) for size in ((16, 100), (16, 800), (128, 100)))
     base = work(lambda: record_of(small))
     assert work(lambda: record_of(tensors)) < 9 * base
@@ -71,7 +68,7 @@ def test_planning_and_the_record_grow_with_tensors_plus_ranks(kind: str) -> None
     assert len(record_of(ranks)) - len(record_of(small)) < 112 * 150  # a line for each file
 
 
-def test_a_load_opens_the_files_that_it_needs(tmp_path: Path) -> None:
+def test_a_load_opens_few_files(tmp_path: Path) -> None:
     small, large = (simulate(world, 40, world // 2, str(tmp_path)) for world in (32, 128))
     assert large.record_bytes - small.record_bytes < 96 * 110
     assert small.files_opened == large.files_opened == 2

@@ -1,13 +1,15 @@
-"""Asynchronous copies, as from and to CUDA devices. Here tensors of one dtype stand for a device's.
+"""Asynchronous copies, as from and to CUDA devices, for which tensors of one dtype stand here.
 
-A copy is made as late as possible, when somebody waits for it, or at once. If memory is used again or read too early, the
-values are wrong.
+A copy is made when somebody waits for it, or at once: values are wrong if memory is used again or read too early.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,41 +41,34 @@ class Late:
         return self.copy_(to, values)
 
     def events(self, devices: Any) -> list[Any]:
-        upto = len(self.begun)
-        return [Event(self, self.begun[:upto])] if set(devices) else []
+        return [SimpleNamespace(synchronize=partial(self.finish, list(self.begun)))] if set(devices) else []
+
+    def finish(self, copies: list[Callable[[], Any]]) -> None:
+        for copy in copies:
+            if copy in self.begun:
+                self.begun.remove(copy)
+                copy()
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
 
 
-class Event:
-    def __init__(self, device: Late, copies: list[Callable[[], Any]]) -> None:
-        self.device, self.copies = device, copies
-
-    def synchronize(self) -> None:
-        for copy in self.copies:
-            if copy in self.device.begun:
-                self.device.begun.remove(copy)
-                copy()
-
-
 @pytest.fixture(params=[True, False], ids=["late", "at once"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Late:
     late = Late(request.param)
-    monkeypatch.setattr(
-        torch.Tensor, "copy_", lambda to, values, non_blocking=False: late.copy(to, values, non_blocking)
-    )
+    copy = lambda to, values, non_blocking=False: late.copy(to, values, non_blocking)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
-    for module in (transfer, reader, saving, shards):
-        for name, stand_in in (
-            ("PIECE", 4 << 20),  # and what follows: smaller, as the tensors are
-            ("_BLOCK", 16 << 20),
-            ("is_remote", lambda tensor: tensor.dtype is REMOTE),
-            ("begun", late.events),
-            ("host_memory", late.host_memory),
-        ):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    changed = {
+        "PIECE": 4 << 20,  # smaller, as the tensors are
+        "_BLOCK": 16 << 20,
+        "is_remote": lambda tensor: tensor.dtype is REMOTE,
+        "begun": late.events,
+        "host_memory": late.host_memory,
+    }
+    for module, name in itertools.product((transfer, reader, saving, shards), changed):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, changed[name])
     monkeypatch.setattr(saving.background, "_blocks", [])
     return late
 

@@ -14,7 +14,7 @@ from torch import nn
 import accel
 from accel.engines.base import gather as gathering
 from tests.backends import need
-from tests.checkpoint.helpers import differences
+from tests.checkpoint.helpers import differences, kilobytes
 from tests.distributed import run
 
 DIVIDED: list[Any] = ["fsdp", accel.DeepSpeed(stage=3), "pipeline"]
@@ -79,12 +79,6 @@ def test_full_state_is_gathered_in_batches(backend: Any) -> None:
     expected = run(1, reference)[0]
     for states in run(2, in_pieces, backend):
         assert not differences(states, expected, tolerance=1e-5)
-
-
-def kilobytes(key: str) -> int:
-    """Return a number of ``/proc/self/status``."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines[key].split()[0])
 
 
 def peak_of(backend: Any) -> tuple[int, int]:
