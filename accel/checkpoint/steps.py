@@ -72,9 +72,11 @@ def check_equal(messages: Sequence[Any], texts: Mapping[str, str]) -> None:
     for attribute, text in texts.items():
         firsts = getattr(messages[0], attribute)
         for number, message in enumerate(messages):
-            for name, other in getattr(message, attribute).items():
-                if other != firsts[name]:
-                    values = {"name": name, "first": firsts[name], "other": other}
+            # The directories of ranks on several nodes may have different names.
+            others = getattr(message, attribute).values()
+            for (name, first), other in zip(firsts.items(), others, strict=True):
+                if other != first:
+                    values = {"name": name, "first": first, "other": other}
                     raise CheckpointError(text.format(rank=number, **values))
 
 
