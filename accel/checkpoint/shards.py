@@ -22,8 +22,6 @@ from .storage import CHUNK, File, storage_of
 
 T = TypeVar("T")
 
-# -- dtypes and bytes ------------------------------------------------------------------------------
-
 #: The dtypes by their names in safetensors files.
 BY_NAME: Final[dict[str, torch.dtype]] = {
     "BOOL": torch.bool,

@@ -39,9 +39,6 @@ _BATCH: Final = 32 << 20
 size_of: Final = operator.attrgetter("nbytes")
 
 
-# -- read ------------------------------------------------------------------------------------------
-
-
 def open_checkpoint(directory: str, state: Any) -> Record:
     """Return a record, or weights as a record of the only model in ``state``."""
     entrance = weights_at(directory)
