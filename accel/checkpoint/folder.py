@@ -15,7 +15,7 @@ from ..process import rank
 from ..process.control import locked
 from .background import background
 from .reader import Reader
-from .record import NAME, Record, encode, read
+from .record import NAME, Record, encode, is_record, read
 from .steps import explain, log_end, on_every_rank, on_running_ranks
 from .storage import StoreError, check_size, read_whole, storage_of
 
@@ -75,6 +75,12 @@ class Commit:
         self._path = os.path.join(directory, NAME)
         self._storage = storage_of(directory)
         self._version = self._storage.version(self._path)
+        # Before anything is written into the directory of another program.
+        if self._version and not is_record(self._path):
+            raise CheckpointError(
+                f"{self._path} has another format: it is not a record of accel. "
+                "Save into a different directory."
+            )
 
     def put(self, record: Record, content: bytes = b"", keep: int | None = None) -> None:
         """Write the record, and remove the files of the checkpoint before."""

@@ -123,6 +123,13 @@ def exists(directory: str) -> bool:
         raise CheckpointError(explain(error)) from error
 
 
+def is_record(path: str) -> bool:
+    """True if a file begins like a record of accel, which may be damaged."""
+    with storage_of(path).open(path) as file:
+        begin = bytes(file.read(0, min(len(_BEGIN), file.size)))
+    return begin == _BEGIN or old_format.is_old(begin)
+
+
 def read(directory: str) -> Record:
     """Return the record of a checkpoint, or raise if it is missing, damaged or too new."""
     if not exists(directory):
