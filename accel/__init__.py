@@ -61,9 +61,9 @@ from .verbs import whole_sequences as whole_sequences
 if TYPE_CHECKING:
     from .checkpoint import latest as latest
     from .checkpoint import link as link
+    from .checkpoint.folder import verify as verify
     from .checkpoint.load import load as load
     from .checkpoint.save import save as save
-    from .checkpoint.verify import verify as verify
     from .checkpoint.weights import export as export
     from .engines._option_classes import *  # noqa: F403
 

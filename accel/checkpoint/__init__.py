@@ -11,10 +11,9 @@ for what all ranks do together. background runs a save in a thread. weights read
 files of transformers and diffusers. old_format reads what accel 0.1 wrote.
 """
 
-from .folder import latest, link
+from .folder import latest, link, verify
 from .load import load
 from .save import save
-from .verify import verify
 from .weights import export
 
 __all__ = ["export", "latest", "link", "load", "save", "verify"]

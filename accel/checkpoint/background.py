@@ -92,8 +92,6 @@ class Background:
             logging.shutdown()
             os._exit(1)  # nothing else sets the exit status here
 
-    # -- the copy ----------------------------------------------------------------------------------
-
     def copy(self, items: Sequence[WriteItem]) -> list[WriteItem]:
         """Return the items in host memory, out of the reach of training."""
         devices = {item.tensor.device for item in items if is_remote(item.tensor)}

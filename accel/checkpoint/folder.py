@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable
 from typing import Final, final
 
@@ -13,8 +14,9 @@ from ..errors import CheckpointError, is_url, refuse_url
 from ..process import rank
 from ..process.control import locked
 from .background import background
+from .reader import Reader
 from .record import NAME, Record, encode, is_record, read
-from .steps import explain, on_every_rank
+from .steps import explain, log_end, on_every_rank, on_running_ranks
 from .storage import StoreError, check_size, read_whole, storage_of
 
 logger = logging.getLogger("accel")
@@ -28,18 +30,15 @@ _OURS: Final = re.compile(
 _NUMBER: Final = re.compile(r"\d+\Z")
 
 
-# -- names -----------------------------------------------------------------------------------------
-
-
 def named(path: object) -> str:
     """Return a directory or URL as the user means it, or raise for anything else."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
-        advice = "Write accel.save(state, dir) and accel.load(dir, state)."
-        if path is None:
-            advice = "accel.latest returns None if there is no checkpoint."
-        kind = "a dict" if isinstance(path, dict) else repr(path)
-        raise CheckpointError(f"expected the path of a directory, found {kind}. {advice}")
+        # None is that of accel.latest, and a dict is that of arguments in the wrong order.
+        raise CheckpointError(
+            f"expected the path of a directory, found a {type(path).__name__}. "
+            "Write accel.save(state, dir) and accel.load(dir, state)."
+        )
     if not is_url(text):
         return os.path.expanduser(refuse_url(text, CheckpointError))
     protocol, _, rest = text.partition("://")
@@ -66,11 +65,10 @@ def shard_name(save: str, rank: int) -> str:
 
 @final
 class Commit:
-    """Replaces the record in a directory, if it is the same as at the beginning.
+    """Replaces the record in a directory, if it is the same as at the beginning."""
 
-    Until then the checkpoint before can be loaded. All names of a save are new. So if a save is
-    killed or two jobs save into one directory, all files in the record exist.
-    """
+    # Until then the checkpoint before can be loaded. All names of a save are new. So if a save is
+    # killed or two jobs save into one directory, all files in the record exist.
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -191,9 +189,9 @@ def latest(root: str | os.PathLike[str]) -> str | None:
     except OSError as error:
         raise CheckpointError(f"{path} may be a checkpoint: {explain(error)}") from error
     newest, newest_time = None, -1.0
-    for time, _, directory in directories:
+    for modified, _, directory in directories:
         # A record is as old as its file or, if it was linked or copied, older.
-        if time + 1 < newest_time:
+        if modified + 1 < newest_time:
             break
         record = _complete(directory)
         if record is not None and record.time > newest_time:
@@ -234,24 +232,49 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
 
     def act() -> None:
         background.wait()
-        if rank() == 0:
-            _link(absolute(src), absolute(dst))
+        if rank():
+            return
+        old, new = absolute(src), absolute(dst)
+        storage = storage_of(new)
+        if storage_of(old) is not storage:
+            raise CheckpointError(f"{old} and {new} are not in one store. Link inside a store.")
+        record = read(old)
+        check_sizes(old, record)
+        if storage.real(old) == storage.real(new):
+            return
+        commit = Commit(new)
+        storage.make(new)
+        for file in record.files:
+            storage.link(os.path.join(old, file.name), os.path.join(new, file.name))
+        storage.sync(new)
+        check_sizes(new, record)
+        commit.put(record, read_whole(os.path.join(old, NAME)))
 
     on_every_rank("accel.link", act)
 
 
-def _link(src: str, dst: str) -> None:
-    storage = storage_of(dst)
-    if storage_of(src) is not storage:
-        raise CheckpointError(f"{src} and {dst} are not in one store. Link inside a store.")
-    record = read(src)
-    check_sizes(src, record)
-    if storage.real(src) == storage.real(dst):
-        return
-    commit = Commit(dst)
-    storage.make(dst)
-    for file in record.files:
-        storage.link(os.path.join(src, file.name), os.path.join(dst, file.name))
-    storage.sync(dst)
-    check_sizes(dst, record)
-    commit.put(record, read_whole(os.path.join(src, NAME)))
+@locked
+def verify(dir: str | os.PathLike[str]) -> None:
+    """Compare every byte of a checkpoint with its checksums. Collective on several ranks.
+
+    Args:
+        dir: the checkpoint's directory.
+
+    Raises:
+        CheckpointError: a file is missing or damaged. The error names it.
+    """
+    begin = time.monotonic()
+
+    def act(rank: int, world: int) -> None:
+        background.wait()
+        directory = absolute(dir)
+        record = read(directory)
+        check_sizes(directory, record)
+        reader = Reader(directory, record)
+        # Each rank takes every so-many-th chunk of each file, as sizes of files differ.
+        for file in range(len(record.files)):
+            reader.verify(file, rank, world)
+        done = f"1 of {world} parts verified" if world > 1 else "verified"
+        log_end(directory, done, record.nbytes // world, begin)
+
+    on_running_ranks("accel.verify", act)

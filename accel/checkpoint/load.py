@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, final
 from urllib.parse import unquote
@@ -36,7 +37,7 @@ from .record import Record, read
 from .shards import BY_NAME
 from .state import OF_VALUES, State
 from .steps import (
-    check_arguments,
+    ARGUMENTS,
     check_equal,
     digest,
     exchange,
@@ -50,6 +51,14 @@ from .weights import choose, open_checkpoint, weights_at
 
 logger = logging.getLogger("accel")
 
+#: The errors if ranks load something else, by attribute of ``Summary``.
+_DIFFERENCES: Final = {
+    "arguments": f"accel.load() got {ARGUMENTS}",
+    "digits": "{name}: the ranks see different checkpoints. "
+    "Load after the save is done, from a file system that all ranks see.",
+    "structure": "accel.load: the state of rank {rank} has other objects than that of rank 0, "
+    "and nothing was changed. Pass the same keys on every rank.",
+}
 _PARTLY: Final = "the state may be partly filled: load a whole checkpoint before going on"
 
 
@@ -102,9 +111,12 @@ def load(
         return loading, loading.summary
 
     loading, summaries = exchange("accel.load", prepare)
-    _check_equal(loading.directory, summaries)
+    check_equal(summaries, _DIFFERENCES)
     report(loading.directory, summaries, strict)
-    loading.leave_alone(summaries)
+    for summary in summaries:
+        for name in summary.unfit_optimizers:
+            # AdamW can't step a parameter with a step counter and no moments.
+            loading.objects.pop(name, None)
     result: dict[Any, Any] = on_every_rank("accel.load (the tensors)", loading.apply)
     for engine in loading.engines:
         # ZeRO's bf16 weights follow their fp32 copies. An optimizer may have frozen parameters.
@@ -112,20 +124,6 @@ def load(
         engine.refresh()
     log_end(loading.directory, "loaded", loading.nbytes, begin)
     return result if state is None else state
-
-
-def _check_equal(directory: str, summaries: list[Summary]) -> None:
-    check_arguments("accel.load", [summary.arguments for summary in summaries])
-    check_equal(
-        "{name}: the ranks see different checkpoints. "
-        "Load after the save is done, from a file system that all ranks see.",
-        [{directory: summary.digits} for summary in summaries],
-    )
-    check_equal(
-        "accel.load: the state of rank {rank} has other objects than that of rank 0, "
-        "and nothing was changed. Pass the same keys on every rank.",
-        [{"": summary.structure} for summary in summaries],
-    )
 
 
 @final
@@ -145,23 +143,18 @@ class Loading:
         given = None if state is None else State(state)
         self._match = Match(given, record.values, self._decoder)
         self.summary = self._match.summary
-        self.summary.digits = record.digits
-        self._objects = self._match.objects
-        self.summary.structure = digest(structure_of(self._objects))
-        names = self._names_of_objects()
-        for entry in self._objects:
-            self._compare(entry, names[entry.name])
-
-    def _names_of_objects(self) -> dict[str, dict[str, str]]:
-        """Return the names of tensors in the record, by object and by their names in it."""
-        names: dict[str, dict[str, str]] = {entry.name: {} for entry in self._objects}
-        for name in self.record.tensors:
+        self.summary.digits = {directory: record.digits}
+        self.objects = self._match.objects
+        self.summary.structure = {"": digest(structure_of(self.objects.values()))}
+        #: The names of tensors in the record, by object and by their names in it.
+        names = defaultdict[str, dict[str, str]](dict)
+        for name in record.tensors:
             owner = name
-            while owner not in names and "/" in owner:
+            while owner not in self.objects and "/" in owner:
                 owner = owner.rpartition("/")[0]
-            if owner in names:
-                names[owner][name[len(owner) + 1 :]] = name
-        return names
+            names[owner][name[len(owner) + 1 :]] = name
+        for entry in self.objects.values():
+            self._compare(entry, names[entry.name])
 
     def _compare(self, entry: StateObject, names: dict[str, str]) -> None:
         """Find the shards of an object to read, and the differences."""
@@ -190,11 +183,12 @@ class Loading:
             summary.unfit.append(f"{here}: {problem}")
             if isinstance(entry, OptimizerObject):
                 summary.unfit_optimizers.add(entry.name)
-        summary.untouched |= {f"{entry.path}, {name}" for name in untouched}
+        for name in untouched:
+            summary.untouched.add(f"{entry.path}, {name}")
 
     def decode(self) -> None:
         """Decode all values to use, before anything is changed."""
-        nodes = [*self._match.plain, *(entry.node for entry in self._objects)]
+        nodes = [*self._match.plain, *(entry.node for entry in self.objects.values())]
         # The names of objects begin otherwise.
         names = {n for n in stored_tensors(nodes) if n.startswith(OF_VALUES)}
         self._tensors.update(self._reader.read(sorted(names)))
@@ -209,7 +203,7 @@ class Loading:
                 len(left_out),
                 left_out[0],
             )
-        for entry in self._objects:
+        for entry in self.objects.values():
             # Missing state of optimizers is created later.
             on_meta = any(slot.tensor.is_meta for slot in entry.wanted)
             if on_meta and not isinstance(entry, OptimizerObject):
@@ -219,25 +213,16 @@ class Loading:
                 entry.node["ranks"] = [own[entry.node["name"]] for own in self.record.ranks]
             entry.values = entry.decode(self._decoder)
 
-    def leave_alone(self, summaries: Sequence[Summary]) -> None:
-        """Do not change optimizers with state that doesn't fit on a rank."""
-        # AdamW can't step a parameter with a step counter and no moments.
-        names = set[str]()
-        for summary in summaries:
-            names |= summary.unfit_optimizers
-        self._objects = [one for one in self._objects if one.name not in names]
-
     @property
     def engines(self) -> list[Engine]:
         """The engines of the objects, in the same order on all ranks."""
-        engines = {entry.engine for entry in self._objects}
+        engines = {entry.engine for entry in self.objects.values()}
         return sorted(filter(None, engines), key=lambda engine: engine.serial)
 
     def apply(self) -> Any:
         """Change the state. If this raises, the state is partly filled, and the error says so."""
         try:
             self._restart_guards()
-            self._fill(Stage.LOADERS)
             self._fill(Stage.STATE_DICTS)
             with torch.no_grad():
                 self._fill_tensors()
@@ -249,13 +234,13 @@ class Loading:
         return result
 
     def _fill(self, stage: Stage) -> None:
-        for entry in self._objects:
+        for entry in self.objects.values():
             if entry.stage is stage:
                 entry.fill(entry.values)
 
     def _restart_guards(self) -> None:
         """Forget interrupted steps of models that are loaded with all their optimizers."""
-        raws = {id(getattr(entry, entry.kind, None)) for entry in self._objects}
+        raws = {id(getattr(entry, entry.kind, None)) for entry in self.objects.values()}
         for engine in self.engines:
             if raws.issuperset(map(id, [engine.module, *engine.optimizers])):
                 engine.drift.restart()
@@ -265,7 +250,7 @@ class Loading:
         """Create the missing state of optimizers, and read all shards."""
         # A weight in two models has the values of the first one.
         wanted: dict[tuple[object, ...], Shard] = {}
-        for entry in self._objects:
+        for entry in self.objects.values():
             if isinstance(entry, OptimizerObject):
                 entry.wanted = list(entry.allocate())
             for slot in entry.wanted:
@@ -290,15 +275,8 @@ def _untie(module: nn.Module, names: dict[str, str]) -> set[str]:
     return first_names
 
 
-# -- the first values of a model without memory ----------------------------------------------------
-
-
 def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
-    """Return a function that fills the handle of a deferred module, or None without weights. Local.
-
-    Raises:
-        CheckpointError: the weights of ``deferred_init`` don't exist or don't fit.
-    """
+    """Return a function that fills a deferred module's handle, or None without weights. Local."""
     source = weights_of(module)
     if source is None:
         return None
@@ -316,6 +294,7 @@ def first_values(module: nn.Module) -> Callable[[nn.Module], None] | None:
     def fill(handle: nn.Module) -> None:
         load(directory, state_of(handle), convert=True)
 
+    # Weights that don't fit raise here, before the engine is built.
     state = state_of(module)
     loading = Loading(directory, open_checkpoint(directory, state), state, convert=True)
     report(directory, [loading.summary], strict=True)

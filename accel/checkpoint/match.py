@@ -59,24 +59,19 @@ class Summary:
     untouched: set[str] = field(default_factory=set)
     arguments: dict[str, object] = field(default_factory=dict)
     #: The checksum of the record, and a digest of the objects.
-    digits: str = ""
-    structure: str = ""
+    digits: dict[str, str] = field(default_factory=dict)
+    structure: dict[str, str] = field(default_factory=dict)
 
 
 @final
 class Match:
-    """A state next to the saved values.
-
-    ``update`` replaces the plain values in the state. Call ``decode`` first.
-
-    Args:
-        state: None if only the plain values are wanted.
-    """
+    """A state next to the saved values. ``update`` replaces plain values, after ``decode``."""
 
     def __init__(self, state: State | None, saved: Json, decoder: Decoder) -> None:
         self._state = state
         self._decoder = decoder
-        self.objects: list[StateObject] = []
+        #: The objects to fill, by name.
+        self.objects: dict[str, StateObject] = {}
         #: The saved plain values to use, and the same once decoded.
         self.plain: list[Json] = []
         self._decoded: list[Any] = []
@@ -132,7 +127,7 @@ class Match:
         if problem:
             self.summary.unfit.append(f"{entry.path}: {problem}")
         else:
-            self.objects.append(entry)
+            self.objects[entry.name] = entry
 
     def _take(self, node: Json) -> Apply:
         """Return a function that gives the decoded value of a node."""
@@ -158,7 +153,7 @@ class Match:
                 self.left_out.append(place(path, key))
         if isinstance(children, dict):
             return values
-        items = [values.get(number) for number in range(len(children))]
+        items = list(map(values.get, range(len(children))))
         return items if isinstance(node, list) else tuple(items)
 
 
@@ -171,8 +166,6 @@ def _replace(container: Any, updates: dict[Any, Apply]) -> Any:
         return container
     return getattr(container, "_make", type(container))(items)
 
-
-# -- differences -----------------------------------------------------------------------------------
 
 #: Differences in a message. A wrong model may differ in thousands of tensors.
 _FIRST: Final = 10

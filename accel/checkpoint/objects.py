@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, ClassVar, final
 
 import torch
@@ -26,8 +27,7 @@ from .values import TAG, Decoder, Encoder, Json, Placeholder
 class Stage(IntEnum):
     """The order in which a load fills objects."""
 
-    #: Loaders check their state before anything is changed.
-    LOADERS = 0
+    #: They may refuse their state, so they are first.
     STATE_DICTS = 1
     #: Modules and optimizers, whose tensors are read just before.
     TENSORS = 2
@@ -84,7 +84,7 @@ class StateObject(Placeholder):
         return LocalShard(replace(own, name=f"{self.name}/{own.name}"), equal)
 
 
-def structure_of(objects: Sequence[StateObject]) -> list[list[str]]:
+def structure_of(objects: Iterable[StateObject]) -> list[list[str]]:
     """Return a description for a comparison of ranks."""
     rows = []
     for entry in objects:
@@ -115,11 +115,11 @@ class StatefulObject(StateObject):
     """An object with ``state_dict`` and ``load_state_dict``, such as a scheduler or a loader."""
 
     kind = "stateful"
+    stage = Stage.STATE_DICTS
 
-    def __init__(self, target: Any, stage: Stage = Stage.STATE_DICTS) -> None:
+    def __init__(self, target: Any) -> None:
         super().__init__()
         self._target = target
-        self.stage = stage
 
     def _call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of the user's object. CheckpointError names the object if it raises."""
@@ -146,6 +146,7 @@ class RankObject(StatefulObject):
     """An object with a state for each rank: generators, and loaders that ranks read alone."""
 
     kind = "ranks"
+    stage = Stage.RANKS
     value = StateObject.value
 
     def decode(self, decoder: Decoder) -> Any:
@@ -244,12 +245,9 @@ def _module_object(module: nn.Module) -> StateObject:
 
 @final
 class OptimizerObject(StateObject):
-    """An optimizer: raw, or of an engine. Parameters outside its groups are left alone.
+    """An optimizer: raw, or of an engine. Parameters outside its groups are left alone."""
 
-    Args:
-        names: the names of the model's parameters by ``id``. None: match them by position.
-    """
-
+    # Parameters without ``names``, by id, are matched by position.
     kind = "optimizer"
     merged = True
     divided = "state"
@@ -296,8 +294,7 @@ class OptimizerObject(StateObject):
         node, kind = self.node, type(self.optimizer).__name__
         if node["class"] != kind:
             return f"the checkpoint has the state of a {node['class']}, and this is a {kind}"
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        saved_sizes = [len(group["params"]) for group in node["groups"]]
+        sizes, saved_sizes = _sizes(self.optimizer.param_groups), _sizes(node["groups"])
         if sizes != saved_sizes:
             return f"the checkpoint has groups of {saved_sizes} parameters, and not of {sizes}"
         for saved_name, name in self._names_here().items():
@@ -346,6 +343,10 @@ class OptimizerObject(StateObject):
                 parameter.requires_grad_(trainable)
 
 
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
+
+
 def _renamed(tensor: str, names: Mapping[str, str]) -> str:
     """Return the name of a tensor of the state with another name of its parameter."""
     parameter, _, key = tensor.rpartition("/")
@@ -368,14 +369,11 @@ def _optimizer_object(optimizer: Optimizer, modules: Sequence[nn.Module]) -> Sta
     if engine is not None:
         return OptimizerObject(optimizer, engine, engine.holdings.parameter_names)
     ids = set(map(id, shard.parameters_of(optimizer)))
-    for module in [*modules, *(engine.module for engine in registry.in_order())]:
+    for module in [*modules, *map(attrgetter("module"), registry.in_order())]:
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         if ids <= names.keys():
             return OptimizerObject(optimizer, None, names)
     return OptimizerObject(optimizer, None, None)
-
-
-# -- every object ----------------------------------------------------------------------------------
 
 
 def make_object(value: Any, name: str, path: str, modules: Sequence[nn.Module]) -> StateObject:
@@ -397,7 +395,7 @@ def _object_of(value: Any, modules: Sequence[nn.Module]) -> StateObject:
         return _optimizer_object(value, modules)
     if isinstance(value, torch.Tensor):
         return TensorObject(value)
-    is_loader = isinstance(value, LoaderHandle)
-    if isinstance(value, RngState) or (is_loader and value._accel.part):
-        return RankObject(value, Stage.RANKS)
-    return StatefulObject(value, Stage.LOADERS if is_loader else Stage.STATE_DICTS)
+    in_parts = isinstance(value, LoaderHandle) and value._accel.part
+    if in_parts or isinstance(value, RngState):
+        return RankObject(value)
+    return StatefulObject(value)

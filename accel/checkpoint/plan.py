@@ -22,8 +22,6 @@ from .layout import Run, runs_of
 from .record import Stored
 from .shards import ITEM_BYTES, NAMES, Entry, LocalShard
 
-# -- the shards on one rank ------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -58,17 +56,11 @@ def list_shards(shards: Sequence[LocalShard]) -> Listing:
     rows = []
     for one in shards:
         shard = one.shard
-        box = shard.region
-        if math.prod(shape_of(box)) != shard.tensor.numel():
-            raise CheckpointError(f"{shard.name} {list(shard.shape)} has a shard outside of it.")
-        kind = Kind(NAMES[shard.tensor.dtype], shard.shape, box, not one.equal)
+        kind = Kind(NAMES[shard.tensor.dtype], shard.shape, shard.region, not one.equal)
         rows.append((shard.name, numbers.setdefault(kind, len(numbers))))
     text = "\n".join(f"{number} {name}" for name, number in rows)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return Listing(Table(digest, tuple(rows)), tuple(numbers))
-
-
-# -- the plan --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +136,20 @@ class Plan:
 
 @functools.lru_cache(2)  # most saves of a job have the same shards
 def make_plan(listings: tuple[Listing, ...]) -> Plan:
-    """Plan for ranks with these listings. Each rank makes the same plan.
-
-    Raises:
-        CheckpointError: the shards of a tensor overlap or don't cover it.
-    """
+    """Plan for ranks with these listings. Each rank makes the same plan."""
     tables: dict[Table, list[int]] = defaultdict(list)
     for rank, listing in enumerate(listings):
         tables[listing.table].append(rank)
     sources: dict[str, list[tuple[Table, int]]] = defaultdict(list)
-    for table in tables:
+    # Exported files and readers have the tensors in the order of the state.
+    kinds: dict[str, Kind] = {}
+    for table, ranks in tables.items():
         for name, number in table.rows:
             sources[name].append((table, number))
+            kinds.setdefault(name, listings[ranks[0]].kinds[number])
     alike: dict[tuple[tuple[Table, int], ...], list[str]] = defaultdict(list)
     for name, own in sources.items():
         alike[tuple(own)].append(name)
-    kinds: dict[str, Kind] = {}
     names_of: dict[str, list[str]] = {}
     sharings: list[Sharing] = []
     shared: dict[tuple[int, ...], dict[str, list[Box]]] = {}
@@ -168,20 +158,18 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
         for table, number in places:
             for rank in tables[table]:
                 held.append((rank, listings[rank].kinds[number]))
-        kind = held[0][1]
-        kinds |= dict.fromkeys(names, kind)
         names_of[like] = names
         sets, boxes = [], []
         for box, ranks in _holders(like, held).items():
-            if len(ranks) == 1 or kind.lead:
+            if len(ranks) == 1 or kinds[like].lead:
                 sets.append((min(ranks),))
                 boxes.append(box)
             else:
                 shared.setdefault(tuple(sorted(ranks)), {}).setdefault(like, []).append(box)
-        sharings.append(Sharing(sets, {like: boxes}, [Piece(name, like) for name in names]))
+        pieces = [Piece(name, like) for name in names]
+        sharings.append(Sharing(sets, {like: boxes}, pieces))
     sharings += _share(shared, names_of, kinds)
-    # Exported files and readers have the tensors in the order of the state.
-    return Plan({name: kinds[name] for name in sources}, sharings)
+    return Plan(kinds, sharings)
 
 
 def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]]:

@@ -23,7 +23,7 @@ from ..process.transfer import begun, finish, host_memory, is_remote
 from ..shard import Box, Shard, expanded, intersection, relative, shape_of, slices, whole
 from . import old_format
 from .record import OTHER, VERSION, Record, Stored, span
-from .shards import BY_NAME, Written, batched, is_lazy, key_of, memory, parse_header
+from .shards import BY_NAME, Written, batched, key_of, memory, parse_header, read_header
 from .steps import parsing
 from .storage import CHUNK, storage_of
 
@@ -35,8 +35,6 @@ _STAGED: Final = 4
 _ALIGN: Final = 64
 #: Headers that are not read again. Each may have very many entries.
 _MAX_HEADERS: Final = 16
-
-# -- threads ---------------------------------------------------------------------------------------
 
 
 def cores() -> int:
@@ -91,7 +89,8 @@ class _Piece:
         """Return the memory for a range of elements if their bytes can be read into the target."""
         target, size = self.target, self.dtype.itemsize
         first, last = span(self.wanted, self.sizes)
-        is_plain = target.device.type == "cpu" and target.is_contiguous() and not is_lazy(target)
+        is_lazy = target.is_conj() or target.is_neg()
+        is_plain = target.device.type == "cpu" and target.is_contiguous() and not is_lazy
         if not is_plain or target.dtype is not self.dtype or last - first != target.numel():
             return None
         return memory(target)[(begin - first) * size : (end - first) * size]
@@ -223,25 +222,23 @@ class _ShardFile:
         """Read the header, as the version of the record has it."""
         file = self.file
         if self._version == VERSION:
-            size = 8 + int.from_bytes(self._keep(0)[:8], "little")
-            for number in range(1, -(-size // CHUNK)):
-                self._keep(number)
-            content = b"".join(map(memory, self.kept.values()))[:size]
+            content, size = b"", 8
+            while len(content) < size:
+                chunk = self.chunk(len(self.kept))
+                room = host_memory(chunk.end - chunk.begin, pinned=False)
+                self.read(chunk, [memory(room)])
+                self.kept[chunk.number] = room
+                content += memory(room)
+                size = 8 + int.from_bytes(content[:8], "little")
+            content = content[:size]
         else:
-            size = self._base = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
-            content = bytes(file.read(0, min(size, file.size)))
+            content = bytes(read_header(file))
+            size = self._base = len(content)
             if self._version:
                 self.checksums = old_format.data_checksums(content, self._written, file.path)
         with parsing(f"{file.path} has a damaged header"):
             self._entries = parse_header(content)
         self._header_size = size
-
-    def _keep(self, number: int) -> memoryview:
-        """Read a chunk into new memory."""
-        chunk = self.chunk(number)
-        self.kept[number] = host_memory(chunk.end - chunk.begin, pinned=False)
-        self.read(chunk, [memory(self.kept[number])])
-        return memory(self.kept[number])
 
     def chunk(self, number: int) -> _Chunk:
         begin = self._base + number * CHUNK
@@ -386,10 +383,13 @@ class Reader:
     def _read_staged(self, file: _ShardFile, chunks: Sequence[_Chunk], places: int) -> None:
         """Read chunks into the staging buffer, and copy their elements."""
         finish(self._copies)  # they read the buffer
-        missing = [chunk for chunk in chunks if chunk.number not in file.kept]
-        devices = set[torch.device]()
+        missing, devices = [], set[torch.device]()
         for chunk in chunks:
-            devices |= {p.target.device for p, _, _ in chunk.segments if is_remote(p.target)}
+            if chunk.number not in file.kept:
+                missing.append(chunk)
+            for piece, _, _ in chunk.segments:
+                if is_remote(piece.target):
+                    devices.add(piece.target.device)
         size, rooms = CHUNK + _ALIGN, dict(file.kept)
         if missing and (not len(self._stage) or (devices and not self._stage.is_pinned())):
             self._stage = host_memory(places * size, pinned=bool(devices))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -26,7 +25,6 @@ _END: Final = b',"xxh3":"'
 _TAIL: Final = len(_END) + 16 + len(b'"}')
 #: The attributes of ``Record`` that are in the file as they are.
 _PLAIN: Final = ("id", "time", "world_size", "values", "ranks")
-_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +92,6 @@ class Record:
         return sum(file.size for file in self.files)
 
 
-# -- writing ---------------------------------------------------------------------------------------
-
-
 def encode(record: Record) -> bytes:
     """Return the content of the file."""
     body: dict[str, Any] = {"format": FORMAT, "version": VERSION}
@@ -115,8 +110,6 @@ def encode(record: Record) -> bytes:
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")[:-1]
     return b"".join([text, _END, checksum(text).encode("ascii"), b'"}'])
 
-
-# -- reading ---------------------------------------------------------------------------------------
 
 OTHER: Final = "Load another checkpoint, for example accel.latest(...)."
 _BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()
@@ -138,11 +131,7 @@ def is_record(path: str) -> bool:
 
 
 def read(directory: str) -> Record:
-    """Return the record of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it has a different format or version.
-    """
+    """Return the record of a checkpoint, or raise if it is missing, damaged or too new."""
     if not exists(directory):
         raise CheckpointError(_absent(directory))
     path = os.path.join(directory, NAME)
@@ -152,15 +141,15 @@ def read(directory: str) -> Record:
 def _absent(directory: str) -> str:
     storage = storage_of(directory)
     if not storage.is_directory(directory):
-        problem = "is a file" if storage.exists(directory) else "does not exist"
+        problem = "is a file" if storage.version(directory) else "does not exist"
         return f"{directory} {problem}. Pass the directory of a checkpoint."
     names = sorted(storage.names(directory))
-    inside = [name for name in names if storage.exists(os.path.join(directory, name, NAME))]
+    inside = [name for name in names if exists(os.path.join(directory, name))]
     if inside:
-        held, advice = inside[-5:], f" Load one of them, or accel.latest({directory!r})."
-        return f"{directory} holds checkpoints ({', '.join(held)}) but is none.{advice}"
-    held = names[:5] or ["nothing"]
-    return f"{directory} has no {NAME}, so it is not a checkpoint. It holds {', '.join(held)}."
+        held = ", ".join(inside[-5:])
+        return f"{directory} holds checkpoints ({held}) but is none. Load one of them."
+    held = ", ".join(names[:5]) or "nothing"
+    return f"{directory} has no {NAME}, so it is not a checkpoint. It holds {held}."
 
 
 def parse(content: bytes, path: str) -> Record:
@@ -189,8 +178,6 @@ def _build(body: Mapping[str, Any], digits: str) -> Record:
     is_old = body["version"] != VERSION
     files = []
     for file in body["files"]:
-        if not _FILE_NAME.fullmatch(file["name"]):
-            raise ValueError(f"{file['name']!r} is not the name of a shard file")
         checksums = file["header" if is_old else "xxh3"]
         files.append(Written(file["name"], file["size"], tuple(checksums)))
     tensors = {}

@@ -105,9 +105,6 @@ class Remote:
             return dict(self.ask("info", url))
         return {}
 
-    def exists(self, path: str) -> bool:
-        return bool(self._info(path))
-
     def is_directory(self, path: str) -> bool:
         return self._info(path).get("type") == "directory"
 

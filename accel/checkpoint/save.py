@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Literal, overload
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Literal, overload
 
 import torch
 
@@ -25,9 +27,9 @@ from .record import Record
 from .shards import LocalShard, WriteItem, Written, check_tensor
 from .state import OF_VALUES, State, name_of
 from .steps import (
+    ARGUMENTS,
     Gather,
     background_gather,
-    check_arguments,
     check_equal,
     digest,
     exchange,
@@ -37,6 +39,17 @@ from .steps import (
 )
 from .storage import storage_of
 from .values import Encoder, Json
+
+#: The errors if ranks pass something else, by attribute of ``Message``.
+_DIFFERENCES: Final = {
+    "arguments": f"accel.save() got {ARGUMENTS}",
+    "structure": "accel.save: the state of rank {rank} has other objects or tensors than that of "
+    "rank 0. Pass the same keys in the same order on every rank.",
+    # A signal handler runs on each rank at its own time.
+    "progress": "accel.save: {name} is after {first} on rank 0 and after {other} on rank {rank}. "
+    "Stop all ranks after the same step with accel.any_rank(flag). "
+    "To go on, load an earlier checkpoint.",
+}
 
 
 @overload
@@ -104,7 +117,7 @@ def save(
         return (contents, commit), contents.message(arguments)
 
     (contents, commit), messages = exchange("accel.save", prepare)
-    _check_equal(messages)
+    check_equal(messages, _DIFFERENCES)
     plan = make_plan(contents.complete(messages, rank))
     items = shards.items_of(plan.entries(rank), contents.shards)
     # A thread must not keep the tensors of the state alive, so it gets only the values.
@@ -117,26 +130,23 @@ def save(
     return background.start(process, lambda: writing.finish(copies, commit, gather))
 
 
-# -- the content on one rank -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Message:
     """Sent by each rank to the others."""
 
-    #: A name for the save. That of rank 0 is used.
-    save: str
     arguments: dict[str, object]
     #: Digests of the objects, and of the values that belong to all ranks together.
-    structure: str
+    structure: dict[str, str]
     nodes: str
-    #: The steps of each engine by path.
-    progress: dict[str, str]
     #: The digest of the table and the kinds of a listing.
     table: str
     kinds: tuple[Kind, ...]
+    #: The steps of each engine by path.
+    progress: dict[str, str] = field(default_factory=dict)
     #: The values that belong to this rank alone, by the name of the object.
-    own: dict[str, Json]
+    own: dict[str, Json] = field(default_factory=dict)
+    #: A name for the save. That of rank 0 is used.
+    save: str = field(default_factory=partial(secrets.token_hex, 6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +165,20 @@ class Contents:
 
     def message(self, arguments: dict[str, object]) -> Message:
         lead = sorted(one.shard.name for one in self.shards if not one.equal)
-        progress, ranked = {}, {}
-        for one in self.objects:
-            if one.engine is not None:
-                progress[one.path] = one.engine.drift.progress
-            if isinstance(one, RankObject):
-                # In the record, because each tensor in a file belongs to all ranks.
-                ranked[one.name] = one.state(Encoder(None))
-        return Message(
-            save=secrets.token_hex(6),
+        message = Message(
             arguments=arguments,
-            structure=digest([structure_of(self.objects), lead]),
+            structure={"": digest([structure_of(self.objects), lead])},
             nodes=digest([one.node for one in self.merged]),
-            progress=progress,
             table=self.listing.table.digest,
             kinds=self.listing.kinds,
-            own=ranked,
         )
+        for one in self.objects:
+            if one.engine is not None:
+                message.progress[one.path] = one.engine.drift.progress
+            if isinstance(one, RankObject):
+                # In the record, because each tensor in a file belongs to all ranks.
+                message.own[one.name] = one.state(Encoder(None))
+        return message
 
     def complete(self, messages: Sequence[Message], rank: int) -> tuple[Listing, ...]:
         """Merge the nodes of all ranks if they differ, and return all listings. Collective."""
@@ -219,30 +226,6 @@ def contents_of(state: Any, filter: Callable[[str], bool] | None) -> Contents:
     return Contents(values, objects, local_shards, list_shards(local_shards))
 
 
-def _check_equal(messages: Sequence[Message]) -> None:
-    arguments, structures, progress = [], [], []
-    for message in messages:
-        arguments.append(message.arguments)
-        structures.append({"": message.structure})
-        progress.append(message.progress)
-    check_arguments("accel.save", arguments)
-    check_equal(
-        "accel.save: the state of rank {rank} has other objects or tensors than that of rank 0. "
-        "Pass the same keys in the same order on every rank.",
-        structures,
-    )
-    check_equal(
-        # A signal handler runs on each rank at its own time.
-        "accel.save: {name} is after {first} on rank 0 and after {other} on rank {rank}. "
-        "Stop all ranks after the same step with accel.any_rank(flag). "
-        "To go on, load an earlier checkpoint.",
-        progress,
-    )
-
-
-# -- the files and the commit ----------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Writing:
     """The part of a save for a thread, if it runs in the background."""
@@ -277,33 +260,24 @@ class Writing:
             raise
 
         def replace_record() -> None:
-            if commit is not None:
-                record = self._record(files)
-                check_visible(self.directory, record)
-                commit.put(record, keep=self.keep)
-                log_end(self.directory, "saved", record.nbytes, self.begin)
+            if commit is None:
+                return
+            # The number of a rank's file. Ranks that write nothing have none.
+            numbers = itertools.accumulate(map(bool, files), initial=0)
+            record = Record(
+                id=self.messages[0].save,
+                time=time.time(),
+                world_size=len(files),
+                files=list(filter(None, files)),
+                tensors=self.plan.stored(dict(enumerate(numbers))),
+                values=self.values,
+                ranks=[message.own for message in self.messages if message.own],
+            )
+            check_visible(self.directory, record)
+            commit.put(record, keep=self.keep)
+            log_end(self.directory, "saved", record.nbytes, self.begin)
 
         on_every_rank("accel.save (the record)", replace_record, gather)
-
-    def _record(self, files: Sequence[Written | None]) -> Record:
-        numbers: dict[int, int] = {}
-        written: list[Written] = []
-        own = []
-        for rank, file in enumerate(files):
-            if file is not None:
-                numbers[rank] = len(written)
-                written.append(file)
-            if self.messages[rank].own:
-                own.append(self.messages[rank].own)
-        return Record(
-            id=self.messages[0].save,
-            time=time.time(),
-            world_size=len(files),
-            files=written,
-            tensors=self.plan.stored(numbers),
-            values=self.values,
-            ranks=own,
-        )
 
 
 def check_visible(directory: str, record: Record) -> None:
@@ -313,6 +287,5 @@ def check_visible(directory: str, record: Record) -> None:
     except CheckpointError as error:
         raise CheckpointError(
             "A rank wrote its file, and rank 0 does not see it whole: save into a directory of "
-            "this job alone, on a file system that all nodes share, or into an object store "
-            f"('s3://...') ({error})"
+            f"this job alone, on a file system that all nodes share ({error})"
         ) from error

@@ -18,11 +18,9 @@ from ..errors import CheckpointError
 from ..process.packing import row_of
 from ..process.transfer import PIECE, on_host
 from ..shard import Box, Shard, divided, flattened, intersection, relative, shape_of, slices
-from .storage import CHUNK, storage_of
+from .storage import CHUNK, File, storage_of
 
 T = TypeVar("T")
-
-# -- dtypes and bytes ------------------------------------------------------------------------------
 
 #: The dtypes by their names in safetensors files.
 BY_NAME: Final[dict[str, torch.dtype]] = {
@@ -55,11 +53,6 @@ def memory(tensor: torch.Tensor) -> memoryview:
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor
     return memoryview(array).cast("B")
-
-
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """True if the memory is not the values: they are conjugated or negated."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def check_tensor(value: torch.Tensor, path: str) -> None:
@@ -142,18 +135,18 @@ class WriteItem:
         if self.copies:
             yield from self.copies
             return
-        tensor, start = self.tensor, self.start
+        # The memory of conjugated or negated tensors is not their values.
+        tensor, start = self.tensor.resolve_conj().resolve_neg(), self.start
         stop = start + math.prod(shape_of(self.entry.box))
-        if tensor.is_contiguous() and not is_lazy(tensor):
+        if tensor.is_contiguous():
             yield row_of(tensor)[start:stop]
             return
         sides = tuple((0, size) for size in tensor.shape)
         step = max(1, PIECE // tensor.itemsize)
         for begin in range(start, stop, step):
             for box in divided(sides, begin, min(begin + step, stop)):
-                values = tensor[slices(box)].resolve_conj().resolve_neg()
                 # reshape() of one dimension is a view, which may skip elements.
-                yield values.reshape(-1).contiguous()
+                yield tensor[slices(box)].reshape(-1).contiguous()
 
 
 def items_of(entries: Iterable[Entry], shards: Sequence[LocalShard]) -> list[WriteItem]:
@@ -204,6 +197,12 @@ def build_header(entries: Iterable[Entry]) -> bytes:
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
     text += b" " * (-(8 + len(text)) % _ALIGN)
     return len(text).to_bytes(8, "little") + text
+
+
+def read_header(file: File) -> bytearray:
+    """Return the first bytes of a file: all before the data, or less if the file is cut."""
+    size = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
+    return file.read(0, min(size, file.size))
 
 
 def parse_header(content: bytes | bytearray) -> Mapping[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -27,15 +28,12 @@ def name_of(keys: Sequence[object]) -> str:
 
 
 def _component(key: object) -> str:
-    if not isinstance(key, str):
-        key = key.item() if type(key).__module__ == "numpy" else key  # type: ignore[attr-defined]
-        return f"[{_escape(repr(key))}]"
-    text = _escape(key)
-    return f"%{ord(text[0]):02X}{text[1:]}" if text[:1] in ("[", OF_VALUES) else text
-
-
-def _escape(text: str) -> str:
-    return text.replace("%", "%25").replace("/", "%2F")
+    if type(key).__module__ == "numpy":
+        key = key.item()  # type: ignore[attr-defined]
+    text = key if isinstance(key, str) else f"[{key!r}]"
+    text = text.replace("%", "%25").replace("/", "%2F")
+    is_reserved = isinstance(key, str) and text[:1] in ("[", OF_VALUES)
+    return f"%{ord(text[0]):02X}{text[1:]}" if is_reserved else text
 
 
 def is_object(value: Any) -> bool:
@@ -44,17 +42,17 @@ def is_object(value: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor | nn.Module | Optimizer | StateObject):
         return True
-    methods = ("state_dict", "load_state_dict")
-    return all(callable(getattr(value, method, None)) for method in methods)
+    save, load = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
+    return callable(save) and callable(load)
 
 
 @final
+@dataclass(eq=False)
 class Leaf(Placeholder):
     """An object and its keys in the state, from the outermost dict on."""
 
-    def __init__(self, value: Any, keys: tuple[object, ...]) -> None:
-        self.value = value
-        self.keys = keys
+    value: Any
+    keys: tuple[object, ...]
 
 
 @final

@@ -67,22 +67,23 @@ def on_running_ranks(function: str, act: Callable[[int, int], None]) -> None:
         on_every_rank(function, lambda: act(place.rank, place.world_size))
 
 
-def check_arguments(function: str, by_rank: Sequence[Mapping[str, object]]) -> None:
-    """Raise if the ranks call a function with different arguments."""
-    check_equal(
-        function + "() got {name}={first!r} on rank 0 and {name}={other!r} on rank {rank}. "
-        "Pass the same {name} on every rank.",
-        by_rank,
-    )
+def check_equal(messages: Sequence[Any], texts: Mapping[str, str]) -> None:
+    """Raise if an attribute, a dict, differs on a rank. Its text gets the first difference."""
+    for attribute, text in texts.items():
+        firsts = getattr(messages[0], attribute)
+        for number, message in enumerate(messages):
+            # The directories of ranks on several nodes may have different names.
+            others = getattr(message, attribute).values()
+            for (name, first), other in zip(firsts.items(), others, strict=True):
+                if other != first:
+                    values = {"name": name, "first": first, "other": other}
+                    raise CheckpointError(text.format(rank=number, **values))
 
 
-def check_equal(text: str, by_rank: Sequence[Mapping[str, object]]) -> None:
-    """Raise if a rank has other values than rank 0. ``text`` gets the first difference."""
-    for name, first in by_rank[0].items():
-        for number, values in enumerate(by_rank):
-            other = values[name]
-            if other != first:
-                raise CheckpointError(text.format(name=name, first=first, other=other, rank=number))
+ARGUMENTS: Final = (
+    "{name}={first!r} on rank 0 and {name}={other!r} on rank {rank}. "
+    "Pass the same {name} on every rank."
+)
 
 
 def digest(value: Any) -> str:
@@ -128,9 +129,6 @@ def background_gather(process: Process) -> Gather:
 
 #: The name of the process group of the thread.
 _GROUP: Final = "accel background"
-
-
-# -- texts -----------------------------------------------------------------------------------------
 
 
 def explain(error: BaseException) -> str:

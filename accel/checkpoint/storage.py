@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 from ..errors import CheckpointError, is_url
@@ -96,15 +96,11 @@ class File:
         return content
 
 
-# -- the file systems of this machine --------------------------------------------------------------
-
-
 @final
 class Local:
     """Files that are durable by fsync."""
 
     names = staticmethod(os.listdir)
-    exists = staticmethod(os.path.lexists)
     is_directory = staticmethod(os.path.isdir)
     rename = staticmethod(os.replace)
 
@@ -173,8 +169,13 @@ class Local:
         try:
             at = 0
             for block in content():
-                _write_all(fd, block)
-                _start_writing(fd, at, len(block))
+                view = memoryview(block)
+                while view:
+                    view = view[os.write(fd, view) :]
+                # The disk would be idle until the fsync. macOS has no such call.
+                if hasattr(_libc, "sync_file_range"):
+                    start, count = ctypes.c_longlong(at), ctypes.c_longlong(len(block))
+                    _libc.sync_file_range(fd, start, count, _START_WRITING)
                 at += len(block)
             os.fsync(fd)
         except BaseException as error:
@@ -219,7 +220,7 @@ class Local:
 
 
 def _fill(fd: int, path: str, offset: int, views: Sequence[memoryview]) -> None:
-    left = [view for view in views if view]
+    left = list(filter(None, views))
     while left:
         try:
             count = os.preadv(fd, left[:_MAX_VECTORS], offset)
@@ -237,22 +238,5 @@ def _fill(fd: int, path: str, offset: int, views: Sequence[memoryview]) -> None:
             left[0] = left[0][count:]
 
 
-@cache
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _start_writing(fd: int, offset: int, count: int) -> None:
-    """Let the kernel begin to write to the disk, which would be idle until the fsync."""
-    if hasattr(_libc(), "sync_file_range"):
-        long = ctypes.c_longlong
-        _libc().sync_file_range(fd, long(offset), long(count), _START_WRITING)
-
-
-def _write_all(fd: int, content: bytes | bytearray | memoryview) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
+_libc: Final[Any] = ctypes.CDLL(None)
 _local: Final = Local()

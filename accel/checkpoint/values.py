@@ -42,9 +42,6 @@ def items_of(container: Any) -> list[tuple[Any, Any]]:
     return list(container.items()) if isinstance(container, dict) else list(enumerate(container))
 
 
-# -- the table of types ----------------------------------------------------------------------------
-
-
 class Kind(NamedTuple):
     """How the values of a type are stored: ``{"!": tag, key: content}``.
 
@@ -95,8 +92,10 @@ _KINDS: Final = (
     Kind(SimpleNamespace, "namespace", "items", vars, lambda v: SimpleNamespace(**dict(v))),
     Kind(Namespace, "arguments", "items", vars, lambda v: Namespace(**dict(v))),
 )
-_BY_TYPE: Final = {kind.type: kind for kind in _KINDS}
-_BY_TAG: Final = {kind.tag: kind for kind in _KINDS}
+_BY_TYPE: Final[dict[type, Kind]] = {}
+_BY_TAG: Final[dict[str, Kind]] = {}
+for _kind in _KINDS:
+    _BY_TYPE[_kind.type] = _BY_TAG[_kind.tag] = _kind
 _ARRAYS: Final = ("tensor", "ndarray", "numpy")
 #: Numbers, strings and dates: arrays of objects are pointers, and need pickle.
 _NUMPY_KINDS: Final = "biufcSUMm"
@@ -110,9 +109,6 @@ def is_json(value: Any) -> bool:
     if kind is float:
         return math.isfinite(value)
     return kind is str or kind is bool or value is None
-
-
-# -- values to JSON --------------------------------------------------------------------------------
 
 
 class Placeholder:
@@ -172,8 +168,6 @@ class Encoder:
             return self._encode_items(enumerate(content), path)
         pairs = []
         for key, item in content.items():
-            if key != key:
-                raise CheckpointError(f"{path} has the key NaN, which equals no key. Use a string.")
             name = self.encode(key, f"the key {key!r} of {path}")
             pairs.append([name, self.encode(item, place(path, key))])
         return pairs
@@ -205,9 +199,6 @@ class Encoder:
             return {"name": self._store(tensor, path)}
         plain = tensor.cpu().contiguous().resolve_conj().resolve_neg()
         return {"data": _to_base64(memory(plain))}
-
-
-# -- JSON to values --------------------------------------------------------------------------------
 
 
 class Decoder:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
@@ -25,7 +26,7 @@ from .record import Record, Stored
 from .shards import BY_NAME, ITEM_BYTES, NAMES, Entry, Written, batched
 from .state import State, name_of
 from .steps import log_end, on_running_ranks, parsing
-from .storage import Content, read_whole, storage_of
+from .storage import Content, File, read_whole, storage_of
 from .values import TAG, Decoder, Json, items_of
 
 #: The file is ``<stem>.safetensors``, or ``<stem>-00001-of-00002.safetensors`` with an index.
@@ -35,9 +36,7 @@ _WEIGHTS: Final = re.compile(
 )
 #: Bytes of tensors that an export reads at a time.
 _BATCH: Final = 32 << 20
-
-
-# -- read ------------------------------------------------------------------------------------------
+size_of: Final = operator.attrgetter("nbytes")
 
 
 def open_checkpoint(directory: str, state: Any) -> Record:
@@ -45,11 +44,23 @@ def open_checkpoint(directory: str, state: Any) -> Record:
     entrance = weights_at(directory)
     if entrance is None:
         return record.read(directory)
-    name, values = _model_in(state, directory)
+    leaves = State({} if state is None else state).leaves
+    models = [leaf.keys for leaf in leaves if isinstance(leaf.value, nn.Module)]
+    if len(models) != 1 and state is not None:
+        raise CheckpointError(
+            f"{directory} has the weights of one model, and the state has {len(models)} models. "
+            'Load them into {"model": model}.'
+        )
+    keys = models[0] if models else ()
+    name = name_of(keys)
+    values: Json = {TAG: "module", "extra": {}}
+    for key in reversed(keys):
+        values = {key: values}
     files: list[Written] = []
     tensors = {}
     for path in _files(entrance):
-        size, entries = _read_header(path)
+        with storage_of(path).open(path) as file:
+            entries = _entries_in(file)
         for key, entry in entries.items():
             dtype, shape = entry["dtype"], tuple(entry["shape"])
             if dtype not in BY_NAME:
@@ -57,26 +68,21 @@ def open_checkpoint(directory: str, state: Any) -> Record:
             box = ((0, math.prod(shape)),)
             runs = (Run(len(files), box),) if math.prod(shape) else ()
             tensors[f"{name}/{key}"] = Stored(dtype, shape, runs, {(len(files), box): (key, 0)})
-        files.append(Written(path, size, ()))
+        files.append(Written(path, file.size, ()))
     digits = shards.checksum(repr((files, tensors)).encode())
     form: dict[str, Any] = {"id": "", "time": 0.0, "world_size": 1, "version": 0}
     return Record(files=files, tensors=tensors, values=values, digits=digits, **form)
 
 
-def _model_in(state: Any, directory: str) -> tuple[str, Json]:
-    """Return the name of the only model in a state, and the values of a checkpoint with it."""
-    if state is None:
-        return "", {}
-    models = [leaf for leaf in State(state).leaves if isinstance(leaf.value, nn.Module)]
-    if len(models) != 1:
-        raise CheckpointError(
-            f"{directory} has the weights of one model, and the state has {len(models)} models. "
-            'Load them into {"model": model}.'
-        )
-    values: Json = {TAG: "module", "extra": {}}
-    for key in reversed(models[0].keys):
-        values = {key: values}
-    return name_of(models[0].keys), values
+def _entries_in(file: File) -> Mapping[str, dict[str, Any]]:
+    """Return the entries of a file of weights, once it is known to be whole."""
+    with parsing(f"{file.path} is not a whole safetensors file"):
+        header = shards.read_header(file)
+        entries = shards.parse_header(header)
+        end = max([len(header), *(len(header) + e["data_offsets"][1] for e in entries.values())])
+        if end != file.size:
+            raise ValueError(f"its tensors end at byte {end}, and the file at {file.size}")
+    return entries
 
 
 def weights_at(path: str) -> str | None:
@@ -85,11 +91,11 @@ def weights_at(path: str) -> str | None:
     if record.exists(path):
         return None
     if path.endswith((".safetensors", ".json")) and os.path.basename(path) != record.NAME:
-        return path if storage.exists(path) and not storage.is_directory(path) else None
+        return path if storage.version(path) and not storage.is_directory(path) else None
     entrances = []
     for stem in STEMS.values():
         for name in (f"{stem}.safetensors.index.json", f"{stem}.safetensors"):
-            if storage.exists(os.path.join(path, name)):
+            if storage.version(os.path.join(path, name)):
                 entrances.append(os.path.join(path, name))
     if len(entrances) > 1:
         raise CheckpointError(
@@ -101,25 +107,11 @@ def weights_at(path: str) -> str | None:
 
 def _files(entrance: str) -> list[str]:
     """Return the paths of the files with weights."""
-    # The cache of the Hugging Face hub consists of links.
-    real = storage_of(entrance).real
     if entrance.endswith(".safetensors"):
-        return [real(entrance)]
+        return [entrance]
     with parsing(f"{entrance} is not an index of weights"):
-        names = set(json.loads(read_whole(real(entrance)))["weight_map"].values())
-        return [real(os.path.join(os.path.dirname(entrance), name)) for name in sorted(names)]
-
-
-def _read_header(path: str) -> tuple[int, Mapping[str, dict[str, Any]]]:
-    """Return the size of a file and its entries."""
-    with storage_of(path).open(path) as file, parsing(f"{path} is not a whole safetensors file"):
-        end = length = 8 + int.from_bytes(file.read(0, min(8, file.size)), "little")
-        entries = shards.parse_header(file.read(0, min(length, file.size)))
-        for entry in entries.values():
-            end = max(end, length + entry["data_offsets"][1])
-        if end != file.size:
-            raise ValueError(f"its tensors end at byte {end}, and the file at {file.size}")
-        return file.size, entries
+        names = set(json.loads(read_whole(entrance))["weight_map"].values())
+        return [os.path.join(os.path.dirname(entrance), name) for name in sorted(names)]
 
 
 # -- export ----------------------------------------------------------------------------------------
@@ -130,13 +122,12 @@ def choose(directory: str, saved: Record, name: str | None) -> tuple[str, Mappin
     tensors: dict[str, torch.Tensor] = {}
     models = dict(_models(saved.values, Decoder(directory, tensors.__getitem__), ()))
     first = next(iter(models), None)
-    if name is None and len(models) == 1:
-        name = first
-    if name is None or name not in models:
+    chosen = first if name is None and len(models) == 1 else name
+    if chosen is None or chosen not in models:
         problem = f"{len(models)} models" if name is None else f"no model {name!r}"
         names = ", ".join(map(repr, models)) or "none"
         raise CheckpointError(f"{directory} has {problem} ({names}). Choose with name={first!r}.")
-    return name, models[name]
+    return chosen, models[chosen]
 
 
 def _models(
@@ -182,70 +173,74 @@ def export(
 
     def act(rank: int, world: int) -> None:
         background.wait()
-        if rank == 0:
-            begin = time.monotonic()
-            model = _Model(folder.absolute(dir), name, dtype)
-            files = model.files(_parse_size(max_shard_size), library)
-            _write(folder.absolute(out), files, overwrite)
-            log_end(folder.absolute(out), "exported", model.nbytes, begin)
+        if rank:
+            return
+        begin, directory = time.monotonic(), folder.absolute(dir)
+        saved = record.read(directory)
+        folder.check_sizes(directory, saved)
+        model, node = choose(directory, saved, name)
+        entries = _entries(saved, f"{model}/", dtype)
+        if node["extra"] or not entries:
+            problem = "extra state, which these files can't hold" if entries else "no tensors"
+            raise CheckpointError(f"{directory}: the model {model!r} has {problem}.")
+        batches = list(batched(entries, size_of, _parse_size(max_shard_size)))
+        content = functools.partial(_content, Reader(directory, saved), f"{model}/")
+        _write(folder.absolute(out), _named(batches, STEMS[library], content), overwrite)
+        log_end(folder.absolute(out), "exported", sum(map(size_of, entries)), begin)
 
     on_running_ranks("accel.export", act)
 
 
-class _Model:
-    """A model in a checkpoint, as the content of files."""
-
-    def __init__(self, directory: str, name: str | None, dtype: str | torch.dtype | None) -> None:
-        saved = record.read(directory)
-        folder.check_sizes(directory, saved)
-        name, node = choose(directory, saved, name)
-        self._reader, self._prefix = Reader(directory, saved), f"{name}/"
-        self._entries = _entries(saved, self._prefix, _parse_dtype(dtype))
-        self.nbytes = sum(entry.nbytes for entry in self._entries)
-        if node["extra"] or not self._entries:
-            problem = "extra state, which these files can't hold" if node["extra"] else "no tensors"
-            raise CheckpointError(f"{directory}: the model {name!r} has {problem}.")
-
-    def files(self, limit: int, library: str) -> dict[str, Content]:
-        """Return the content of each file, the index last."""
-        base = f"{STEMS[library]}.safetensors"
-        batches = list(batched(self._entries, lambda entry: entry.nbytes, limit))
-        if len(batches) == 1:
-            return {base: functools.partial(self._content, batches[0])}
-        files: dict[str, Content] = {}
-        weight_map: dict[str, str] = {}
-        for number, entries in enumerate(batches, 1):
-            name = f"{STEMS[library]}-{number:05d}-of-{len(batches):05d}.safetensors"
-            files[name] = functools.partial(self._content, entries)
-            weight_map |= dict.fromkeys((entry.name for entry in entries), name)
-        index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
+def _named(
+    batches: Sequence[list[Entry]], stem: str, content_of: Callable[[list[Entry]], Any]
+) -> dict[str, Content]:
+    """Return the content of each file. The index of several files comes last."""
+    files: dict[str, Content] = {}
+    weight_map: dict[str, str] = {}
+    nbytes = 0
+    for number, entries in enumerate(batches, 1):
+        part = f"-{number:05d}-of-{len(batches):05d}" if len(batches) > 1 else ""
+        file = f"{stem}{part}.safetensors"
+        files[file] = functools.partial(content_of, entries)
+        for entry in entries:
+            weight_map[entry.name] = file
+            nbytes += entry.nbytes
+    if len(batches) > 1:
+        index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
         text = f"{json.dumps(index, indent=2, sort_keys=True)}\n".encode()
-        return {**files, f"{base}.index.json": lambda: [text]}
-
-    def _content(self, entries: list[Entry]) -> Iterator[bytearray | memoryview]:
-        """Give the bytes of a file."""
-        # safetensors needs aligned elements, so wide ones are first.
-        entries = sorted(entries, key=lambda entry: -ITEM_BYTES[entry.dtype])
-
-        def parts() -> Iterator[memoryview]:
-            yield memoryview(shards.build_header(entries))
-            for batch in batched(entries, lambda entry: entry.nbytes, _BATCH):
-                tensors = self._reader.read([self._prefix + entry.name for entry in batch])
-                for tensor, entry in zip(tensors.values(), batch, strict=True):
-                    yield shards.memory(tensor.to(BY_NAME[entry.dtype]))
-
-        return shards.blocks(parts())
+        files[f"{stem}.safetensors.index.json"] = lambda: [text]
+    return files
 
 
-def _entries(saved: Record, prefix: str, dtype: str | None) -> list[Entry]:
+def _content(reader: Reader, prefix: str, entries: list[Entry]) -> Iterator[bytearray | memoryview]:
+    """Give the bytes of a file with tensors of a checkpoint."""
+    # safetensors needs aligned elements, so wide ones are first.
+    entries = sorted(entries, key=lambda entry: -ITEM_BYTES[entry.dtype])
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(shards.build_header(entries))
+        for batch in batched(entries, size_of, _BATCH):
+            tensors = reader.read(prefix + entry.name for entry in batch)
+            for tensor, entry in zip(tensors.values(), batch, strict=True):
+                yield shards.memory(tensor.to(BY_NAME[entry.dtype]))
+
+    return shards.blocks(parts())
+
+
+def _entries(saved: Record, prefix: str, dtype: str | torch.dtype | None) -> list[Entry]:
     """Return the tensors of a model, under their names in it."""
+    given = dtype_of(dtype) if dtype is not None else torch.float32
+    if given is None or not given.is_floating_point or given not in NAMES:
+        raise CheckpointError(
+            f"dtype={dtype!r}: expected a floating-point dtype such as 'bfloat16'."
+        )
     entries = []
     for name, stored in saved.tensors.items():
         if name.startswith(prefix):
             old, new = BY_NAME[stored.dtype], stored.dtype
             # 8-bit formats belong to a library, and are kept.
-            if dtype and old.is_floating_point and old.itemsize > 1:
-                new = dtype
+            if dtype is not None and old.is_floating_point and old.itemsize > 1:
+                new = NAMES[given]
             name = name.removeprefix(prefix)
             entries.append(Entry(name, new, stored.shape, ((0, stored.numel),)))
     return entries
@@ -287,14 +282,3 @@ def _parse_size(size: int | str) -> int:
             f"max_shard_size={size!r}: expected a number of bytes, or text such as '5GB'."
         )
     return int(number)
-
-
-def _parse_dtype(dtype: str | torch.dtype | None) -> str | None:
-    if dtype is None:
-        return None
-    parsed = dtype_of(dtype)
-    if parsed is None or not parsed.is_floating_point or parsed not in NAMES:
-        raise CheckpointError(
-            f"dtype={dtype!r}: expected a floating-point dtype such as 'bfloat16'."
-        )
-    return NAMES[parsed]
