@@ -178,6 +178,9 @@ def _build(body: Mapping[str, Any], digits: str) -> Record:
     is_old = body["version"] != VERSION
     files = []
     for file in body["files"]:
+        # A crafted record must not reach files outside of its directory.
+        if "/" in file["name"]:
+            raise ValueError(f"{file['name']!r} is not the name of a shard file")
         checksums = file["header" if is_old else "xxh3"]
         files.append(Written(file["name"], file["size"], tuple(checksums)))
     tensors = {}
