@@ -76,6 +76,8 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
     count = len(resolve("auto")) if num_processes is None else whole_number(num_processes)
     if count < 1:
         raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
+    if not callable(fn):
+        raise LaunchError(f"{fn!r} isn't a function. To start a script, use python -m accel run.")
     place = place_now()
     if place.world_size > 1:
         rank = f"rank {place.rank} of {place.world_size}"

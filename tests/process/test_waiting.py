@@ -193,7 +193,7 @@ class Ending:
 BARRIER = "^AccelError rank {} cannot go on in 'barrier': "
 LEFT = r"rank {} \(host \S+\) ended its program, by its end or sys.exit"
 STUCK = r"^RankMismatchError .*rank 0 is in 'barrier' \(\S+:\d+.*rank 1 is in (for|back)ward \(\S+:\d+"
-STATE = r"write state = model.state_dict\(\) above"
+STATE = r"model.state_dict\(\) of "
 ENDINGS = {
     "under is_main": Ending("step()", STUCK, 20, also=True),
     "raises": Ending("raise ConnectionError('by peer')", BARRIER.format(0) + "rank 1 ended with ConnectionError$"),
