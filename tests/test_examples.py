@@ -24,7 +24,6 @@ def on_rank(name: str, *arguments: str, backend: str | None = None) -> str:
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
         patch.setattr(sys, "argv", [name, *arguments])
-        patch.syspath_prepend(str(FOLDER))
         if backend is not None:
             patch.setenv("ACCEL_BACKEND", backend)
         runpy.run_path(str(FOLDER / name), run_name="__main__")

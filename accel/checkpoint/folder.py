@@ -14,7 +14,7 @@ from ..errors import CheckpointError, is_url, refuse_url
 from ..process import rank
 from ..process.control import locked
 from .background import background
-from .reader import Reader
+from .reader import BoxReader
 from .record import NAME, Record, encode, is_record, read
 from .steps import explain, log_end, on_every_rank, on_running_ranks
 from .storage import StoreError, check_size, read_whole, storage_of
@@ -270,7 +270,7 @@ def verify(dir: str | os.PathLike[str]) -> None:
         directory = absolute(dir)
         record = read(directory)
         check_sizes(directory, record)
-        reader = Reader(directory, record)
+        reader = BoxReader(directory, record)
         # Each rank takes every so-many-th chunk of each file, as sizes of files differ.
         for file in range(len(record.files)):
             reader.verify(file, rank, world)

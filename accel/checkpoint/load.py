@@ -32,7 +32,7 @@ from .objects import (
     StateObject,
     structure_of,
 )
-from .reader import Reader
+from .reader import BoxReader
 from .record import Record, read
 from .shards import BY_NAME
 from .state import OF_VALUES, State
@@ -133,7 +133,7 @@ class Loading:
     def __init__(self, directory: str, record: Record, state: Any, convert: bool) -> None:
         self.directory = directory
         self.record = record
-        self._reader = Reader(directory, record)
+        self._reader = BoxReader(directory, record)
         self._convert = convert
         #: The bytes of the shards on this rank.
         self.nbytes = 0

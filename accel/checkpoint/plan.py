@@ -24,7 +24,7 @@ from .shards import ITEM_BYTES, NAMES, Entry, LocalShard
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BoxKind:
     """The form of a shard: many tensors of a rank have the same."""
 
     dtype: str
@@ -47,16 +47,16 @@ class Listing:
     """All shards on one rank. Ranks with the same names and other boxes have equal tables."""
 
     table: Table
-    kinds: tuple[Kind, ...]
+    kinds: tuple[BoxKind, ...]
 
 
 def list_shards(shards: Sequence[LocalShard]) -> Listing:
     """Return the listing of a rank. Local."""
-    numbers: dict[Kind, int] = {}
+    numbers: dict[BoxKind, int] = {}
     rows = []
     for one in shards:
         shard = one.shard
-        kind = Kind(NAMES[shard.tensor.dtype], shard.shape, shard.region, not one.equal)
+        kind = BoxKind(NAMES[shard.tensor.dtype], shard.shape, shard.region, not one.equal)
         rows.append((shard.name, numbers.setdefault(kind, len(numbers))))
     text = "\n".join(f"{number} {name}" for name, number in rows)
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -95,11 +95,11 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WritePlan:
     """The tensors of a checkpoint and their writers."""
 
     #: The dtype and shape of each tensor are in its kind.
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, BoxKind]
     sharings: Sequence[Sharing]
 
     def entries(self, rank: int) -> Iterator[Entry]:
@@ -135,14 +135,14 @@ class Plan:
 
 
 @functools.lru_cache(2)  # most saves of a job have the same shards
-def make_plan(listings: tuple[Listing, ...]) -> Plan:
+def make_plan(listings: tuple[Listing, ...]) -> WritePlan:
     """Plan for ranks with these listings. Each rank makes the same plan."""
     tables: dict[Table, list[int]] = defaultdict(list)
     for rank, listing in enumerate(listings):
         tables[listing.table].append(rank)
     sources: dict[str, list[tuple[Table, int]]] = defaultdict(list)
     # Exported files and readers have the tensors in the order of the state.
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, BoxKind] = {}
     for table, ranks in tables.items():
         for name, number in table.rows:
             sources[name].append((table, number))
@@ -169,10 +169,10 @@ def make_plan(listings: tuple[Listing, ...]) -> Plan:
         pieces = [Piece(name, like) for name in names]
         sharings.append(Sharing(sets, {like: boxes}, pieces))
     sharings += _share(shared, names_of, kinds)
-    return Plan(kinds, sharings)
+    return WritePlan(kinds, sharings)
 
 
-def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]]:
+def _holders(name: str, held: Sequence[tuple[int, BoxKind]]) -> dict[Box, list[int]]:
     """Return the ranks with each box of a tensor, once they are known to cover it."""
     first = held[0][1]
     shape = first.shape
@@ -209,7 +209,7 @@ def _holders(name: str, held: Sequence[tuple[int, Kind]]) -> dict[Box, list[int]
 def _share(
     shared: Mapping[tuple[int, ...], Mapping[str, list[Box]]],
     names_of: Mapping[str, Sequence[str]],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, BoxKind],
 ) -> Iterator[Sharing]:
     """Divide the boxes of several ranks."""
     alike: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
@@ -230,7 +230,7 @@ def _share(
 def _deal(
     boxes: Mapping[str, Sequence[Box]],
     names_of: Mapping[str, Sequence[str]],
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, BoxKind],
     number: int,
 ) -> Iterator[Piece]:
     """Cut the boxes, one after the other, into shares of equal bytes."""

@@ -305,7 +305,7 @@ class _ShardFile:
 
 
 @final
-class Reader:
+class BoxReader:
     """The files of one checkpoint."""
 
     def __init__(self, directory: str, record: Record) -> None:

@@ -22,7 +22,7 @@ from ..process.control import agree, locked
 from . import folder, shards
 from .background import background
 from .objects import OptimizerObject, RankObject, StateObject, structure_of
-from .plan import Kind, Listing, Plan, Table, list_shards, make_plan
+from .plan import BoxKind, Listing, Table, WritePlan, list_shards, make_plan
 from .record import Record
 from .shards import LocalShard, WriteItem, Written, check_tensor
 from .state import OF_VALUES, State, name_of
@@ -140,7 +140,7 @@ class Message:
     nodes: str
     #: The digest of the table and the kinds of a listing.
     table: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[BoxKind, ...]
     #: The steps of each engine by path.
     progress: dict[str, str] = field(default_factory=dict)
     #: The values that belong to this rank alone, by the name of the object.
@@ -235,7 +235,7 @@ class Writing:
     begin: float
     keep: int | None
     messages: Sequence[Message]
-    plan: Plan
+    plan: WritePlan
     values: dict[str, Json]
 
     def finish(

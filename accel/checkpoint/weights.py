@@ -21,7 +21,7 @@ from ..process.control import locked
 from . import folder, record, shards
 from .background import background
 from .layout import Run
-from .reader import Reader
+from .reader import BoxReader
 from .record import Record, Stored
 from .shards import BY_NAME, ITEM_BYTES, NAMES, Entry, Written, batched
 from .state import State, name_of
@@ -184,7 +184,7 @@ def export(
             problem = "extra state, which these files can't hold" if entries else "no tensors"
             raise CheckpointError(f"{directory}: the model {model!r} has {problem}.")
         batches = list(batched(entries, size_of, _parse_size(max_shard_size)))
-        content = functools.partial(_content, Reader(directory, saved), f"{model}/")
+        content = functools.partial(_content, BoxReader(directory, saved), f"{model}/")
         _write(folder.absolute(out), _named(batches, STEMS[library], content), overwrite)
         log_end(folder.absolute(out), "exported", sum(map(size_of, entries)), begin)
 
@@ -212,7 +212,9 @@ def _named(
     return files
 
 
-def _content(reader: Reader, prefix: str, entries: list[Entry]) -> Iterator[bytearray | memoryview]:
+def _content(
+    reader: BoxReader, prefix: str, entries: list[Entry]
+) -> Iterator[bytearray | memoryview]:
     """Give the bytes of a file with tensors of a checkpoint."""
     # safetensors needs aligned elements, so wide ones are first.
     entries = sorted(entries, key=lambda entry: -ITEM_BYTES[entry.dtype])

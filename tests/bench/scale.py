@@ -14,7 +14,7 @@ import torch
 
 from accel.checkpoint import record, shards
 from accel.checkpoint.plan import list_shards, make_plan
-from accel.checkpoint.reader import Reader
+from accel.checkpoint.reader import BoxReader
 from accel.checkpoint.record import Record
 from accel.checkpoint.shards import LocalShard, Written
 from accel.shard import flat_shard
@@ -66,7 +66,7 @@ def simulate(world: int, tensors: int, loading: int, directory: str) -> Scale:
     new = Record(id=SAVE, time=0.0, world_size=world, files=files, tensors=stored, values={})
     content = record.encode(new)
     parsed = record.parse(content, record.NAME)
-    load_s, _ = clocked(lambda: Reader(directory, parsed).fill(one.shard for one in wanted))
+    load_s, _ = clocked(lambda: BoxReader(directory, parsed).fill(one.shard for one in wanted))
     assert all(bool((one.shard.tensor == 1).all()) for one in wanted)
     return Scale(plan_s["cpu"] + more_s["cpu"], load_s["cpu"], len(content), len(needed))
 

@@ -111,7 +111,7 @@ def test_any_cut_into_any_other(tmp_path: Path) -> None:
                 accel.load(directory, {"model": Parts(wanted)}, strict=False)
                 for one in wanted:
                     assert torch.equal(one.tensor, expected(one, wholes[one.name])), one
-            found = reader.Reader(directory, record.read(directory)).read([f"model/{name}" for name in wholes])
+            found = reader.BoxReader(directory, record.read(directory)).read([f"model/{name}" for name in wholes])
             assert all(torch.equal(found[f"model/{name}"], whole) for name, whole in wholes.items())
             accel.verify(directory)
 
@@ -266,7 +266,7 @@ def test_only_wanted_chunks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for box, most in ((boxes[0], 1.0), (((2, 4), (0, 300), (100, 900)), 0.4), (((0, 6), (0, 30), (0, 1200)), 0.4)):
             wanted = blank(part_of("w", whole, box))
             turned = torch.zeros(shape_of(box)[::-1]).permute(2, 1, 0)
-            one = reader.Reader(str(tmp_path / "c"), record.read(str(tmp_path / "c")))
+            one = reader.BoxReader(str(tmp_path / "c"), record.read(str(tmp_path / "c")))
             reads.clear()
             one.fill([replace(wanted, name="model/w")])
             assert sum(reads) < most * whole.nbytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accel.checkpoint.plan import Kind, Listing, Table, make_plan
+from accel.checkpoint.plan import BoxKind, Listing, Table, make_plan
 from accel.checkpoint.record import Record, encode
 from accel.checkpoint.shards import Written
 from accel.shard import Box
@@ -48,7 +48,7 @@ def box_of(kind: str, world: int, rank: int) -> Box:
 
 def listings(kind: str, world: int, tensors: int) -> tuple[Listing, ...]:
     table = Table("names", tuple((f"t{i}", 0) for i in range(tensors)))
-    kinds = [Kind("F32", (ROWS, COLUMNS), box_of(kind, world, rank), False) for rank in range(world)]
+    kinds = [BoxKind("F32", (ROWS, COLUMNS), box_of(kind, world, rank), False) for rank in range(world)]
     return tuple(Listing(table, (one,)) for one in kinds)
 
 

@@ -29,7 +29,7 @@ _PROTOCOL: Final = "_step_supports_amp_scaling"
 
 
 def refuse_changes(engine: Engine) -> None:
-    """Raise for ended process groups, and for new parameters. Local."""
+    """Raise if the process groups have ended, or for new parameters. Local."""
     if engine.ended:
         raise AccelError(f"{engine.label} can't go on: {engine.ended}")
     gradients, module = engine.gradients, engine.module
