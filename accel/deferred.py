@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +38,7 @@ class Origin(NamedTuple):
     writes: set[str]
 
 
-@contextlib.contextmanager
+@contextmanager
 def deferred_init(
     weights: str | os.PathLike[str] | None = None, *, name: str | None = None
 ) -> Iterator[None]:
@@ -86,7 +86,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, set[str]] = {}
 
-    def record(self, parameter: torch.Tensor) -> set[str]:
+    def record(self, parameter: Tensor) -> set[str]:
         """Begin to record for a parameter and its aliases, such as ``p.data``."""
         writes = self._writes[parameter.untyped_storage()._cdata] = set()
         return writes
@@ -95,7 +95,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         target = args[0] if args and func._schema.is_mutable else None
         writes = None
-        if isinstance(target, torch.Tensor) and target.is_meta:
+        if isinstance(target, Tensor) and target.is_meta:
             writes = self._writes.get(target.untyped_storage()._cdata)
         if writes is not None:
             # reset_parameters may copy a tensor of random values.
@@ -145,7 +145,7 @@ def check_deferred(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def materialize(module: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
+def materialize(module: nn.Module, device: torch.device, undo: ExitStack) -> None:
     """Give memory to deferred parameters, and values if no directory has them."""
     deferred = [p for p in module.parameters() if p.is_meta]
     ids = set(map(id, deferred))
@@ -188,7 +188,7 @@ def _reset(child: nn.Module, reset: Callable[[], Any], tied: list[str]) -> None:
         parameter.copy_(value)
 
 
-def without_values(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def without_values(like: Tensor, device: torch.device) -> Tensor:
     """Return memory for a tensor with lost values, filled with NaN (or 0)."""
     has_nan = like.is_floating_point() or like.is_complex()
     value = torch.nan if has_nan else 0

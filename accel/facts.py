@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
+from torch import Tensor
 
 
 def comparable_text(value: Any) -> str:
@@ -15,7 +15,7 @@ def comparable_text(value: Any) -> str:
     A tensor is described by its shape and sum, a DTensor by its shape, and an
     object without a text of its own by its class.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         is_shard = hasattr(value, "to_local")
         total = "in shards" if is_shard else value.detach().double().sum().item()
         return f"tensor {tuple(value.shape)} {total}"

@@ -1,12 +1,10 @@
 """``accel.launch``: run a function in worker processes.
 
-The processes share a temporary directory. It holds the function with its arguments, and
-later the trained states, the result, and exceptions of workers.
+They share a temporary directory with the function, and later its result or exceptions.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import json
@@ -22,17 +20,16 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from .data import raw_loader
 from .errors import LaunchError, whole_number
-from .handles import ModelHandle
-from .handles import raw as raw_of
+from .handles import ModelHandle, raw
 from .pickling import find_stateful, save_by_value
 from .process import who_is_missing
 from .process.devices import resolve
@@ -40,10 +37,6 @@ from .process.startup import place_now
 from .trees import map_leaves
 from .verbs import shut_down
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
-
-    Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
 
 # sys.path comes first, because it may say where accel is.
@@ -52,11 +45,10 @@ _WORKER_CODE: Final = (
     "from accel.launch import work; work(**options)"
 )
 _POLL_SECONDS = 0.02
-_GATHER_SECONDS = 0.5  # failures with one cause arrive within this time
 _TERMINATE_SECONDS = 3.0  # from SIGTERM to SIGKILL
 
 
-def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int | None = None) -> T:
+def launch(fn: Callable[..., T], *args: Any, num_processes: int | None = None) -> T:
     """Run ``fn(*args)`` in a new process per rank, and return rank 0's result.
 
     You can call it from a script or a notebook cell, and ``fn`` may be defined there. If
@@ -78,43 +70,25 @@ def launch(fn: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], num_processes: int 
         raise LaunchError(f"num_processes={num_processes!r}: expected an int of at least 1 or None")
     if not callable(fn):
         raise LaunchError(f"{fn!r} isn't a function. To start a script, use python -m accel run.")
-    place = place_now()
-    if place.world_size > 1:
-        rank = f"rank {place.rank} of {place.world_size}"
-        raise LaunchError(f"This process is {rank} already. Call the function itself.")
+    rank, world_size = place_now().rank, place_now().world_size
+    if world_size > 1:
+        text = f"This process is rank {rank} of {world_size} already."
+        raise LaunchError(f"{text} Call the function itself.")
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     title = f"of {count} in accel.launch({name})"
-    stateful = _collect_stateful(fn, name, args)
+    stateful = [*find_stateful(fn, name), *find_stateful(args, "args")]
     with tempfile.TemporaryDirectory(prefix="accel-launch-") as directory:
         folder = Path(directory)
         save_by_value((fn, args, stateful), folder / "arguments", "the arguments")
         _run_workers(title, count, folder)
         if not (folder / "result").exists():
-            text = "ended with exit status 0 before its function returned"
-            raise LaunchError(f"rank 0 {title} {text}.")
-        for item, state in zip(stateful, _load(folder / "states"), strict=True):
+            ended = "ended with exit status 0 before its function returned"
+            raise LaunchError(f"rank 0 {title} {ended}.")
+        states = torch.load(folder / "states", "cpu", weights_only=False)
+        for item, state in zip(stateful, states, strict=True):
             item.load_state_dict(state)
-        result: T = _load(folder / "result")
+        result: T = torch.load(folder / "result", "cpu", weights_only=False)
         return result
-
-
-def _load(path: Path, *, mmap: bool = False) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=mmap)
-
-
-def _modules(item: object) -> list[Any]:
-    return list(item.modules()) if isinstance(item, nn.Module) else [item]
-
-
-def _collect_stateful(fn: object, name: str, args: tuple[Any, ...]) -> list[Any]:
-    """Return the objects with a state to load, but no modules inside others."""
-    stateful: dict[int, Any] = {}
-    for item in (*find_stateful(fn, name), *find_stateful(args, "args")):
-        stateful[id(item)] = item
-    for item in list(stateful.values()):
-        for child in _modules(item)[1:]:
-            stateful.pop(id(child), None)
-    return list(stateful.values())
 
 
 # -- the launching process -------------------------------------------------------------------------
@@ -126,23 +100,22 @@ def _run_workers(title: str, count: int, folder: Path) -> None:
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
     running: dict[int, subprocess.Popen[bytes]] = {}
-    failed: dict[int, int] = {}
     try:
         for rank in range(count):
             running[rank] = _start(rank, count, store.port, folder)
+        failed: dict[int, int] = {}
         while running and not failed:
             time.sleep(_POLL_SECONDS)
-            _collect_ended(running, failed)
+            failed = _collect_ended(running)
         if failed:
-            time.sleep(_GATHER_SECONDS)
-            _collect_ended(running, failed)
-            _raise_first(title, failed, folder)
+            time.sleep(0.5)  # failures with one cause arrive within this time
+            _raise_first(title, failed | _collect_ended(running), folder)
     finally:
         for process in running.values():
             _signal(process, signal.SIGTERM)
         deadline = time.monotonic() + _TERMINATE_SECONDS
         for process in running.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0, deadline - time.monotonic()))
             _signal(process, signal.SIGKILL)
             process.wait()
@@ -152,9 +125,8 @@ def _run_workers(title: str, count: int, folder: Path) -> None:
 def _start(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
     options = {"rank": rank, "parent": os.getpid(), "folder": str(folder)}
     options |= {"path": sys.path, "argv": sys.argv}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environment = {
-        "OMP_NUM_THREADS": str(max(1, (cores or 1) // count)),
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // count)),
         **os.environ,
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count)),
@@ -173,25 +145,27 @@ def _start(rank: int, count: int, port: int, folder: Path) -> subprocess.Popen[b
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
 
 
-def _collect_ended(running: dict[int, subprocess.Popen[bytes]], failed: dict[int, int]) -> None:
-    """Move failed workers' exit statuses from ``running`` to ``failed``."""
+def _collect_ended(running: dict[int, subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Take ended workers out of ``running``, and return the exit statuses of failed ones."""
+    failed = {}
     for rank, process in list(running.items()):
         if process.poll() is not None:
             _signal(process, signal.SIGKILL)  # ends the child processes that it left behind
             del running[rank]
             if process.returncode:
                 failed[rank] = process.returncode
+    return failed
 
 
 def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
     """Raise LaunchError for the first worker to fail, not for its victims."""
     raised: dict[int, _Failure] = {}
     for rank in failed:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             raised[rank] = pickle.loads((folder / f"failure-{rank}").read_bytes())
     for rank in failed.keys() - raised.keys():
         status = failed[rank]
@@ -204,7 +178,7 @@ def _raise_first(title: str, failed: dict[int, int], folder: Path) -> None:
     if raised[first].about in raised:
         first = raised[first].about
     cause = None
-    with contextlib.suppress(Exception):  # a class with an __init__ that takes other arguments
+    with suppress(Exception):  # a class with an __init__ that takes other arguments
         cause = pickle.loads(raised[first].error)
     text = f"rank {first} {title} raised; its traceback:\n\n{raised[first].trace}"
     raise LaunchError(text) from cause
@@ -229,8 +203,9 @@ def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
     # A scheduler marks the optimizer's step, and the mark is lost when the optimizer is pickled.
     warnings.filterwarnings("ignore", message="Seems like `optimizer.step.*has been overridden")
     try:
-        fn, args, stateful = _load(Path(folder, "arguments"), mmap=True)
-        _publish_main(fn, [*args, *stateful])
+        arguments = Path(folder, "arguments")
+        fn, args, stateful = torch.load(arguments, "cpu", weights_only=False, mmap=True)
+        _publish_main(fn)
         value = fn(*args)
         shut_down("has returned from its function, and does not come")
         if rank == 0:
@@ -241,7 +216,6 @@ def work(*, rank: int, parent: int, argv: list[str], folder: str) -> None:
     except BaseException as error:
         Path(folder, f"failure-{rank}").write_bytes(_pickled_failure(error))
         sys.stdout.flush()
-        sys.stderr.flush()
         # The interpreter's exit could wait for ranks that wait for this one.
         os._exit(1)
 
@@ -254,11 +228,11 @@ def _end_with_parent(parent: int, folder: str) -> None:
 
 
 def _unwrapped(value: Any, path: str) -> Any:
-    return raw_of(value) if isinstance(value, ModelHandle) else raw_loader(value)
+    return raw(value) if isinstance(value, ModelHandle) else raw_loader(value)
 
 
-def _publish_main(fn: Any, items: list[Any]) -> None:
-    """Put the caller's functions and classes into ``__main__``, for pickles by name."""
+def _publish_main(fn: Any) -> None:
+    """Put the function's globals into ``__main__``, for pickles of classes by name."""
     main = vars(sys.modules["__main__"])
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -266,18 +240,13 @@ def _publish_main(fn: Any, items: list[Any]) -> None:
         names = getattr(function, "__globals__", {})
         if names.get("__name__") == "__main__":
             main.update(names)
-    for item in items:
-        for part in _modules(item):
-            if type(part).__module__ == "__main__":
-                main.setdefault(type(part).__qualname__, type(part))
 
 
 def _pickled_failure(error: BaseException) -> bytes:
     import cloudpickle
 
-    moment = time.time()
     trace = "\n".join(filter(None, [traceback.format_exc(), who_is_missing(error)]))
-    failure = _Failure(moment, trace, getattr(error, "failed_rank", None))
-    with contextlib.suppress(Exception):
+    failure = _Failure(time.time(), trace, getattr(error, "failed_rank", None))
+    with suppress(Exception):
         failure = failure._replace(error=cloudpickle.dumps(error.with_traceback(None)))
     return pickle.dumps(failure)

@@ -194,7 +194,8 @@ def summary(model: nn.Module) -> str:
     Print it on rank 0 by ``accel.print(accel.summary(model))``.
     """
     engine = registry.find_engine(model)
-    place, device = engine.process.place, engine.process.device.type
+    process = engine.process
+    place, device = process.place, process.device.type
     total = trainable = 0
     shapes = engine.holdings.shapes.values()
     for shape, parameter in zip(shapes, engine.parameters, strict=True):

@@ -15,10 +15,7 @@ import torch
 from torch import nn
 
 from .errors import LaunchError
-from .handles import ModelHandle
-from .handles import raw as raw_of
-
-_MAX_NAMED = 5  # objects in an error
+from .handles import ModelHandle, raw
 
 # A function that uses torch.ops brings it along. Its class isn't a module that pickle knows.
 copyreg.pickle(type(torch.ops), lambda ops: (getattr, (torch, "ops")))
@@ -38,8 +35,6 @@ def save_by_value(value: object, path: Path, name: str) -> None:
 def check_picklable(obj: object, name: str = "obj") -> None:
     """Try to pickle ``obj``, as ``torch.save(obj)`` and spawned workers do.
 
-    ``accel.launch`` can also send lambdas, and functions and classes of a script.
-
     Args:
         obj: a model, a dataset, or any other object.
         name: the name of ``obj`` in the error.
@@ -52,14 +47,11 @@ def check_picklable(obj: object, name: str = "obj") -> None:
 
 
 def find_stateful(obj: object, name: str, *, by_name: bool = False) -> list[Any]:
-    """Return the objects with a state to load inside ``obj``, or raise LaunchError.
-
-    ``by_name`` pickles as the ``pickle`` module does.
-    """
+    """Return the objects with a state to load in ``obj``, but no modules inside others."""
     try:
         return _try_pickle(obj, by_name)
     except Exception as error:
-        text = "; ".join(_find_culprits(obj, name, by_name, set())[:_MAX_NAMED])
+        text = "; ".join(_find_culprits(obj, name, by_name, set())[:5])
         raise LaunchError(f"These objects can't be pickled: {text}") from error
 
 
@@ -67,6 +59,7 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
     import cloudpickle
 
     stateful: dict[int, Any] = {}
+    inner: set[int] = set()
 
     class Attempt(pickle.Pickler if by_name else cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, item: Any) -> str | None:
@@ -76,8 +69,11 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
                 raise TypeError("a handle belongs to this process")
             if isinstance(item, torch.storage.TypedStorage | torch.UntypedStorage):
                 return "storage"  # skip the bytes
-            if hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict"):
-                stateful.setdefault(id(item), item)
+            has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+            if has_state and id(item) not in inner:
+                stateful[id(item)] = item
+                if isinstance(item, nn.Module):
+                    inner.update(map(id, item.modules()))
             return None
 
     with open(os.devnull, "wb") as nowhere:
@@ -87,18 +83,18 @@ def _try_pickle(obj: object, by_name: bool) -> list[Any]:
 
 def _find_culprits(obj: object, path: str, by_name: bool, seen: set[int]) -> list[str]:
     """Describe the innermost unpicklable objects, with their paths."""
-    culprits: list[str] = []
     if id(obj) in seen:
-        return culprits
+        return []
     try:
         _try_pickle(obj, by_name)
+        return []
     except Exception as error:
         seen.add(id(obj))
-        inner = raw_of(obj) if type(obj) is ModelHandle and by_name else obj
+        culprits: list[str] = []
+        inner = raw(obj) if type(obj) is ModelHandle and by_name else obj
         for suffix, child in _children(inner).items():
             culprits += _find_culprits(child, path + suffix, by_name, seen)
-        culprits = culprits or [f"{path}: {_describe(obj, error)}"]
-    return culprits
+        return culprits or [f"{path}: {_describe(obj, error)}"]
 
 
 def _children(obj: Any) -> dict[str, Any]:
@@ -123,7 +119,7 @@ def _children(obj: Any) -> dict[str, Any]:
 
 def _describe(obj: Any, error: Exception) -> str:
     if type(obj) is ModelHandle:
-        kind = type(raw_of(obj)).__name__
+        kind = type(raw(obj)).__name__
         return f"ModelHandle; pass the raw {kind}, and call accel.setup in the function"
     if isinstance(obj, FunctionType):
         code = obj.__code__

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import PrecisionError
@@ -73,7 +73,7 @@ class Precision:
         return map_tensors(_to_fp32, out)
 
 
-def _to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+def _to_fp32(tensor: Tensor) -> Tensor:
     # A method may return a parameter or buffer of the module, which is not a result.
     if isinstance(tensor, nn.Parameter | nn.Buffer):
         return tensor
@@ -109,7 +109,7 @@ class LossScale:
         """Set the scale, and the number of steps since it was changed."""
         self.value, self._good_steps = value, good_steps
 
-    def backward(self, loss: torch.Tensor, holders: Iterable[Any], **options: Any) -> None:
+    def backward(self, loss: Tensor, holders: Iterable[Any], **options: Any) -> None:
         """Scale the loss, and unscale the gradients of holders and leaves."""
         # A parameter may be a holder and a leaf. Equal tensors are different keys.
         unique = dict.fromkeys(chain(holders, _leaves(loss)))
@@ -145,7 +145,7 @@ def _multiply(holders: Iterable[Any], factor: float) -> None:
         torch._foreach_lerp_(dense, dense, 0.0)
 
 
-def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
     """Give the leaf tensors of a loss's graph."""
     nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = {None}
@@ -159,13 +159,13 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         nodes.extend(following for following, _ in node.next_functions)
 
 
-def here(tensor: torch.Tensor) -> torch.Tensor:
+def here(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, or the tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
-def gradients_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the gradients of an optimizer's parameters."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
@@ -174,7 +174,7 @@ def all_finite(optimizer: Optimizer) -> bool:
     """True if an optimizer's gradients on this rank are finite."""
     local = map(here, gradients_of(optimizer))
     dense = [g.coalesce().values() if g.is_sparse else g for g in local]
-    nonempty = list(filter(torch.Tensor.numel, dense))
+    nonempty = list(filter(Tensor.numel, dense))
     if not nonempty:
         return True
     largest = torch._foreach_norm(nonempty, float("inf"))
@@ -190,7 +190,7 @@ def all_finite(optimizer: Optimizer) -> bool:
 
 
 def convert_module(
-    module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: contextlib.ExitStack
+    module: nn.Module, device: torch.device, dtype: torch.dtype | None, undo: ExitStack
 ) -> None:
     """Move a module to a device, and its floating tensors to ``dtype``."""
     for tensor in chain(module.parameters(), module.buffers()):
@@ -208,13 +208,11 @@ def convert_module(
             child.flatten_parameters()
 
 
-def _moved(
-    device: torch.device | None, dtype: torch.dtype | None, tensor: torch.Tensor
-) -> torch.Tensor:
+def _moved(device: torch.device | None, dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
     return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
 
-def _assign(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None) -> None:
+def _assign(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
     """Give a tensor a new value, dtype and device in place."""
     # A tensor can't have a gradient of a different dtype, not even for a moment.
     tensor.grad = None
@@ -229,7 +227,7 @@ def _assign(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None
     tensor.grad = grad
 
 
-def convert_optimizer(optimizer: Optimizer, undo: contextlib.ExitStack) -> None:
+def convert_optimizer(optimizer: Optimizer, undo: ExitStack) -> None:
     """Move optimizer state to its parameters, as ``load_state_dict`` does."""
     for group in optimizer.param_groups:
         for p in group["params"]:

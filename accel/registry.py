@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -38,7 +37,7 @@ class Registry:
     """The live engines. Raw modules keep them alive, and the registry doesn't."""
 
     def __init__(self) -> None:
-        self.engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self.engines = weakref.WeakSet[Engine]()
         self.loss_scale = LossScale()
         #: Numbers of new engines, the same on all ranks.
         self.serials = itertools.count()
@@ -117,7 +116,7 @@ class Registry:
     # -- look-up -----------------------------------------------------------------------------------
 
     def in_order(self) -> list[Engine]:
-        """Return the live engines and unreachable ones, in the order of all ranks."""
+        """Return live and unreachable engines, in the order of all ranks."""
         return sorted(self.engines, key=lambda engine: engine.serial)
 
     def sweep(self) -> None:
@@ -147,7 +146,7 @@ class Registry:
         reference: weakref.ref[Engine] | None = HiddenAttribute.get(optimizer)
         return None if reference is None else reference()
 
-    def owners_of(self, params: Sequence[torch.Tensor]) -> Iterator[Engine]:
+    def owners_of(self, params: Sequence[Tensor]) -> Iterator[Engine]:
         """Give the engines with some of these parameters, in order."""
         for engine in self.in_order():
             if any(id(p) in engine.known for p in params):
@@ -167,7 +166,7 @@ class Registry:
 
     # -- events ------------------------------------------------------------------------------------
 
-    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _leaf(self, tensor: Tensor) -> Tensor:
         """Return autograd's leaf in the place of a parameter."""
         for engine in self.owners_of([tensor]):
             return engine.gradients.leaf(tensor)
@@ -203,7 +202,7 @@ class Registry:
             if gradients.before_any_step or gradients.pending():
                 prepare(engine, optimizer)
 
-    def _warn_of_stranger(self, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
+    def _warn_of_stranger(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         """Warn once of parameters outside of every model. Local."""
         # The centers of ArcFace, for example, may have an optimizer of their own.
         trains = any(e.distributed and e.optimizers for e in self.engines)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -304,14 +304,14 @@ def describe(plan: Plan) -> dict[str, str]:
             value = getattr(plan.options, option.name)
             facts[f"{option.name} of accel.{kind}"] = comparable_text(value)
     for number, optimizer in enumerate(plan.new_optimizers):
-        facts |= _describe_optimizer(optimizer, f"optimizer {number}", names)
+        facts |= _optimizer_facts(optimizer, f"optimizer {number}", names)
     for number, loader in enumerate(plan.new_loaders):
         for key, value in data.describe(loader, plan.loader_options).items():
             facts[f"{key} of dataloader {number}"] = str(value)
     return facts
 
 
-def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str]) -> dict[str, str]:
+def _optimizer_facts(optimizer: Optimizer, label: str, names: dict[int, str]) -> dict[str, str]:
     facts = {label: type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         place = f"group {index} of {label}"
@@ -334,7 +334,7 @@ def _describe_optimizer(optimizer: Optimizer, label: str, names: dict[int, str])
 def build_engine(plan: Plan) -> None:
     """Build the engine or add optimizers, on all ranks or on none. Collective."""
     # In torch.inference_mode an engine would create tensors without a backward.
-    with contextlib.ExitStack() as undo, torch.inference_mode(False):
+    with ExitStack() as undo, torch.inference_mode(False):
         error: Exception | None = None
         serial = next(registry.serials) if plan.builds else 0
         try:
@@ -361,7 +361,7 @@ def build_engine(plan: Plan) -> None:
     plan.engine = engine
 
 
-def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
+def _new_engine(plan: Plan, serial: int, undo: ExitStack) -> Engine:
     """Convert the module and wrap it in an engine. Local."""
     module, precision, process = plan.module, plan.precision, plan.process
     assert module is not None
@@ -383,7 +383,7 @@ def _new_engine(plan: Plan, serial: int, undo: contextlib.ExitStack) -> Engine:
     return engine
 
 
-def _materialize(plan: Plan, module: nn.Module, undo: contextlib.ExitStack) -> None:
+def _materialize(plan: Plan, module: nn.Module, undo: ExitStack) -> None:
     """Give memory to deferred parameters, unless the backend does it."""
     device, holdings_type = plan.process.device, plan.engine_type.holdings_type
     if plan.process.place.world_size > 1:
@@ -446,7 +446,7 @@ def log_setup(plan: Plan) -> None:
     for loader in plan.new_loaders:
         handle: Any = find_handle(loader, plan.place)
         # A loader with a batch sampler need not have a batch size.
-        with contextlib.suppress(LoaderError):
+        with suppress(LoaderError):
             size = data.effective_batch_size(handle)
             text = "effective batch size: %d x %d ranks = %d"
             logger.info(text, size // places, places, size)

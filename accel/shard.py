@@ -9,7 +9,7 @@ from itertools import chain, starmap
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import CheckpointError
@@ -19,11 +19,12 @@ _EXTRA: Final = "_extra_state"
 
 # -- boxes -----------------------------------------------------------------------------------------
 
+Shape = tuple[int, ...]
 #: (begin, end) in each dimension of a tensor. One side alone counts elements in row-major order.
 Box = tuple[tuple[int, int], ...]
 
 
-def shape_of(box: Box) -> tuple[int, ...]:
+def shape_of(box: Box) -> Shape:
     """Return the sizes of a box."""
     return tuple(end - begin for begin, end in box)
 
@@ -50,7 +51,7 @@ def relative(box: Box, outer: Box) -> Box:
     return tuple((begin - first, end - first) for (begin, end), (first, _) in sides)
 
 
-def flattened(box: Box, shape: tuple[int, ...]) -> Box | None:
+def flattened(box: Box, shape: Shape) -> Box | None:
     """Return a box as a range in row-major order, or None if it isn't a range."""
     if len(box) == 1 and len(shape) != 1:
         return box
@@ -84,7 +85,7 @@ def divided(box: Box, start: int, stop: int) -> Iterator[Box]:
         start += count
 
 
-def expanded(box: Box, shape: tuple[int, ...]) -> Iterator[Box]:
+def expanded(box: Box, shape: Shape) -> Iterator[Box]:
     """Give the elements of a box in boxes with a side for each dimension."""
     if len(box) == len(shape):
         yield box
@@ -102,13 +103,13 @@ class Shard:
     #: The tensor's name, or ``"<parameter>/<key>"`` for optimizer state.
     name: str
     #: The shape of the full tensor.
-    shape: tuple[int, ...]
+    shape: Shape
     #: A box of the full tensor. A box with one side is a range in row-major order.
     region: Box
     #: The elements, in any shape. Writing to it changes the state itself.
-    tensor: torch.Tensor
+    tensor: Tensor
 
-    def fill(self, whole: torch.Tensor) -> None:
+    def fill(self, whole: Tensor) -> None:
         """Copy the shard's elements from the full tensor."""
         source, region = whole.detach(), self.region
         if len(region) == 1 and len(self.shape) != 1:
@@ -116,12 +117,12 @@ class Shard:
         self.tensor.copy_(source[slices(region)].reshape(self.tensor.shape))
 
 
-def flat_shard(name: str, shape: tuple[int, ...], start: int, tensor: torch.Tensor) -> Shard:
+def flat_shard(name: str, shape: Shape, start: int, tensor: Tensor) -> Shard:
     """Return the shard with the elements from ``start`` on."""
     return Shard(name, shape, ((start, start + tensor.numel()),), tensor)
 
 
-def whole(name: str, tensor: torch.Tensor) -> Shard:
+def whole(name: str, tensor: Tensor) -> Shard:
     """Return the shard of a tensor this rank has in full."""
     return flat_shard(name, tuple(tensor.shape), 0, tensor.detach())
 
@@ -129,10 +130,10 @@ def whole(name: str, tensor: torch.Tensor) -> Shard:
 # -- names and entries of state dicts --------------------------------------------------------------
 
 #: The shape and dtype of every tensor in a checkpoint, by name.
-Manifest = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Manifest = Mapping[str, tuple[Shape, torch.dtype]]
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Give parameters and persistent buffers, tied ones under all names."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         skipped = child._non_persistent_buffers_set
@@ -170,12 +171,12 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def is_shard(key: object, value: Any, parameter: torch.Tensor) -> bool:
+def is_shard(key: object, value: Any, p: Tensor) -> bool:
     """True if a checkpoint stores an entry of a parameter's state as shards."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return False
     # The state of a 0-dim parameter is 0-dim too, except for its counter.
-    return value.dim() > 0 or (parameter.dim() == 0 and key != "step")
+    return value.dim() > 0 or (p.dim() == 0 and key != "step")
 
 
 def state_device(
@@ -196,9 +197,9 @@ class StateEntry:
 
     name: str
     #: The shape of the full parameter.
-    shape: tuple[int, ...]
+    shape: Shape
     #: The parameter, or this rank's shard of it.
-    parameter: torch.Tensor
+    parameter: Tensor
     #: By key, empty before the first step.
     state: Mapping[Any, Any]
 
@@ -212,7 +213,7 @@ class Raw:
         #: The names of the parameters in the optimizers' groups, by id.
         self.parameter_names = parameter_names
 
-    def part(self, name: str, tensor: torch.Tensor, key: Any = "") -> Shard | None:
+    def part(self, name: str, tensor: Tensor, key: Any = "") -> Shard | None:
         """Return this rank's shard of a tensor, not copied, or None. Local.
 
         ``key`` is the key of optimizer state, "grad" for a gradient, or empty.
@@ -227,9 +228,7 @@ class Raw:
             for p in parameters_of(optimizer)
         ]
 
-    def new_state(
-        self, entry: StateEntry, key: str, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def new_state(self, entry: StateEntry, key: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Allocate this rank's shard of state with a full shape. Local."""
         return torch.empty(shape, dtype=dtype, device=entry.parameter.device)
 
@@ -265,7 +264,7 @@ class Raw:
         return list(filter(None, shards))
 
     def _module_shards(self) -> list[Shard]:
-        """Return the shards of parameters and persistent buffers, tied ones once."""
+        """Return the shards of the module's tensors, tied ones once."""
         module = self.module
         own = set(map(id, chain(module.parameters(), module.buffers())))
         shards: dict[int, Shard | None] = {}
@@ -363,6 +362,6 @@ class Raw:
 
 def _copied(value: Any, old: Any, device: torch.device | None) -> Any:
     """Return a copy of a value on ``device``, or on the old value's device."""
-    if device is None and isinstance(old, torch.Tensor):
+    if device is None and isinstance(old, Tensor):
         device = old.device
     return map_tensors(lambda tensor: tensor.to(device, copy=True), value)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import data, process
@@ -45,8 +44,8 @@ Batch = TypeVar("Batch")
 
 
 def backward(
-    loss: torch.Tensor,
-    gradient: torch.Tensor | None = None,
+    loss: Tensor,
+    gradient: Tensor | None = None,
     *,
     retain_graph: bool | None = None,
     create_graph: bool = False,
@@ -131,7 +130,7 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-) -> torch.Tensor:
+) -> Tensor:
     """Clip the model's gradients by their global norm. Collective.
 
     Args:

@@ -88,7 +88,5 @@ def wrong(net: Net, one: AdamW, loader: DataLoader[Tensor]) -> None:
     accel.accumulate(net, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.save("run/step-1", {"model": net})  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     accel.load("run/step-1", strict="never")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    accel.launch(train, net, epochs=5)  # type: ignore[arg-type, call-arg]  # pyright: ignore[reportCallIssue]
-    accel.launch(train, net, "three")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     accel.setup(net)[0].generat(3)  # type: ignore[operator]  # pyright: ignore[reportCallIssue]
     model, optimizer = accel.setup(net, one)  # type: ignore[misc]  # pyright: ignore[reportAssignmentType]

@@ -10,7 +10,7 @@ from itertools import repeat
 from typing import Any, Final, Literal, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -254,7 +254,7 @@ class DDPGradients(AveragedGradients):
         )
         empty: list[nn.Parameter] = []
 
-        def mark_ready(_: torch.Tensor) -> None:
+        def mark_ready(_: Tensor) -> None:
             for index in missing:
                 p = engine.parameters[index]
                 if p.grad is None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import LaunchError
@@ -93,7 +94,7 @@ class HorovodEngine(AveragingEngine):
             start(self.process)
         super().start(optimizers)
 
-    def add(self, flat: torch.Tensor) -> None:
+    def add(self, flat: Tensor) -> None:
         """Sum a tensor by ``allreduce_``, which doesn't know bfloat16."""
         hvd: Any = importlib.import_module("horovod.torch")
         packed = flat.float() if flat.dtype is torch.bfloat16 else flat

@@ -167,16 +167,14 @@ class ShardedGradients(Gradients):
         engine = self.engine
         if not engine.distributed:
             return
-        what, rank_of = "the reduction of gradients", dict[int, int]()
-        parameters = engine.parameters
+        what, parameters = "the reduction of gradients", engine.parameters
         if optimizer is not None:
             # An optimizer that setup has not seen may hold parameters of other models too.
             parameters = [p for p in parameters_of(optimizer) if id(p) in engine.known]
             what = f"a step of {type(optimizer).__name__} with {len(parameters)} parameters"
-        if optimizer in self.optimizers:
             # A group may have been added after setup.
             self.give_owners(optimizer)
-            rank_of = self.rank_of
+        rank_of = self.rank_of if optimizer in self.optimizers else {}
         self._reduce(what, parameters, rank_of)
 
     def finalize(self, what: str, parameters: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from ..errors import BackendError
@@ -18,7 +18,7 @@ from ..process import Process
 from ..process.control import Waiting
 from .patches import Attributes, Patch, around
 
-Tensors: TypeAlias = Sequence[torch.Tensor]
+Tensors: TypeAlias = Sequence[Tensor]
 #: ``Gradients`` of engines, with some parameters of each.
 Owners: TypeAlias = list[tuple[Any, Tensors]]
 
@@ -32,7 +32,7 @@ _DEVICE: Final = operator.attrgetter("device")
 @torch.no_grad()
 def clip_sharded_(
     owners: Owners, full: Tensors, max_norm: float, norm_type: float, error_if_nonfinite: bool
-) -> torch.Tensor:
+) -> Tensor:
     """Clip final sharded gradients, and ``full`` gradients. Collective.
 
     Returns the norm before.
@@ -40,7 +40,7 @@ def clip_sharded_(
     order = float(norm_type)
     if not order > 0:
         raise BackendError(f"norm_type={norm_type!r} does not add up over ranks. Use one above 0.")
-    local, norms = _by_device(full), list[torch.Tensor]()
+    local, norms = _by_device(full), list[Tensor]()
     for gradients, parameters in owners:
         counted, copies = map(_by_device, gradients.parts(parameters))
         local += counted + copies
@@ -60,8 +60,8 @@ def clip_sharded_(
 
 
 def _norm_over_ranks(
-    process: Process, parameters: Tensors, counted: list[list[torch.Tensor]], order: float
-) -> torch.Tensor:
+    process: Process, parameters: Tensors, counted: list[list[Tensor]], order: float
+) -> Tensor:
     """Return the norm of the counted gradients of all ranks. Collective.
 
     A single rank counts a replicated gradient.
@@ -78,14 +78,14 @@ def _norm_over_ranks(
     by_rank = local.new_empty(process.place.world_size)
     with Waiting(process, "clipping of gradients"):
         dist.all_gather(list(by_rank.unbind()), local, group=process.group)
-    norm: torch.Tensor = torch.linalg.vector_norm(by_rank, order)
+    norm: Tensor = torch.linalg.vector_norm(by_rank, order)
     return norm if torch.float64 in dtypes else norm.float()
 
 
-def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return lists of the nonempty tensors on each device."""
     # Torch has no largest value of an empty tensor.
-    nonempty = list(filter(torch.Tensor.numel, tensors))
+    nonempty = list(filter(Tensor.numel, tensors))
     devices = dict.fromkeys(map(_DEVICE, nonempty))
     # Nearly always, and a model may have very many tensors.
     if len(devices) == 1:
@@ -113,13 +113,13 @@ def clip_patches(registry: Any) -> tuple[Patch, ...]:
 
 def _clip_by_norm(
     registry: Any,
-    original: Callable[..., torch.Tensor],
+    original: Callable[..., Tensor],
     parameters: Any,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     owners, rest = _finalize(registry, "torch.nn.utils.clip_grad_norm_", _as_list(parameters))
     if not owners:
         return original(rest, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -139,9 +139,9 @@ def _clip_by_value(
         original([SimpleNamespace(grad=gradient) for gradient in local], *args, **kwargs)
 
 
-def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[torch.Tensor]]:
+def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[Tensor]]:
     """Make gradients final. Return owners of shards, and full parameters."""
-    owners, full, rest = Owners(), list[torch.Tensor](), given
+    owners, full, rest = Owners(), list[Tensor](), given
     for engine in registry.in_order():
         gradients = engine.gradients
         if not given and gradients.hidden():
@@ -150,7 +150,7 @@ def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[
                 f"Backend {engine.name!r} keeps the gradients of {engine.label} outside of p.grad. "
                 "Use accel.clip_grad_norm_(model, max_norm)."
             )
-        own, others = list[torch.Tensor](), list[torch.Tensor]()
+        own, others = list[Tensor](), list[Tensor]()
         for parameter in rest:
             (own if id(parameter) in engine.known else others).append(parameter)
         # A stage of a pipeline without gradients takes part in the norm of all stages.
@@ -164,9 +164,9 @@ def _finalize(registry: Any, what: str, given: list[Any]) -> tuple[Owners, list[
     return owners, full + rest
 
 
-def _gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def _as_list(tensors: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+def _as_list(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

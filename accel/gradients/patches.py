@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 import torch
+from torch import Tensor
 
 from ..errors import BackendError
 from ..process.control import raise_lost
@@ -113,9 +114,7 @@ Listeners: TypeAlias = list[weakref.ref[Any]]
 _INPUTS: Final = 4  # the place of ``inputs`` among the arguments of a backward
 
 
-def backward_patches(
-    listeners: Listeners, leaf: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[Patch, ...]:
+def backward_patches(listeners: Listeners, leaf: Callable[[Tensor], Tensor]) -> tuple[Patch, ...]:
     """Return patches of the function behind ``backward()`` and ``grad()``.
 
     ``leaf`` returns autograd's leaf in the place of a parameter in ``inputs``.
@@ -249,9 +248,9 @@ def data_patch() -> Patch:
     """Return a patch for ``p.data = value`` to call ``p.set_data(value)``."""
     from torch.distributed.tensor import DTensor
 
-    data: Any = torch.Tensor.data
+    data: Any = Tensor.data
 
-    def put(tensor: Any, value: torch.Tensor) -> None:
+    def put(tensor: Any, value: Tensor) -> None:
         vars(tensor).get("set_data", partial(data.__set__, tensor))(value)
 
     return replaced(Attributes(DTensor), "data", property(data.__get__, put))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import BackendError
 from ..process import Process, current
@@ -48,7 +48,7 @@ def average_gradients_(
     parameters: Sequence[nn.Parameter],
     names: Sequence[str],
     process: Process,
-    add: Callable[[torch.Tensor], object] | None = None,
+    add: Callable[[Tensor], object] | None = None,
 ) -> bool:
     """Average gradients, if any rank has them. Collective.
 
@@ -58,7 +58,7 @@ def average_gradients_(
     """
     if not parameters:
         return False
-    gradients: list[torch.Tensor] = []
+    gradients: list[Tensor] = []
     for index in held_by_any(what, agree(what, held_here(parameters)), names):
         parameter = parameters[index]
         # A rank may have no gradient of an expert or head that its batch didn't use.
@@ -71,7 +71,7 @@ def average_gradients_(
     return bool(gradients)
 
 
-def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Tensor:
+def mean_loss(loss_sum: Tensor, tokens: Tensor | float) -> Tensor:
     """Mean loss per token over all ranks. Collective.
 
     Use it instead of ``loss_sum / tokens`` if batches have different numbers of
@@ -90,9 +90,7 @@ def mean_loss(loss_sum: torch.Tensor, tokens: torch.Tensor | float) -> torch.Ten
         return mean_over(loss_sum, count, process.group, process.place.world_size)
 
 
-def mean_over(
-    total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup | None, ranks: int
-) -> torch.Tensor:
+def mean_over(total: Tensor, count: Tensor, group: dist.ProcessGroup | None, ranks: int) -> Tensor:
     """Return the mean of all ranks' sums and counts. Collective.
 
     Its gradients are right once they are averaged over the ranks.

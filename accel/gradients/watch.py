@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, Final, NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 
 GRAD: Final = operator.attrgetter("grad")
@@ -18,7 +17,7 @@ REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 class Look(NamedTuple):
     """Gradients, and the number of writes in place to each."""
 
-    gradients: list[torch.Tensor | None]
+    gradients: list[Tensor | None]
     versions: list[int]
 
 

@@ -106,7 +106,7 @@ def train(parts, scheduler, data):
     loader = DataLoader(data, 16 // accel.world_size(), num_workers=2)
     model, optimizer, loader = accel.setup(parts["model"], parts["optimizer"], loader)
     loop(model, optimizer, scheduler, loader)
-    pickle.loads(pickle.dumps([data, parts["model"].first, Net]))  # classes of __main__ by their names
+    pickle.loads(pickle.dumps(parts["model"].first)), pickle.loads(pickle.dumps(Net))  # classes of __main__ by their names
     return Result(repr(model), sys.argv)
 
 def build():

@@ -66,16 +66,13 @@ class Configuration:
         self._zero = {k: v for k, v in zero.items() if v not in (None, "auto")}
         self.stage: int = self._zero.get("stage", options.stage or 2)
         if options.stage not in (None, self.stage):
-            advice = f"Or remove stage={options.stage}."
-            _refuse("zero_optimization.stage", self.stage, advice)
+            _refuse("zero_optimization.stage", self.stage, f"Or remove stage={options.stage}.")
         if self.stage not in (1, 2, 3):
             _refuse("stage", self.stage, "Use 1, 2 or 3, or backend='ddp'.")
         #: The weights that the optimizer updates are in CPU memory.
-        self.offload_optimizer = self._offloads("offload_optimizer")
-        self.offload_optimizer |= options.offload_optimizer
+        self.offload_optimizer = self._offloads("offload_optimizer") or options.offload_optimizer
         #: The shards of the model's weights are in CPU memory.
-        self._offload_param = self._offloads("offload_param")
-        self._offload_param |= options.offload_parameters
+        self._offload_param = self._offloads("offload_param") or options.offload_parameters
         #: The optimizer updates fp32 copies of bfloat16 weights.
         self.masters = not _is_off(config.get("bf16"))
         clipping: Any = config.get("gradient_clipping")
@@ -97,8 +94,7 @@ class Configuration:
             if key.startswith("zero_quantized") and value:
                 _refuse(key, value, "Remove it, because quantization changes the result.")
             if key not in known and not _is_off(value) and not is_one:
-                advice = _REFUSED.get(key, "Remove it, because accel doesn't use it.")
-                _refuse(key, value, advice)
+                _refuse(key, value, _REFUSED.get(key, "Remove it, because accel doesn't use it."))
         if self._offload_param and self.stage != 3:
             _refuse("zero_optimization.offload_param", "cpu", "Use stage=3 with it.")
         needs_ranks = self.offload_optimizer or self._offload_param or self.masters

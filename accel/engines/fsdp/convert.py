@@ -8,7 +8,7 @@ from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...deferred import resetting, swap, without_values
@@ -88,8 +88,7 @@ class Conversion:
         for number, (child, reset) in enumerate(resets):
             for owner, name, p in _places(child):
                 if p.is_meta:
-                    memory = without_values(p, process.device)
-                    real = nn.Parameter(memory, p.requires_grad)
+                    real = nn.Parameter(without_values(p, process.device), p.requires_grad)
                     setattr(owner, name, full.setdefault(id(p), real))
             if not set(full.values()).isdisjoint(child.parameters()):
                 reset()
@@ -103,7 +102,7 @@ class Conversion:
     def restore(self, optimizers: Sequence[Optimizer]) -> None:
         """Fill the old parameters, with NaN if a rank can't be reached."""
         engine, named = self.engine, self.engine.named
-        full: dict[tuple[str, Any], torch.Tensor] = {}
+        full: dict[tuple[str, Any], Tensor] = {}
         try:
             if self.old and not engine.ended:
                 shards = [(name, "", named[name]) for name in self.old]

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import BackendError
 from ...process import Process
@@ -69,7 +68,7 @@ class Mesh:
         sharded = {name for name, kind in pairs if not kind.is_replicate()}
         return [axis for axis in AXES if self.names.get(axis) not in sharded]
 
-    def region_of(self, tensor: DTensor, local: torch.Tensor) -> Box:
+    def region_of(self, tensor: DTensor, local: Tensor) -> Box:
         """Return the elements of this rank's shard, which is not empty."""
         shape = tuple(tensor.shape)
         if not self.parallel:
