@@ -61,11 +61,12 @@ class AveragedGradients(Gradients):
             # `runs_backward` without its call, because every step comes here.
             if _current_graph_task_id() != -1:
                 refuse_inside_backward()
-            if id(optimizer) in self.stepped:
+            key, stepped = id(optimizer), self.stepped
+            if key in stepped:
                 # The loop may have assigned gradients, because no backward ran since its last step.
                 self.final = False
-            is_first = not self.stepped
-            self.stepped.add(id(optimizer))
+            is_first = not stepped
+            stepped.add(key)
         averaged = not self.final and self.average()
         # A rank without gradients knows only by `averaged` that others have some.
         if self.buffers.wanted and (averaged if self.deferred else is_first):

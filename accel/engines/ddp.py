@@ -103,7 +103,7 @@ def _compress(ddp: DistributedDataParallel, options: DDP, process: Process) -> N
 # -- gradients ------------------------------------------------------------------------------------
 
 _NO_GRADIENTS: Final = {None}
-_NOTHING: Final = Look([], [])
+_NOTHING: Final[Look] = ([], [])
 
 
 @final
@@ -169,7 +169,7 @@ class DDPGradients(AveragedGradients):
         with DisableTorchFunctionSubclass():
             gradients = list(map(GRAD, self.engine.parameters))
             versions = list(map(getattr, gradients, repeat("_version"), repeat(0)))
-        self._look = Look(gradients, versions)
+        self._look = gradients, versions
 
     def _separate_versions(self) -> None:
         """Replace gradients by aliases, because views share a version."""
@@ -183,17 +183,11 @@ class DDPGradients(AveragedGradients):
             return
         waits = False
         if self.armed:
-            assert self.ddp is not None
             try:
-                self.ddp.reducer._check_reducer_finalized()
+                self.ddp.reducer._check_reducer_finalized()  # type: ignore[union-attr]
             except RuntimeError:
                 waits = True
-            first = self._trained[0]
-            grad = self.engine.parameters[first].grad
-            reached = grad is not self._look.gradients[first]
-            reached |= getattr(grad, "_version", 0) != self._look.versions[first]
-            only_trained = set(map(GRAD, self._others)) <= _NO_GRADIENTS
-            if reached and completed and only_trained and not waits:
+            if completed and not waits and self._reached_reducer():
                 # The usual backward: the reducer has averaged all gradients.
                 self.armed = False
                 self.final = self.plain = True
@@ -204,6 +198,14 @@ class DDPGradients(AveragedGradients):
                     self._count_backward()
                 return
         self._judge(completed, waits)
+
+    def _reached_reducer(self) -> bool:
+        """True if the backward has reached trained parameters, and no other."""
+        if self._others and not set(map(GRAD, self._others)) <= _NO_GRADIENTS:
+            return False
+        first, (gradients, versions) = self._trained[0], self._look
+        grad = self.engine.parameters[first].grad
+        return grad is not gradients[first] or getattr(grad, "_version", 0) != versions[first]
 
     def _judge(self, completed: bool, waits: bool) -> None:
         """Average new gradients, unless the reducer did. Collective."""

@@ -111,6 +111,7 @@ class Attributes:
 
 #: ``Gradients`` of engines, which have methods ``backward_begins`` and ``backward_ends``.
 Listeners: TypeAlias = list[weakref.ref[Any]]
+_dereference: Final = weakref.ref.__call__
 _INPUTS: Final = 4  # the place of ``inputs`` among the arguments of a backward
 
 
@@ -131,7 +132,7 @@ def backward_patches(listeners: Listeners, leaf: Callable[[Tensor], Tensor]) -> 
             return original(*args, **kwargs)
         # Strong references, because an engine may be collected meanwhile. Without a comprehension,
         # because every backward comes here.
-        listening: list[Any] = list(filter(None, map(weakref.ref.__call__, listeners)))
+        listening: list[Any] = list(filter(None, map(_dereference, listeners)))
         outermost, completed = depth == 0, False
         depth += 1
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import repeat
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
@@ -14,11 +14,8 @@ GRAD: Final = operator.attrgetter("grad")
 REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
-class Look(NamedTuple):
-    """Gradients, and the number of writes in place to each."""
-
-    gradients: list[Tensor | None]
-    versions: list[int]
+#: Gradients, and the number of writes in place to each.
+Look: TypeAlias = tuple[list[Tensor | None], list[int]]
 
 
 def look(holders: Sequence[Any]) -> Look:
@@ -26,7 +23,7 @@ def look(holders: Sequence[Any]) -> Look:
     # A parameter's class may watch its uses, which takes time.
     with DisableTorchFunctionSubclass():
         gradients = list(map(GRAD, holders))
-        return Look(gradients, list(map(getattr, gradients, repeat("_version"), repeat(0))))
+        return gradients, list(map(getattr, gradients, repeat("_version"), repeat(0)))
 
 
 def written(before: Look, after: Look) -> list[int]:

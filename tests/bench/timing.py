@@ -23,7 +23,6 @@ _PATCHED: tuple[tuple[Any, str], ...] = (
     (torch.autograd, "_engine_run_backward"),
     (torch.autograd.graph, "_engine_run_backward"),
     (torch.nn.functional, "linear"),
-    (torch.Tensor, "data"),
 )
 
 

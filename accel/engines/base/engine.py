@@ -266,18 +266,18 @@ class Engine(ABC):
         if self.sequence is not None and not self.sequence.running:
             with self.sequence.forward(function):
                 return self.call(function, args, kwargs)
-        # LoRA and GAN loops freeze and unfreeze parameters between forwards. The comparison is an
-        # idea of fairscale's (pull request 369).
-        is_forward = function is self.entry
-        if is_forward and self._watches_mask and torch.is_grad_enabled():
-            # `trainable` without its call, because every forward comes here.
-            with as_plain():
-                changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask
-            if changed:
-                self.refresh()
-        # An RLHF loop calls `generate` with the same prompt on every rank.
-        if is_forward and self.drift.watches_inputs:
-            self.drift.note(self, args, kwargs)
+        if function is self.entry:
+            # LoRA and GAN loops freeze and unfreeze parameters between forwards. The comparison
+            # is an idea of fairscale's (pull request 369).
+            if self._watches_mask and torch.is_grad_enabled():
+                # `trainable` without its call, because every forward comes here.
+                with as_plain():
+                    changed = list(map(REQUIRES_GRAD, self.parameters)) != self.mask
+                if changed:
+                    self.refresh()
+            # An RLHF loop calls `generate` with the same prompt on every rank.
+            if self.drift.watches_inputs:
+                self.drift.note(self, args, kwargs)
         try:
             if self.precision.plain:
                 return self.run(function, args, kwargs)

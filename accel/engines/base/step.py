@@ -91,42 +91,24 @@ class Stepper:
             self._attributes[_PROTOCOL] = True
         vars(optimizer).update(self._attributes)
         HiddenAttribute.put(optimizer, self._engine)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
         # The user's hooks see final gradients and weights, also if they were registered before.
-        self._hooks = [optimizer.register_step_pre_hook(self._before)]
-        if engine.gradients.finishes_steps:
-            self._hooks.append(optimizer.register_step_post_hook(self._after))
         for hook in self._hooks:
             move_hook(hook, last=False)
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._loading))
-        self._overrides = [
-            Override(optimizer, "step", self._step),
-            Override(optimizer, "add_param_group", self._add_param_group),
-        ]
+        self._override = Override(optimizer, "add_param_group", self._add_param_group)
 
     def close(self) -> None:
         """Leave the optimizer as it was."""
         remove_hooks(self._hooks)
         HiddenAttribute.clear(self.optimizer)
-        for override in self._overrides:
-            override.remove()
+        self._override.remove()
+        self._show_gradients()
         for name in self._attributes:
             vars(self.optimizer).pop(name, None)
-
-    # -- methods of the optimizer ------------------------------------------------------------------
-
-    def _step(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except BaseException:
-            # The weights are between two steps on this rank, so no rank may save them.
-            engine = self._engine()
-            if engine is not None:
-                engine.drift.broken = engine.drift.steps
-            raise
-        finally:
-            for p, grad in self._hidden:
-                p.grad = grad
-            self._hidden.clear()
 
     def _add_param_group(self, optimizer: Any, original: Any, /, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
@@ -148,22 +130,27 @@ class Stepper:
         if engine is None:
             return None
         drift = engine.drift  # without `count`, because every step comes here
-        drift.steps += 1
+        # If the step raises, the weights stay between two steps, so no rank may save them.
+        drift.steps = drift.broken = drift.steps + 1
         if drift.steps >= drift.next:
             drift.check()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if callable(closure):
-            global_closure = self._global_closure(engine, closure)
-            engine.gradients.before_step(optimizer)
-            kwargs.pop("closure", None)
-            return (optimizer, global_closure, *args[2:]), kwargs
-        if vars(optimizer).get("found_inf") is not None:
+        if self._hidden:
+            self._show_gradients()
+        if kwargs or len(args) > 1:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if callable(closure):
+                global_closure = self._global_closure(engine, closure)
+                engine.gradients.before_step(optimizer)
+                kwargs.pop("closure", None)
+                return (optimizer, global_closure, *args[2:]), kwargs
+        attributes = optimizer.__dict__
+        if attributes.get("found_inf") is not None:
             self._prepare_for_scaler(engine, optimizer)
             return None
         prepare(engine, optimizer)
         new_backward = self._serial != engine.loss_scale.serial
         # The program may step a second time with the gradients that have overflowed.
-        if new_backward or vars(optimizer)["step_was_skipped"] is not False:
+        if new_backward or attributes["step_was_skipped"] is not False:
             self._serial = engine.loss_scale.serial
             finite = engine.gradients.finite(optimizer)
             self._count(not engine.loss_scale.judge(finite))
@@ -174,9 +161,14 @@ class Stepper:
             _outside_graphs(self._after, optimizer, args, kwargs)
             return
         engine = self._engine()
-        if engine is not None:
+        if engine is None:
+            return
+        if engine.gradients.finishes_steps:
             with Waiting(engine.process, "the end of optimizer.step()"):
                 engine.gradients.after_step(optimizer)
+        engine.drift.broken = 0
+        if self._hidden:
+            self._show_gradients()
 
     def _loading(self, optimizer: Optimizer, _: object) -> None:
         engine = self._engine()
@@ -194,6 +186,12 @@ class Stepper:
             if p.grad is not None:
                 self._hidden.append((p, p.grad))
                 p.grad = None
+
+    def _show_gradients(self) -> None:
+        """Put the gradients of a skipped step back."""
+        for p, grad in self._hidden:
+            p.grad = grad
+        self._hidden.clear()
 
     # -- the user's GradScaler ---------------------------------------------------------------------
 
