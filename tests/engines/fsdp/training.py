@@ -89,9 +89,3 @@ def distance(state: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference between two model state dicts; what counts batches differs by how they are seen."""
     assert list(state) == list(other)
     return models.distance(*({k: v for k, v in each.items() if k != "seen"} for each in (state, other)))
-
-
-def start(options: Any = None, optimizer: str = "adamw", **kwargs: Any) -> tuple[Any, Any, Net, torch.optim.Optimizer]:
-    net, raw = build(optimizer=optimizer)
-    model, handle, _ = accel.setup(net, raw, backend=options or "fsdp", **kwargs)
-    return model, handle, net, raw
