@@ -1,4 +1,4 @@
-"""Paths, targets, and settings of the process."""
+"""Paths, targets, and values that are shards."""
 
 from __future__ import annotations
 

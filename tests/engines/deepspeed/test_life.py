@@ -16,18 +16,7 @@ from torch import nn
 import accel
 from accel.process import end_groups
 from tests.distributed import refusals, run
-from tests.engines.deepspeed.training import (
-    STAGES,
-    Net,
-    Pair,
-    adamw,
-    data,
-    forward_of,
-    loss_of,
-    mean_loss,
-    whole,
-    zero,
-)
+from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, forward_of, loss_of, mean_loss, whole, zero
 from tests.models import distance
 from tests.programs import by_hand, free_port, scripts
 

@@ -1,7 +1,8 @@
-"""Gradients that appear, vanish or lie in odd places."""
+"""sharded: gradients that appear, vanish or lie in odd places, optimizers that look at all of them, and what it refuses."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,34 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from tests.distributed import run
-from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded
-from tests.models import distance, equal_on_all_ranks
+from tests.distributed import outcomes, run
+from tests.models import distance, equal_on_all_ranks, rows
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(4, 12), *layers, nn.Linear(12, 2))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return rows(100 * step + rank, 8, 4)
+
+
+def everywhere(step: int) -> torch.Tensor:
+    return torch.cat([data(step, rank) for rank in range(accel.world_size())])
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), x[:, :2].sin())
+
+
+def sharded(raw: nn.Module, optimizers: Any) -> Any:
+    return accel.setup(raw, optimizers, backend="sharded")[:2]
 
 
 class Branches(nn.Module):
@@ -112,3 +138,44 @@ def foreign_optimizer() -> None:
 
 def test_a_foreign_optimizer_steps_whole() -> None:
     run(2, foreign_optimizer)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused() -> None:
+    raw = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    before = copy.deepcopy(raw.state_dict())
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    model, handle = sharded(raw, optimizer)
+    with pytest.raises(accel.OptimizerError, match="holds only this rank's shard of its state"):
+        copy.deepcopy(optimizer)
+    model(torch.tensor([1])).mean().backward()
+    with pytest.raises(accel.BackendError, match="sparse gradients of 0.weight"):
+        handle.step()
+    assert torch.equal(raw[0].weight, before["0.weight"])
+
+
+def test_refusals_change_nothing() -> None:
+    run(2, refused)
+
+
+def after_the_end() -> None:
+    accel.init(timeout=5)
+    raw = net()
+    optimizer = adamw(raw.parameters())
+    model, handle = sharded(raw, optimizer)
+    loss_of(model, data(0, accel.rank())).backward()
+    handle.step()
+    raw[accel.rank()].requires_grad_(False)
+    with pytest.raises(accel.RankMismatchError, match="requires_grad"):
+        model(data(1, accel.rank()))
+    accel.teardown(model)
+    loss_of(raw, data(2, accel.rank())).backward()
+    with pytest.raises(accel.OptimizerError, match="has lost a part of its state"):
+        optimizer.step()
+
+
+def test_partial_state_is_never_stepped() -> None:
+    for outcome in outcomes(2, after_the_end, breaks=True):
+        assert not outcome.error, outcome.trace
