@@ -271,11 +271,9 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = GUARD) 
     return [result.value for result in results]
 
 
-def refusals(
-    world: int, fn: Callable[..., Any], *args: Any, error: str, timeout: float = GUARD, breaks: bool = False
-) -> list[str]:
+def refusals(world: int, fn: Callable[..., Any], *args: Any, error: str, breaks: bool = False) -> list[str]:
     """The messages with which ``fn(*args)`` fails on every rank, all of class ``error``."""
-    results = outcomes(world, fn, *args, timeout=timeout, breaks=breaks)
+    results = outcomes(world, fn, *args, breaks=breaks)
     for rank, result in enumerate(results):
         assert error in result.error, f"rank {rank}: expected {error}, found {result.error}\n{result.trace}"
     return [result.message for result in results]

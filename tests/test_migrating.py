@@ -17,117 +17,8 @@ from tests.programs import ROOT, clean_environ
 
 PAGE = ROOT / "docs/migrating.md"
 PACKAGES = {"Raw DistributedDataParallel": "torch", "Accelerate": "accelerate", "Fabric": "lightning_fabric"}
-
-#: What both sections call.
-SHARED = """
-import os
-
-
-def two_backwards(prepare, no_sync):
-    net, optimizer = build()
-    model, optimizer = prepare(net, optimizer)[:2]
-    with no_sync(model):
-        F.mse_loss(model(inputs + accel.rank()), data.tensors[1]).backward()
-    F.mse_loss(model(inputs), data.tensors[1]).backward()
-    optimizer.step()
-    return [p.detach() for p in net.parameters()]
-"""
-#: The rows: each function gives what the library does and what accel does.
-SAME = {
-    "Accelerate": """
-
-from accelerate import Accelerator, skip_first_batches
-
-peer = Accelerator(cpu=True, gradient_accumulation_steps=2)
-
-
-def split_by_peer():
-    with peer.split_between_processes(list(range(6))) as mine:
-        return mine
-
-
-def accumulated_by_peer():
-    net, optimizer = build()
-    model, optimizer, loader = peer.prepare(net, optimizer, DataLoader(data, batch_size=8))
-    for x, y in loader:
-        with peer.accumulate(model):
-            peer.backward(F.mse_loss(model(x), y))
-            norm = peer.clip_grad_norm_(model.parameters(), 0.1) if peer.sync_gradients else None
-            optimizer.step()
-            optimizer.zero_grad()
-    return norm, [p.detach() for p in net.parameters()]
-
-
-def accumulated_by_accel():
-    net, optimizer = build()
-    model, optimizer, loader = accel.setup(net, optimizer, DataLoader(data, batch_size=8))
-    for group in accel.accumulate(loader, 2):
-        for x, y in group:
-            (F.mse_loss(model(x), y) / len(group)).backward()
-        norm = accel.clip_grad_norm_(model, 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return norm, [p.detach() for p in net.parameters()]
-
-
-def loader_of(count):
-    return DataLoader(torch.arange(float(count)), batch_size=2)
-
-
-def by_accel(count):
-    return accel.setup(None, dataloaders=loader_of(count)).dataloaders
-
-
-skipping, metrics, peer_metrics = by_accel(20), by_accel(11), peer.prepare(loader_of(11))
-skipping.skip(2)
-pairs = {
-    "prepare of a loader": (list(peer.prepare(loader_of(11))), list(by_accel(11))),
-    "skip_first_batches": (list(skip_first_batches(peer.prepare(loader_of(20)), 2)), list(skipping)),
-    "no_sync": (two_backwards(peer.prepare, peer.no_sync), two_backwards(accel.setup, accel.no_sync)),
-    "gather_for_metrics": (
-        torch.cat([peer.gather_for_metrics(batch) for batch in peer_metrics]),
-        torch.cat([accel.gather_for_metrics(batch) for batch in metrics]),
-    ),
-    "split_between_processes": (split_by_peer(), accel.split(list(range(6)))),
-    "accumulate, clip_grad_norm_": (accumulated_by_peer(), accumulated_by_accel()),
-}
-""",
-    "Fabric": """
-from lightning_fabric import Fabric
-
-peer = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
-peer.launch()
-
-
-def trained(setup, clip):
-    net, optimizer = build()
-    model, optimizer = setup(net, optimizer)[:2]
-    F.mse_loss(model(inputs + accel.rank()), data.tensors[1]).backward()
-    norm = clip(model, optimizer)
-    optimizer.step()
-    return norm, [p.detach() for p in net.parameters()]
-
-
-pairs = {
-    "no_backward_sync": (
-        two_backwards(peer.setup, peer.no_backward_sync),
-        two_backwards(accel.setup, accel.no_sync),
-    ),
-    "clip_gradients": (
-        trained(peer.setup, lambda model, optimizer: peer.clip_gradients(model, optimizer, max_norm=0.1)),
-        trained(accel.setup, lambda model, _: accel.clip_grad_norm_(model, 0.1)),
-    ),
-}
-""",
-}
-COMPARE = """
-for _name, (_theirs, _ours) in pairs.items():
-    try:
-        torch.testing.assert_close(_ours, _theirs, check_device=False)
-    except AssertionError as error:
-        raise AssertionError(f"{_name}: {_theirs} and {_ours}") from error
-accel.teardown()
-"""
+#: The classes with a table of all of their names.
+CLASSES = {"Accelerate": "Accelerator", "Fabric": "Fabric"}
 REPORT = """
 import json as _json
 _weights = {name: [p.detach().flatten().tolist() for p in net.parameters()] for name, net in _nets.items()}
@@ -144,14 +35,13 @@ def script_of(section: str) -> str:
     (before,), (after,) = (
         re.findall(rf"^```{k}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) for k in ("py", "python")
     )
-    rows = [SHARED, SAME[section], COMPARE] if section in SAME else []
     start, middle, end = "_nets = {'start': build()[0]}", "_nets['before'] = net", "_nets['after'] = net"
-    return "\n".join([common, *rows, start, before, middle, after, end, REPORT])
+    return "\n".join([common, start, before, middle, after, end, REPORT])
 
 
-@pytest.mark.parametrize("section", SAME)
+@pytest.mark.parametrize("section", CLASSES)
 def test_no_public_name_is_missing(section: str) -> None:
-    owner = getattr(pytest.importorskip(PACKAGES[section]), {"Accelerate": "Accelerator"}.get(section, section))
+    owner = getattr(pytest.importorskip(PACKAGES[section]), CLASSES[section])
     text = PAGE.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     tables = [line for line in text.splitlines() if line.startswith("|")]
     code = " ".join(re.findall(r"`[^`]+`", "\n".join(tables)))

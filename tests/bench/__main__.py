@@ -19,11 +19,10 @@ os.environ["PYTHONWARNINGS"] = "ignore"
 os.environ["DS_ACCELERATOR"] = "cpu"
 warnings.filterwarnings("ignore")
 
-from . import checkpoints, costs, memory, report  # noqa: E402, I001
-from . import restart, rivals, scale, training  # noqa: E402
-from .section import Section  # noqa: E402
+from . import checkpoints, memory, report, restart, rivals, scale, training  # noqa: E402
+from .report import Section  # noqa: E402
 
-ALL = [training.SINGLE, training.DDP, costs.SECTION, training.FSDP, training.SHARDED, training.DEEPSPEED]
+ALL = [training.SINGLE, training.DDP, training.COSTS, training.FSDP, training.SHARDED, training.DEEPSPEED]
 ALL += [checkpoints.SECTION, checkpoints.DURING, scale.SECTION, restart.SECTION]
 ALL += [memory.SECTION, memory.PIPELINE, rivals.SECTION]
 

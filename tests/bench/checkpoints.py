@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 import accel
 from accel.checkpoint.shards import memory
 
-from .ranks import attempt, scratch
-from .section import Data, Panel, Section, Verdict, judged, table
-from .timing import Times, clocked, note, over_ranks, summarise, turns
+from .report import Data, Panel, Section, Verdict, judged, table
+from .timing import Times, attempt, clocked, note, over_ranks, scratch, summarise, turns
 from .workloads import GPT, adamw, characters
 
 WORLD = 2

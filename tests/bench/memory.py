@@ -14,8 +14,8 @@ import accel
 from examples.big import gpt_70b
 from tests.measured import measured, restart_peak, status
 
-from .ranks import attempt
-from .section import Data, Panel, Section, Verdict, judged, table
+from .report import Data, Panel, Section, Verdict, judged, table
+from .timing import attempt
 from .workloads import adamw
 
 WORLDS, LARGE = (2, 4), (8, 16, 64)

@@ -1,4 +1,8 @@
-"""Figures of sections in docs/benchmarks.md, which are kept so that one can be measured again without the others."""
+"""Sections of docs/benchmarks.md: measured, told as tables, held against targets, drawn, and put on the page.
+
+The text around the figures is in docs/benchmarks.md itself. Figures are kept, so that one section can be measured again
+without the others.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,142 @@ import json
 import os
 import platform
 import re
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from . import picture
-from .section import Data, Section, Verdict, table
+#: Figures of a section, as JSON can hold them. "failed" names each missing figure with its error.
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target beside its figure."""
+
+    target: str
+    limit: str
+    figure: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Bars in groups. None leaves a bar out. ``limit`` is a line across."""
+
+    title: str
+    unit: str
+    groups: Sequence[str]
+    bars: dict[str, Sequence[float | None]]
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page.
+
+    Args:
+        measure: measures them, in a short time if its argument is true.
+        tell: makes the tables.
+        judge: holds the figures against the targets.
+        draw: makes the panels of the picture.
+    """
+
+    name: str
+    title: str
+    measure: Callable[[bool], Data]
+    tell: Callable[[Data], list[str]]
+    judge: Callable[[Data], Iterable[Verdict]] = lambda data: ()
+    draw: Callable[[Data], list[Panel]] = lambda data: []
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+
+
+def judged(
+    target: str, value: float, limit: float, form: str = "{:.2f}", noise: float = 0.0, cause: str = ""
+) -> Verdict:
+    """Say whether a value is at most its limit, as far as the noise of the run allows it."""
+    excess = value - limit
+    within = f"within this run's noise of {form.format(noise)}"
+    if excess <= 0:
+        answer = "met" if -excess >= noise else f"met, {within}"
+    elif excess <= noise:
+        answer = f"not decided: the excess is {within}"
+    else:
+        answer = f"**missed**: {cause}" if cause else "**missed**"
+    return Verdict(target, form.format(limit), form.format(value), answer)
+
+
+def brief(error: BaseException | str) -> str:
+    """Give an error, or the last one of a traceback, in one line."""
+    if isinstance(error, BaseException):
+        error = f"{type(error).__name__}: {error}"
+    # Of a traceback, only the raised error begins at the margin.
+    raised = [line for line in error.splitlines() if line[:1].strip() and not line.startswith("Traceback")]
+    line = (raised or ["no message"])[-1 if "Traceback" in error else 0]
+    return line.strip().replace("|", "/")[:160]
+
+
+# -- pictures: horizontal bars, each with its name and its size -----------------------------------------------------------
+
+#: By the start of a contender's name. The first that fits counts.
+CONTENDERS = {"accel": "#c2410c", "raw": "#334155", "memcpy": "#334155", "torch": "#0f766e", "Accelerate": "#0369a1"}
+CONTENDERS |= {"Fabric": "#7c3aed", "DCP": "#65a30d", "fairscale": "#be185d"}
+#: Of other names, in the order of a panel.
+COLORS = ["#334155", "#c2410c", "#eab308", "#0f766e", "#7c3aed", "#94a3b8", "#be185d", "#65a30d", "#0369a1", "#a16207"]
+
+
+def _color(name: str, number: int) -> str:
+    return next((color for start, color in CONTENDERS.items() if name.startswith(start)), COLORS[number % len(COLORS)])
+
+
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """Draw panels below each other."""
+    from matplotlib.figure import Figure
+
+    heights = [0.9 + 0.25 * len(panel.groups) * (len(panel.bars) + 1) for panel in panels]
+    figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
+    grid = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights}).flat
+    for axes, panel in zip(grid, panels, strict=True):
+        _draw_bars(axes, panel)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def _draw_bars(axes: Any, panel: Panel) -> None:
+    """Draw the bars of each group below its heading."""
+    labels: list[str] = []
+    for place, group in enumerate(panel.groups):
+        labels.append(f"{group}:")
+        for number, (name, sizes) in enumerate(panel.bars.items()):
+            size = sizes[place]
+            if size is not None:
+                bar = axes.barh(len(labels), size, 0.78, color=_color(name, number))
+                axes.bar_label(bar, fmt="%.3g", padding=4, fontsize=8)
+                labels.append(name)
+    unit = panel.unit
+    if panel.limit is not None:
+        axes.axvline(panel.limit, color="black", linewidth=0.8, linestyle="--", zorder=0.5)
+        unit = f"{unit} (dashed: {panel.limit:.3g})"
+    axes.margins(x=0.14)
+    axes.set_yticks(range(len(labels)), [textwrap.fill(label.replace("`", ""), 40) for label in labels])
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_title(textwrap.fill(panel.title, 50), fontsize=11, loc="left")
+    axes.set_xlabel(unit, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2]
 PAGE, PICTURES, KEPT = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks", ROOT / "build" / "bench"
@@ -78,6 +209,6 @@ def write(sections: Sequence[Section], again: Sequence[str]) -> None:
             record = json.loads(kept.read_text())
             page = _put(page, section.name, text(section, record))
             if panels := section.draw(record["data"]):
-                picture.draw(panels, PICTURES / f"{section.name}.png")
+                draw(panels, PICTURES / f"{section.name}.png")
     page = _put(page, "targets", table(["section", *KINDS], [_counted(section, page) for section in sections]))
     PAGE.write_text(page, encoding="utf-8")

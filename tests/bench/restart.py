@@ -12,9 +12,8 @@ from typing import Any
 
 import psutil
 
-from .ranks import scratch
-from .section import Data, Panel, Section, Verdict, brief, judged, table
-from .timing import turns
+from .report import Data, Panel, Section, Verdict, brief, judged, table
+from .timing import scratch, turns
 
 CONTENDERS = ("accel ddp", "accel ddp, deferred_init", "accel fsdp", "accel fsdp, deferred_init", "torch DDP")
 PHASES = ("start", "setup and load", "step")

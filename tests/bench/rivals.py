@@ -23,9 +23,9 @@ from tests.measured import status
 
 from .contenders import LIBRARIES, Counter, Torch, installed_rivals
 from .memory import give_back
-from .ranks import run, scratch
-from .section import Data, Panel, Section, Verdict, brief, judged, table
+from .report import Data, Panel, Section, Verdict, brief, judged, table
 from .steps import compare, rows_of
+from .timing import run, scratch
 from .training import library_table
 from .workloads import TINY
 

@@ -19,9 +19,8 @@ from accel.checkpoint.record import Record
 from accel.checkpoint.shards import LocalShard, Written
 from accel.shard import flat_shard
 
-from .ranks import attempt, scratch
-from .section import Data, Section, Verdict, judged, table
-from .timing import clocked
+from .report import Data, Section, Verdict, judged, table
+from .timing import attempt, clocked, scratch
 
 TENSORS, RANKS, QUICK = 10_000, (256, 1024, 2816, 16_384), (64,)
 ROWS, COLUMNS, SHAPES = 32_768, 16, 7

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .ranks import attempt
-from .section import Data, Panel, Section, Verdict, brief, judged, table
-from .timing import Contender, Rows, Times, interleave, over_ranks, summarise
+from .report import Data, Panel, Section, Verdict, brief, judged, table
+from .timing import Contender, Rows, Times, attempt, interleave, over_ranks, summarise
 
 Step = Callable[[], Any]
 #: The ways to do the same work, by name. The first is compared with the others, and with itself as "again".

@@ -1,9 +1,14 @@
-"""Interleaved rounds: in each, every contender runs one short block, so that a disturbance hits all of them alike."""
+"""Functions in fresh processes, and interleaved rounds.
+
+In each round every contender runs one short block, so that a disturbance hits all of them alike.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from statistics import fmean, median, quantiles
@@ -12,6 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim import optimizer as torch_optimizer
+
+from tests.distributed import outcomes
+
+from .report import Data, brief
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time, "thread": time.thread_time}
 #: By clock, the seconds of one unit of work in each round.
@@ -91,11 +100,11 @@ def turns(names: Sequence[str], number: int) -> list[str]:
     return [*names[start:], *names[:start]]
 
 
-def interleave(contenders: Sequence[Contender], seconds: float, repeat: int, units: int = 1) -> dict[str, Times]:
+def interleave(contenders: Sequence[Contender], seconds: float, repeat: int) -> dict[str, Times]:
     """Time rounds of one block of ``repeat`` runs for each contender, for about ``seconds``, after a warm-up.
 
     Each round has its own order, the same on all ranks: the contender before changes the caches by more than the
-    measured differences. Times are of one of the ``units`` of work in a run.
+    measured differences. Times are of one run.
     """
     for contender in contenders:
         for _ in range(3):
@@ -114,7 +123,7 @@ def interleave(contenders: Sequence[Contender], seconds: float, repeat: int, uni
         gc.disable()
         for contender in random.Random(number).sample(contenders, len(contenders)):
             _meet()
-            note(times[contender.name], contender.block(repeat), repeat * units)
+            note(times[contender.name], contender.block(repeat), repeat)
         gc.enable()
     return times
 
@@ -152,3 +161,48 @@ def summarise(times: dict[str, Times], base: str) -> Rows:
             row = {"median": median(values), "ratio": ratio, "over": median(over), "noise": _uncertainty(over)}
             rows[name][clock] = row
     return rows
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+LIMIT_SECONDS = 3600.0
+
+
+def _call(world: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if world > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    else:
+        # Accelerate takes them for a group.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+    return fn(*args)
+
+
+def run(world: int, fn: Callable[..., Any], *args: Any, seconds: float = LIMIT_SECONDS) -> list[Any]:
+    """Return the results of ``fn(*args)`` on each rank. ``fn`` is at the top level of a module.
+
+    Raises:
+        RuntimeError: a rank failed (with its traceback), died or was late.
+    """
+    try:
+        results = outcomes(world, _call, world, fn, args, timeout=seconds, breaks=True)
+    except AssertionError as error:
+        raise RuntimeError(str(error)) from None
+    for result in results:
+        if result.error:
+            raise RuntimeError(result.trace or result.message)
+    return [result.value for result in results]
+
+
+def attempt(data: Data, name: str, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run a function as `run` does. If it fails, note that in the section's figures and return nothing."""
+    try:
+        return run(world, fn, *args)
+    except RuntimeError as error:
+        data["failed"][name] = brief(str(error))
+        return []
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for files of a benchmark, in ``ACCEL_BENCH_DIR`` if it is set."""
+    return tempfile.TemporaryDirectory(prefix="accel-bench-", dir=os.environ.get("ACCEL_BENCH_DIR"))

@@ -1,7 +1,10 @@
-"""Sections about a training step: raw torch, accel, and the libraries that do the same work, in turns."""
+"""Sections about a training step and single verbs: raw torch, accel, and the libraries that do the same work, in turns."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 
 import accel
 from accel.engines.deepspeed import DeepSpeed
@@ -19,9 +23,10 @@ from accel.engines.deepspeed import library as quiet
 from accel.engines.deepspeed.config import Configuration
 from accel.engines.fsdp.plan import blocks
 
-from .contenders import LIBRARIES, RIVALS, by_accel, by_library, plain_step
-from .section import Data, Verdict, judged
+from .contenders import LIBRARIES, RIVALS, by_accel, by_library, installed_rivals, plain_step
+from .report import Data, Section, Verdict, judged, table
 from .steps import ACCEL, Comparison, Makers, Step, Target, judge, rows_of, section
+from .timing import Contender, Times, interleave, note, run, summarise
 from .workloads import MANY, RATE, SMALL_GPT, TINY, WORKLOADS, Workload, with_adamw
 
 # -- the overhead of a library -----------------------------------------------------------------------------------------
@@ -226,3 +231,59 @@ def _stages() -> dict[str, Comparison]:
 
 
 DEEPSPEED = section("deepspeed", "DeepSpeed ZeRO, 2 ranks over gloo", _stages(), (5.0, 60.0))
+
+# -- single verbs, and the import ---------------------------------------------------------------------------------------
+
+NUM_IMPORTS = 9
+SETUP = "repeated `accel.setup(model, optimizer, loader)`"
+
+
+def _setup_again(seconds: float) -> dict[str, Times]:
+    model, optimizer = MANY.build()
+    loader = DataLoader(TensorDataset(torch.zeros(8, 1)))
+    accel.setup(model, optimizer, loader, devices="cpu")
+    again = partial(accel.setup, model, optimizer, loader)
+    return interleave([Contender(SETUP, lambda: again)], seconds, 200)
+
+
+def _imports(packages: list[str]) -> dict[str, Times]:
+    """Import each library in fresh processes after torch, the libraries taking turns."""
+    times: dict[str, Times] = {package: {} for package in packages}
+    code = (
+        "import torch, time\nw, c = time.perf_counter(), time.process_time()\nimport {package}\n"
+        "print(time.perf_counter() - w, time.process_time() - c)"
+    )
+    # Python keeps bytecode unless told otherwise. The first round makes what is missing and does not count.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    for number in range(NUM_IMPORTS + 1):
+        for package in packages:
+            command = [sys.executable, "-c", code.format(package=package)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+            wall, cpu = output.split()
+            if number:
+                note(times[package], {"wall": float(wall), "cpu": float(cpu)})
+    return times
+
+
+def _measure_costs(quick: bool) -> Data:
+    packages = [ACCEL, *([] if quick else [RIVALS[name] for name in installed_rivals()])]
+    setup = summarise(run(1, _setup_again, 2.0 if quick else 12.0)[0], SETUP)
+    return {"rows": setup | summarise(_imports(packages), ACCEL), "failed": {}}
+
+
+def _tell_costs(data: Data) -> list[str]:
+    lines = []
+    for name, row in data["rows"].items():
+        title = name if name == SETUP else f"`import {name}`"
+        lines.append([title, *(f"{1e3 * row[clock]['median']:.4f}" for clock in ("wall", "cpu"))])
+    return [table(["", "wall, ms", "cpu, ms"], lines)]
+
+
+def _judge_costs(data: Data) -> Iterator[Verdict]:
+    """Hold milliseconds against their limits: each object is looked up again, and accel's own modules are built."""
+    yield judged(SETUP, 1e3 * data["rows"][SETUP]["cpu"]["median"], 0.05, "{:.3f} ms")
+    over = 1e3 * data["rows"][ACCEL]["wall"]["median"]
+    yield judged("`import accel` over `import torch`", over, 50.0, "{:.3f} ms")
+
+
+COSTS = Section("costs", "Costs of single verbs", _measure_costs, _tell_costs, _judge_costs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 from argparse import Namespace
 from collections import OrderedDict, deque
@@ -25,6 +24,7 @@ import accel
 from accel.checkpoint import record
 from accel.checkpoint.shards import checksum
 from tests.backends import BACKENDS, engine_of, replica_of
+from tests.measured import restart_peak, status
 
 ROWS = 72
 GLOBAL_BATCH = 12
@@ -236,17 +236,12 @@ def value_of(directory: str | Path) -> float:
     return float(found["n"])
 
 
-def kilobytes(key: str) -> int:
-    return int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-
-
 @contextlib.contextmanager
 def memory_below(limit: int) -> Iterator[None]:
-    """Context: it takes fewer kilobytes at any time."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = kilobytes("VmRSS")
+    """Context: it takes fewer bytes at any time."""
+    before = restart_peak()
     yield
-    assert kilobytes("VmHWM") - before < limit
+    assert status("VmHWM") - before < limit
 
 
 def shard_of(directory: Path) -> Path:

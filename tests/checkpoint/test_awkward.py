@@ -1,4 +1,4 @@
-"""Paths, targets, and settings of the process."""
+"""Paths, targets, and values that are shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 import accel
 from accel.errors import CheckpointError
-from tests.checkpoint.helpers import save_fully
 from tests.distributed import refusals
 
 
@@ -30,22 +29,6 @@ def test_targets_that_hold_no_values(tmp_path: Path) -> None:
     accel.save({"net": nn.Linear(2, 2)}, tmp_path)
     with pytest.raises(CheckpointError, match=r'state\["net"\] is on the meta device'):
         accel.load(tmp_path, {"net": nn.Linear(2, 2, device="meta")})
-
-
-def test_the_default_device_makes_no_difference(tmp_path: Path) -> None:
-    """Scripts often call ``torch.set_default_device("cuda")``."""
-    net = nn.Linear(3, 5)
-    expected = net.weight.detach().clone()
-    torch.set_default_device("meta")
-    try:
-        for wait in (True, False):
-            save_fully({"net": net, "rng": accel.rng_state()}, tmp_path, wait)
-            nn.init.zeros_(net.weight)
-            accel.load(tmp_path, {"net": net, "rng": accel.rng_state()})
-            assert torch.equal(net.weight, expected)
-        accel.verify(tmp_path)
-    finally:
-        torch.set_default_device(None)
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,28 +48,6 @@ def check_trained(model: nn.Module, steps: int) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
-def load_file(path: str, backend: str, saved: str) -> None:
-    """Load a file of torch.save into the handles, save with accel, load again, and train on."""
-    model, optimizer, _ = accel.setup(*build(seed=1), backend=backend)
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    accel.save({"model": model, "optimizer": optimizer, "epoch": state["epoch"]}, saved)
-    train(model, optimizer, range(7, 9))
-    assert accel.load(saved, {"model": model, "optimizer": optimizer, "epoch": 0})["epoch"] == 3
-    train(model, optimizer, range(3, 5))
-    check_trained(model, 5)
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_a_file_of_torch_save(backend: str, tmp_path: Path) -> None:
-    net, optimizer = build()
-    train(net, optimizer, range(3))
-    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-    torch.save(state, tmp_path / "old.pt")
-    run(2, load_file, str(tmp_path / "old.pt"), backend, str(tmp_path / "new"))
-
-
 def save_dcp(directory: str) -> None:
     net, _ = build()
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)))

@@ -1,4 +1,4 @@
-"""Loads and exports read each chunk once."""
+"""Loads read each chunk once."""
 
 from __future__ import annotations
 
@@ -50,17 +50,6 @@ def test_a_load_reads_each_chunk_once(
     accel.load(tmp_path, state, convert=True)
     assert sum(reads) < 1.01 * sizes(tmp_path) + 2**20
     assert all(torch.equal(state[name], t.to(state[name].dtype)) for name, t in saved.items())
-
-
-def test_an_export_reads_small_tensors_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.ParameterDict(small_tensors(500, 16384))
-    accel.save({"net": net}, tmp_path / "a")
-    reads = counted_reads(monkeypatch)
-    accel.export(tmp_path / "a", tmp_path / "out")
-    assert sum(reads) < 1.3 * sizes(tmp_path / "a")
-    found = {"net": nn.ParameterDict(small_tensors(500, 16384))}
-    accel.load(tmp_path / "out", found)
-    assert torch.equal(found["net"]["t0300"], net["t0300"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

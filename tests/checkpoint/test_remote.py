@@ -339,5 +339,5 @@ def test_uploads_take_little_memory(prefix: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(remote, "_BLOCK", 5 << 20)
     values = filled(1.0, 13_000_000)
     accel.save(filled(0.0), prefix)
-    with memory_below(32 << 10):
+    with memory_below(32 << 20):
         accel.save(values, prefix)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
 from typing import Any
 
 import pytest
@@ -41,12 +40,6 @@ def test_raw_loader_is_unchanged() -> None:
         _ = handle.nothing
     public = {name for name in set(dir(handle)) - set(dir(raw)) if not name.startswith("_")}
     assert public == {"is_last", "load_state_dict", "set_epoch", "skip", "state_dict"}
-
-
-def test_pickle_and_copy_are_refused() -> None:
-    for refused in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(LoaderError, match="pickled"):
-            refused(make(numbers(4, 2)))
 
 
 def test_off_is_raw_pytorch() -> None:

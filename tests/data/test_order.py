@@ -269,19 +269,3 @@ def _plain(batch: Any) -> Any:
     """A batch without the epoch that a Noisy stream was told."""
     items = batch if isinstance(batch, list) else [batch]
     return [item[2:] if isinstance(item, tuple) else item for item in items]
-
-
-@pytest.mark.parametrize("name", ["shuffle", "weighted, generator", "mine own numpy"])
-def test_resume_on_ranks_and_back(name: str) -> None:
-    build = (RAW | DRAWING)[name]
-    after, state, _ = interrupted(build, False, (0, 1))
-    rest = after[: len(list(build())) - 2]
-    handles = [make(build(), rank, 2, even_batches=False) for rank in range(2)]
-    for handle in handles:
-        handle.load_state_dict(state)
-    iterators = [iter(handle) for handle in handles]
-    seen = [_plain(next(iterator)) for iterator in iterators]
-    assert handles[0].state_dict() == {**handles[1].state_dict(), "generators": handles[0].state_dict()["generators"]}
-    back = raw_like(build())
-    back.load_state_dict(json.loads(json.dumps(handles[0].state_dict())))
-    assert flat(seen) + flat(_plain(b) for b in back) == flat(rest)

@@ -1,45 +1,14 @@
-"""Full values beside shards: averages of weights (EMA), and values that are assigned to shards."""
+"""Full values that are assigned to shards, and operators that would mix the two."""
 
 from __future__ import annotations
-
-import copy
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils import vector_to_parameters
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import accel
 from tests.distributed import run
-from tests.models import adamw, distance, mlp, rows
-
-
-def averages(backend: Any) -> float:
-    """Return the distance of an average to that of one process. `full` is a copy from before setup."""
-    reference, raw = mlp(4, 9, 7, 2), mlp(4, 9, 7, 2)
-    full = copy.deepcopy(raw)
-    model, optimizer, _ = accel.setup(raw, adamw(raw), backend=backend)
-    expected = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    average = AveragedModel(full, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    plain_optimizer = adamw(reference)
-    for step in range(3):
-        for net, stepped, batch in (
-            (reference, plain_optimizer, rows(step, 8, 4)),
-            (model, optimizer, rows(step, 8, 4).chunk(2)[accel.rank()]),
-        ):
-            stepped.zero_grad()
-            net(batch).square().mean().backward()
-            stepped.step()
-        full.load_state_dict(accel.full_state_dict(model))
-        average.update_parameters(full)
-        expected.update_parameters(reference)
-    return distance(average, expected)
-
-
-@pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", "deepspeed:3", accel.FSDP(replicas=2)], ids=str)
-def test_an_average_equals_one_process(backend: Any) -> None:
-    assert max(run(2, averages, backend)) < 2e-5
+from tests.models import distance, mlp
 
 
 def assigned() -> None:

@@ -121,37 +121,6 @@ def test_a_load_on_one_rank(what: str, backend: Any) -> None:
     assert any("load_state_dict" in result.message for result in results)
 
 
-def by_hand() -> None:
-    """Update by hand beside a teacher, evaluate on one rank, then change a weight on one rank."""
-    model, _, _ = accel.setup(build(), backend=accel.DDP(drift_check=1))
-    teacher, _, _ = accel.setup(build(1).requires_grad_(False), backend=accel.DDP(drift_check=1))
-
-    def update(number: int) -> None:
-        for micro in range(number % 3):
-            with accel.no_sync(model):
-                model(torch.full((4, 6), float(micro + accel.rank()))).square().mean().backward()
-        model(torch.full((4, 6), float(number + accel.rank()))).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
-        model.zero_grad()
-
-    for number in range(6):
-        teacher(torch.ones(4, 6))
-        update(number)
-        if accel.is_main():
-            with torch.no_grad():
-                model.eval()(torch.ones(4, 6))
-            model.train()
-    by_weight(model, None)
-    with pytest.raises(accel.RankMismatchError, match=r": 2\.weight is"):
-        update(6)
-
-
-def test_updates_by_hand_are_compared() -> None:
-    run(2, by_hand)
-
-
 def schedule(model: Any, optimizer: Any) -> Iterator[None]:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=20)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)

@@ -1,4 +1,4 @@
-"""Bytes that each rank holds, by a look at all tensors of its process; and graphs from before a step."""
+"""Bytes that each rank holds, by a look at all tensors of its process."""
 
 from __future__ import annotations
 
@@ -122,19 +122,3 @@ def deferred_peak() -> int:
 def test_deferred_models_are_never_full() -> None:
     for peak in run(2, deferred_peak):
         assert 0 < peak <= WHOLE / BLOCKS
-
-
-def backward_after_a_step() -> None:
-    """The ranks that didn't step a weight themselves raise too."""
-    raw = net()
-    model, optimizer, _ = accel.setup(raw, adamw(raw), backend="sharded")
-    stale = model(torch.ones(2, WIDTH)).square().mean()
-    model(torch.ones(2, WIDTH)).square().mean().backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stale.backward()
-
-
-def test_graphs_from_before_a_step_raise() -> None:
-    need("sharded", 2)
-    run(2, backward_after_a_step)

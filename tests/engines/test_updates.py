@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import accel
 from tests.backends import need
@@ -129,51 +128,3 @@ def written(backend: Any, how: str) -> None:
 def test_weights_written_between_steps(backend: Any) -> None:
     for how in ("data", "in place", *(() if backend == "fsdp" else ("replaced",))):
         run(2, written, backend, how)
-
-
-def limit(optimizer: Any, *_: Any) -> None:
-    for p in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-        p.grad.clamp_(-0.01, 0.01)
-
-
-def hooked(backend: Any, before: bool) -> None:
-    """The program's hooks see gradients before a step, and weights after it."""
-    sums: list[dict[str, Any]] = []
-
-    def register(optimizer: Any, model: nn.Module) -> None:
-        total: dict[str, Any] = {}
-
-        def add(*_: Any) -> None:
-            for name, p in model.named_parameters():
-                total[name] = total.get(name, 0) + p.detach().clone()
-
-        sums.append(total)
-        optimizer.register_step_pre_hook(limit)
-        optimizer.register_step_post_hook(add)
-
-    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if before:
-            register(optimizer, model)
-        return optimizer
-
-    pair = Pair(backend, optimizer_of)
-    if not before:
-        register(pair.optimizers[0], pair.raw)
-        register(pair.optimizers[1], pair.reference)
-    for _ in range(STEPS):
-        for model, optimizer, x in pair.both():
-            optimizer.zero_grad()
-            loss_of(model, x).backward()
-            optimizer.step()
-    pair.check()
-    for name, value in sums[0].items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        torch.testing.assert_close(whole, sums[1][name], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", ["ddp", "sharded", "fsdp", accel.DeepSpeed(stage=1)], ids=str)
-def test_hooks_of_steps(backend: Any) -> None:
-    need(backend, 2)
-    for before in (True, False):
-        run(2, hooked, backend, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from torch import nn
 import accel
 from accel.engines.base import gather as gathering
 from tests.backends import need
-from tests.checkpoint.helpers import differences, kilobytes
+from tests.checkpoint.helpers import differences
 from tests.distributed import run
+from tests.measured import restart_peak, status
 
 DIVIDED: list[Any] = ["fsdp", accel.DeepSpeed(stage=3), "pipeline"]
 ROWS = 900
@@ -82,15 +82,14 @@ def test_full_state_is_gathered_in_batches(backend: Any) -> None:
 
 
 def peak_of(backend: Any) -> tuple[int, int]:
-    """How much more memory a rank has had, in kB, while rank 0 took the whole state of 160 MB; and its size there."""
+    """How much more memory a rank has had while rank 0 took the whole state of 160 MB; and its size there."""
     gathering._BATCH_BYTES = 1 << 22  # type: ignore[misc]
     raw = nn.Sequential(nn.Linear(4000, 5000), nn.Linear(5000, 4000))
     model, _, _ = accel.setup(raw, backend=backend)
     accel.full_state_dict(model, rank0_only=True)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = kilobytes("VmRSS")
+    before = restart_peak()
     full = accel.full_state_dict(model, rank0_only=True)
-    return kilobytes("VmHWM") - before, sum(t.nbytes for t in full.values()) // 1024
+    return status("VmHWM") - before, sum(t.nbytes for t in full.values())
 
 
 @pytest.mark.parametrize("backend", DIVIDED, ids=str)

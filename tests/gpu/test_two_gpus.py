@@ -102,28 +102,3 @@ def test_a_killed_rank_ends_kernels() -> None:
     assert "AccelError" in first.stdout, first.stderr
     assert "rank 1 is gone without a word" in first.stdout
     assert float(first.stdout.rsplit("after", 1)[1]) < 60
-
-
-def test_uneven_inputs_over_plain_nccl() -> None:
-    """Its group carries no CPU tensors, as AdamW's steps are."""
-    code = """
-import os, torch, torch.distributed as dist, accel
-from tests.gpu import batch
-from tests.models import adamw, mlp
-torch.cuda.set_device(int(os.environ["RANK"]))
-dist.init_process_group("nccl")
-raw = mlp(8, 8, 4)
-model, optimizer, _ = accel.setup(raw, adamw(raw), backend="ddp")
-with accel.join(model):
-    for step in range(2 + accel.rank()):
-        optimizer.zero_grad()
-        model(batch(step)).square().mean().backward()
-        optimizer.step()
-print([float(state["step"]) for state in optimizer.state.values()], [float(p.sum()) for p in raw.parameters()])
-accel.teardown()
-dist.destroy_process_group()
-"""
-    port = free_port()
-    first, second = (result.stdout for result in scripts(code, by_hand(0, 2, port), by_hand(1, 2, port)))
-    assert first == second
-    assert "3.0" in first

@@ -1,18 +1,13 @@
-"""Several hosts on one machine: an agent of torchrun for each, on the loopback and in network namespaces of their own."""
+"""Several hosts on one machine: an agent of torchrun for each, on the loopback."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.distributed import GUARD, wait_for
+from tests.distributed import GUARD
 from tests.faults import Fault, declared
 from tests.interpreters import executable
 from tests.programs import by_hand, free_port, started
@@ -49,20 +44,11 @@ for step in range(10**6):
     optimizer.step()
     time.sleep(0.01)
     reach("step")
-    if step == 5:
-        print("[training]", flush=True)
 """
 
 
 def log(folder: Path, index: int) -> str:
     return (folder / f"{index}.log").read_text()
-
-
-def wait_for_training(folder: Path) -> None:
-    try:
-        wait_for(lambda: all("[training]" in log(folder, i) for i in range(2)), GUARD)
-    except AssertionError:
-        pytest.fail(log(folder, 0) + log(folder, 1))
 
 
 def agent(node: int, port: int, script: Path, workers: int) -> list[str]:
@@ -98,48 +84,3 @@ def test_a_lost_host_is_named(end: str, tmp_path: Path) -> None:
     text = log(tmp_path, 0)
     assert re.search(r"rank 1 \(host \S+\) did not answer", text), text
     assert end != "host" or re.search(r"RuntimeError: .* by peer[\s\S]*AccelError: ", text), text
-
-
-# -- hosts with a network of their own --------------------------------------------------------------------------------
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
-
-
-@pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    """Two namespaces, joined by a cable: 10.203.0.1 on ``wire0`` and 10.203.0.2 on ``wire1``."""
-    names = [f"accel-{os.getpid()}-{i}" for i in range(2)]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("-n", names[0], "link", "add", "wire0", "type", "veth", "peer", "name", "wire1", "netns", names[1])
-        for i, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.203.0.{i + 1}/24", "dev", f"wire{i}")
-            ip("-n", name, "link", "set", f"wire{i}", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-    except (OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"network namespaces are not permitted here: {getattr(error, 'stderr', None) or error}")
-    try:
-        yield names
-    finally:
-        for name in names:
-            with contextlib.suppress(subprocess.SubprocessError):
-                ip("netns", "del", name)
-
-
-def test_a_cut_link_ends_both(namespaces: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(FOREVER)
-    commands = [["ip", "netns", "exec", name, sys.executable, str(script)] for name in namespaces]
-    environs = [
-        by_hand(rank, 2, 29500) | {"MASTER_ADDR": "10.203.0.1", "GLOO_SOCKET_IFNAME": f"wire{rank}"}
-        for rank in range(2)
-    ]
-    with started(commands, environs, tmp_path) as ranks:
-        wait_for_training(tmp_path)
-        ip("-n", namespaces[0], "link", "set", "wire0", "down")
-        assert [rank.wait(GUARD) for rank in ranks] == [1, 1], log(tmp_path, 0) + log(tmp_path, 1)
-    assert "rank 1 (host " in log(tmp_path, 0), log(tmp_path, 0)
-    assert "rank 0 (host " in log(tmp_path, 1), log(tmp_path, 1)

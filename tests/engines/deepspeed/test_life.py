@@ -1,36 +1,22 @@
-"""One engine for each model, from setup over freezing and switching to its end; nothing is left behind."""
+"""One engine for each model, from setup to its end, beside other models; nothing is left behind."""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import os
-import weakref
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 import accel
 from accel.process import end_groups
-from accel.registry import registry
 from tests.distributed import refusals, run
-from tests.engines.deepspeed.training import (
-    STAGES,
-    Net,
-    Pair,
-    adamw,
-    data,
-    forward_of,
-    loss_of,
-    mean_loss,
-    whole,
-    zero,
-)
+from tests.engines.deepspeed.training import STAGES, Net, Pair, adamw, data, forward_of, loss_of, mean_loss, whole, zero
 from tests.models import distance
 from tests.programs import by_hand, free_port, scripts
 
@@ -97,53 +83,6 @@ def joint_loss(backends: list[Any]) -> None:
 @pytest.mark.parametrize("stages", [(1, 2), (3, 3), (0, 3)], ids=str)
 def test_models_with_one_loss(stages: tuple[int, int]) -> None:
     run(2, joint_loss, [zero(stage) if stage else "ddp" for stage in stages])
-
-
-def switching() -> None:
-    """Through the stages, with the gradients that the stage before has left."""
-    raw, plain = Net(), Net()
-    optimizers = adamw(raw), adamw(plain)
-    before = {name: set(vars(m)) for name, m in raw.named_modules()}
-    parameters = list(raw.parameters())
-    for number, backend in enumerate([zero(3), "ddp", zero(1), zero(2), zero(3)]):
-        model, handle, _ = accel.setup(raw, optimizers[0], backend=backend)
-        loss_of(model(data(number, accel.rank()))).backward()
-        mean_loss(plain, forward_of, number).backward()
-        handle.step()
-        optimizers[1].step()
-        assert accel.teardown(model) is raw
-        assert list(map(id, raw.parameters())) == list(map(id, parameters))
-        assert {name: set(vars(m)) for name, m in raw.named_modules()} == before
-        assert all(type(p) is nn.Parameter and not vars(p) for p in parameters)
-        assert type(raw._parameters) is dict
-        for module in raw.modules():
-            assert not any(v for k, v in vars(module).items() if k.endswith("_hooks"))
-        assert not {"step", "zero_grad"} & vars(optimizers[0]).keys()
-        assert distance(raw.state_dict(), plain.state_dict()) <= 1e-5
-        gradients = [[p.grad for p in net.parameters()] for net in (raw, plain)]
-        assert distance(*gradients) <= 1e-5
-
-
-def test_switch_between_stages_leaves_nothing() -> None:
-    run(2, switching)
-
-
-def collected(stage: int) -> None:
-    """The last reference to model and optimizer frees the engine and the weights."""
-    pair = Pair(zero(stage))
-    pair.train()
-    alive = [weakref.ref(pair.raw), weakref.ref(registry.find_engine(pair.model)), weakref.ref(pair.raw.left.weight)]
-    del pair
-    gc.collect()
-    assert [ref() for ref in alive] == [None, None, None]
-    accel.teardown()
-    # DeepSpeed would make a copy of the process group for good, with threads of its own.
-    assert len(dist.distributed_c10d._world.pg_map) == 1
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_engine_dies_with_its_model(stage: int) -> None:
-    run(2, collected, stage)
 
 
 def ended_in_backward() -> None:

@@ -15,33 +15,6 @@ from tests.distributed import run
 from tests.engines.deepspeed.training import STAGES, Pair, data, loss_of, mean_loss, momentum, zero
 
 
-def zero_grad_anywhere(stage: int) -> None:
-    """After the forward, of the model, of a submodule, never; and a backward after a clip."""
-    pair = Pair(zero(stage), momentum)
-    both = (
-        (pair.model, pair.optimizer, accel.clip_grad_norm_, lambda step: [data(step, accel.rank())]),
-        (pair.plain, pair.plain_optimizer, lambda m, c: nn.utils.clip_grad_norm_(m.parameters(), c), data),
-    )
-    for step in range(7):
-        for model, optimizer, clip, batches in both:
-            batch = list(batches(step))
-            losses = [loss_of(model(x)) / len(batch) for x in batch]
-            if step in (0, 4):
-                optimizer.zero_grad()
-            elif step == 1:
-                optimizer.zero_grad(set_to_none=False)
-            elif step == 2:
-                accel.unwrap(model).zero_grad()
-            elif step == 5:
-                model.left.zero_grad()
-            torch.stack(losses).sum().backward()
-            if step in (3, 4):
-                assert clip(model, 0.05) > 0.05
-                torch.stack([loss_of(model(2 * x)) / len(batch) for x in batch]).sum().backward()
-            optimizer.step()
-    pair.check()
-
-
 def closures(stage: int) -> None:
     """``zero_grad`` inside of a step drops gradients too: the branch that a step does not use is left alone."""
     pair = Pair(zero(stage))
@@ -92,7 +65,7 @@ def hooks_of_the_program(stage: int) -> None:
     pair.check()
 
 
-LOOPS = (zero_grad_anywhere, closures, weights_of_another_module, hooks_of_the_program)
+LOOPS = (closures, weights_of_another_module, hooks_of_the_program)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda f: f.__name__)

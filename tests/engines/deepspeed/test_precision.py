@@ -11,17 +11,7 @@ from torch import nn
 import accel
 from accel.engines.deepspeed import DeepSpeed
 from tests.distributed import run
-from tests.engines.deepspeed.training import (
-    DIVIDED,
-    STAGES,
-    Net,
-    Pair,
-    data,
-    loss_of,
-    momentum,
-    whole,
-    zero,
-)
+from tests.engines.deepspeed.training import DIVIDED, STAGES, Net, Pair, data, loss_of, momentum, whole, zero
 from tests.models import distance
 
 FEW_AT_ONCE = {**DIVIDED, "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 20}

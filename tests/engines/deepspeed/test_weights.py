@@ -209,26 +209,6 @@ def test_models_with_other_weights(name: str, backend: Any) -> None:
     run(2, train_model, name, backend)
 
 
-def assigned(backend: Any) -> None:
-    """A gradient that the loop computed by itself replaces the one from backward."""
-    pair = pair_of(backend)
-    for step in range(2):
-        pair.zero_grad()
-        if step % 2:
-            pair.backward(step)
-        for model, rank in ((pair.model, accel.rank()), (pair.plain, 0.5)):
-            for p in model.parameters():
-                p.grad = torch.full(p.shape, 1.0 + rank)
-        pair.step()
-    pair.train(range(2, 4))
-    pair.check()
-
-
-@pytest.mark.parametrize("backend", [zero(1), zero(2), KEPT])
-def test_gradients_from_elsewhere(backend: Any) -> None:
-    run(2, assigned, backend, timeout=200.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Closed:
     y: Any

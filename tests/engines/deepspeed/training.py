@@ -37,9 +37,6 @@ class Net(nn.Module):
         parts = [branch(h) for branch, used in ((self.left, left), (self.right, right)) if used]
         return {"out": sum(parts) * self.scale}
 
-    def embed(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x) * self.scale
-
     def size(self) -> torch.Tensor:
         return self.right.weight.square().mean()
 
@@ -92,9 +89,9 @@ class Pair:
         for index, entries in theirs["state"].items():
             assert distance(mine["state"][index], entries) <= tolerance
 
-    def zero_grad(self, **options: Any) -> None:
-        self.optimizer.zero_grad(**options)
-        self.plain_optimizer.zero_grad(**options)
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.plain_optimizer.zero_grad()
 
     def backward(self, step: int, forward: Any = forward_of, more: Any = lambda model: 0.0) -> None:
         """``more`` is added to the loss."""

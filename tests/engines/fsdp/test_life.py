@@ -1,8 +1,9 @@
-"""fsdp from setup to teardown, and optimizers of whole matrices. tests/test_loop.py has its loops."""
+"""fsdp from setup to teardown, optimizers of whole matrices, and refusals. tests/test_loop.py has its loops."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,33 @@ def muon(directory: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_muon(world: int, tmp_path: Path) -> None:
     run(world, muon, str(tmp_path))
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+Kernels = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+#: What is changed before setup, the options, and words of the error.
+REFUSALS: list[tuple[Callable[[Any], Any], accel.FSDP, str]] = [
+    (lambda net: net.embed.weight.register_hook(lambda g: g), accel.FSDP(), "embed.weight has gradient hooks"),
+    (lambda net: net.blocks[1].up.bfloat16(), accel.FSDP(), "uniform original parameter dtype"),
+    (lambda net: None, accel.FSDP(wrap=(nn.ModuleList,)), "containers that do not implement forward"),
+    (lambda net: Kernels(net.parameters()), accel.FSDP(), "AdamW8bit cannot train sharded parameters"),
+]
+
+
+def refused() -> None:
+    for change, options, text in REFUSALS:
+        net, optimizer = build()
+        changed = change(net)
+        optimizer = changed if isinstance(changed, torch.optim.Optimizer) else optimizer
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        with pytest.raises((accel.AccelError, AssertionError, ValueError), match=text):
+            accel.setup(net, optimizer, backend=options)
+        assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+        assert type(net) is Net
+        assert all(type(p) is nn.Parameter for g in optimizer.param_groups for p in g["params"])
+        optimizer.state_dict()
+
+
+def test_refusals_change_nothing() -> None:
+    run(2, refused)

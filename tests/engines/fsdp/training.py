@@ -12,8 +12,6 @@ from torch import nn
 import accel
 from tests import models
 
-WIDTH = 16
-
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -29,12 +27,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Repeated blocks, a tied head, a scalar, a buffer that changes."""
 
-    def __init__(self, width: int = WIDTH, blocks: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(10, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.embed = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(width, 10, bias=False)
+        self.head = nn.Linear(16, 10, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("seen", torch.zeros(1))
 
@@ -89,9 +87,3 @@ def distance(state: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference between two model state dicts; what counts batches differs by how they are seen."""
     assert list(state) == list(other)
     return models.distance(*({k: v for k, v in each.items() if k != "seen"} for each in (state, other)))
-
-
-def start(options: Any = None, optimizer: str = "adamw", **kwargs: Any) -> tuple[Any, Any, Net, torch.optim.Optimizer]:
-    net, raw = build(optimizer=optimizer)
-    model, handle, _ = accel.setup(net, raw, backend=options or "fsdp", **kwargs)
-    return model, handle, net, raw

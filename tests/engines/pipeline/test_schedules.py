@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from tests.distributed import outcomes, run
+from tests.distributed import run
 from tests.engines.pipeline.training import apart, batch, net, one_step
 from tests.models import adamw, distance, sgd
 
@@ -120,63 +119,6 @@ def dropout() -> None:
 
 def test_a_second_computation_changes_nothing() -> None:
     run(2, dropout)
-
-
-def step_pattern(pattern: Callable[[Any], None], freeze: int = 0) -> float:
-    """Return the difference to the plain loop after two steps with gradients of ``pattern``."""
-    raw, plain = net(), net()
-    model, optimizer, _ = accel.setup(raw, sgd(raw), backend=accel.Pipeline(chunks=2))
-    pairs = ((model, optimizer), (plain, sgd(plain)))
-    for m, o in pairs * 2:
-        for p in list(m.parameters())[:freeze]:
-            p.requires_grad_(False)
-        o.zero_grad(set_to_none=False)
-        pattern(m)
-        o.step()
-    accel.teardown(model)
-    return apart(raw, plain)
-
-
-def through_the_input(m: Any) -> None:
-    x, want = (batch(0)[0].requires_grad_(True) for _ in range(2))
-    m(x).square().mean().backward()
-    plain = net()
-    plain.load_state_dict(accel.full_state_dict(m) if type(m) is not nn.Sequential else m.state_dict())
-    plain(want).square().mean().backward()
-    torch.testing.assert_close(x.grad, want.grad)
-
-
-def with_hooks(m: Any) -> None:
-    hook = next(iter(m.parameters())).register_hook(lambda g: g.clamp(-0.01, 0.01) * 2)
-    m(batch(0)[0])[2:3].square().mean().backward()
-    hook.remove()
-
-
-def patterns() -> None:
-    for pattern, freeze in ((through_the_input, 0), (through_the_input, 8), (with_hooks, 0)):
-        assert step_pattern(pattern, freeze) < 1e-5, (pattern.__name__, freeze)
-
-
-def test_gradients_that_come_in_any_way() -> None:
-    run(2, patterns)
-
-
-def explicit_gradients() -> None:
-    raw, plain = net(), net()
-    model = accel.setup(raw, backend=accel.Pipeline(chunks=2, checkpoint="always")).model
-    x, want = (batch(0)[0].requires_grad_() for _ in range(2))
-    found = torch.autograd.grad(model(x).square().mean(), x)
-    torch.testing.assert_close(found, torch.autograd.grad(plain(want).square().mean(), want))
-    assert all(p.grad is None for p in raw.parameters())
-    loss = model(batch(0)[0]).sum()  # its own graph says nothing
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-def test_explicit_and_second_gradients() -> None:
-    for outcome in outcomes(2, explicit_gradients, breaks=True):
-        assert not outcome.error, outcome.trace
 
 
 def two_models() -> float:

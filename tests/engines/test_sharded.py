@@ -1,7 +1,8 @@
-"""Gradients that appear, vanish or lie in odd places."""
+"""sharded: gradients that appear, vanish or lie in odd places, optimizers that look at all of them, and what it refuses."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,34 @@ import torch.nn.functional as F
 from torch import nn
 
 import accel
-from tests.distributed import run
-from tests.engines.sharded.training import adamw, data, everywhere, loss_of, net, sharded
-from tests.models import distance, equal_on_all_ranks
+from tests.distributed import outcomes, run
+from tests.models import distance, equal_on_all_ranks, rows
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(4, 12), *layers, nn.Linear(12, 2))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return rows(100 * step + rank, 8, 4)
+
+
+def everywhere(step: int) -> torch.Tensor:
+    return torch.cat([data(step, rank) for rank in range(accel.world_size())])
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), x[:, :2].sin())
+
+
+def sharded(raw: nn.Module, optimizers: Any) -> Any:
+    return accel.setup(raw, optimizers, backend="sharded")[:2]
 
 
 class Branches(nn.Module):
@@ -114,71 +140,42 @@ def test_a_foreign_optimizer_steps_whole() -> None:
     run(2, foreign_optimizer)
 
 
-LOOPS = {
-    "clip, then accumulate": ("backward()", "clip()", "backward()", "step()"),
-    "decay instead of zero_grad": ("backward()", "step()", "scale(0.9)", "backward()", "step()"),
-    "step twice": ("backward()", "step()", "step()", "backward()", "step()"),
-    "different memory": ("backward()", "move(0)", "step()", "move(1)", "backward()", "step()"),
-    "another optimizer": ("backward()", "step()", "step(1)", "backward()", "step(1)", "step()"),
-    "freeze with zeros": ("backward()", "zero()", "train(False)", "step()", "train(True)", "backward()", "step()"),
-}
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-class Loop:
-    """What the lines of ``LOOPS`` call, for a model and its two optimizers of the same parameters."""
-
-    def __init__(self, model: Any, optimizers: Any, x: Any, clip: Any) -> None:
-        self.model, self.optimizers, self.x, self.clip_norm = model, optimizers, x, clip
-        self.calls = 0
-
-    def loss(self) -> torch.Tensor:
-        self.calls += 1
-        return loss_of(self.model, self.x(self.calls))
-
-    def backward(self) -> None:
-        self.loss().backward()
-
-    def clip(self) -> None:
-        self.clip_norm(self.model)
-
-    def scale(self, factor: float) -> None:
-        for p in self.model.parameters():
-            p.grad = None if p.grad is None else p.grad * factor
-
-    def move(self, rank: int) -> None:
-        for p in self.model.parameters():
-            if accel.rank() == rank:
-                p.data = p.data.clone()
-
-    def zero(self) -> None:
-        self.optimizers[0].zero_grad(set_to_none=False)
-
-    def train(self, trainable: bool) -> None:
-        next(iter(self.model.parameters())).requires_grad_(trainable)
-
-    def step(self, number: int = 0) -> None:
-        self.optimizers[number].step()
+def refused() -> None:
+    raw = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    before = copy.deepcopy(raw.state_dict())
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    model, handle = sharded(raw, optimizer)
+    with pytest.raises(accel.OptimizerError, match="holds only this rank's shard of its state"):
+        copy.deepcopy(optimizer)
+    model(torch.tensor([1])).mean().backward()
+    with pytest.raises(accel.BackendError, match="sparse gradients of 0.weight"):
+        handle.step()
+    assert torch.equal(raw[0].weight, before["0.weight"])
 
 
-def loops() -> None:
-    for name, lines in LOOPS.items():
-        raw, reference = net(), net()
-        kinds = (adamw, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-        model, handles = sharded(raw, [kind(raw.parameters()) for kind in kinds])
-        ours = Loop(model, handles, lambda step: data(step, accel.rank()), lambda m: accel.clip_grad_norm_(m, 0.2))
-        plain = [kind(reference.parameters()) for kind in kinds]
-        theirs = Loop(reference, plain, everywhere, lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.2))
-        for _ in range(2):
-            for line in lines:
-                for loop in (ours, theirs):
-                    eval(f"loop.{line}", {"loop": loop})
-            assert equal_on_all_ranks(raw), name
-        states = [accel.full_state_dict(handle) for handle in handles]
-        accel.teardown(model)
-        assert distance(raw, reference) < 1e-4, name
-        assert distance([state["state"] for state in states], [o.state_dict()["state"] for o in plain]) < 1e-4, name
+def test_refusals_change_nothing() -> None:
+    run(2, refused)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_loops_that_change_gradients(world: int) -> None:
-    run(world, loops)
+def after_the_end() -> None:
+    accel.init(timeout=5)
+    raw = net()
+    optimizer = adamw(raw.parameters())
+    model, handle = sharded(raw, optimizer)
+    loss_of(model, data(0, accel.rank())).backward()
+    handle.step()
+    raw[accel.rank()].requires_grad_(False)
+    with pytest.raises(accel.RankMismatchError, match="requires_grad"):
+        model(data(1, accel.rank()))
+    accel.teardown(model)
+    loss_of(raw, data(2, accel.rank())).backward()
+    with pytest.raises(accel.OptimizerError, match="has lost a part of its state"):
+        optimizer.step()
+
+
+def test_partial_state_is_never_stepped() -> None:
+    for outcome in outcomes(2, after_the_end, breaks=True):
+        assert not outcome.error, outcome.trace
