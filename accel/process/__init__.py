@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from ..errors import AccelError, DeviceError, RankMismatchError, TimeoutError
 from .devices import Devices, parse_backend, pick, resolve
 from .launchers import Place
-from .startup import UNKNOWN, destroy_groups, place_now, start
 from .startup import Process as Process
+from .startup import destroy_groups, place_now, start
 from .watchdog import Watchdog
 
 logger = logging.getLogger("accel")
@@ -242,17 +242,8 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this process on its node. Starts nothing.
-
-    Raises:
-        AccelError: you started the process group, LOCAL_RANK isn't set, and accel doesn't run yet.
-    """
-    number = _place().local_rank
-    if number == UNKNOWN:
-        raise AccelError(
-            "The local rank is unknown before accel.init(). Call it, or set LOCAL_RANK."
-        )
-    return number
+    """Return the number of this process on its node. Starts nothing."""
+    return _place().local_rank
 
 
 def is_main() -> bool:
@@ -274,16 +265,16 @@ def own_devices() -> Devices:
 
 def print(
     *values: object,
-    sep: str | None = " ",
-    end: str | None = "\n",
+    sep: str = " ",
+    end: str = "\n",
     file: TextIO | None = None,
     flush: bool = False,
     every_rank: bool = False,
 ) -> None:
     """Print on rank 0 only, or with ``every_rank`` on all ranks, with the rank in front."""
+    # One write, because the ranks write to the same terminal.
+    text = sep.join(map(str, values)) + end
     if every_rank:
-        # One write, because the ranks write to the same terminal.
-        text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
-        builtins.print(f"[rank {rank()}] {text}", end="", file=file, flush=flush)
-    elif is_main():
-        builtins.print(*values, sep=sep, end=end, file=file, flush=flush)
+        text = f"[rank {rank()}] {text}"
+    if every_rank or is_main():
+        builtins.print(text, end="", file=file, flush=flush)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import AccelError, RankMismatchError, described
 from ..trees import map_tensors, walk
-from . import current
-from .control import Waiting, agree, locked
+from . import current, rank
+from .control import Waiting, agree
 from .packing import broadcast_, bytes_of, is_dense, to_bytes, to_tensor
 
 T = TypeVar("T")
@@ -34,17 +34,16 @@ _OPS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
 # -- public functions ------------------------------------------------------------------------------
 
 
-@locked
 @torch.no_grad()
 def all_reduce(data: T, op: str = "sum") -> T:
     """Combine each tensor and number over the ranks. Collective.
 
-    The result of a tensor is torch's reduction of the stacked tensors of all ranks. The mean of
-    integers has the default dtype. Results are new tensors without gradients. On one process you
-    get your own tensors back. None stays None.
+    Results are new tensors without gradients, as torch reduces the stacked tensors of all
+    ranks. The mean of integers has the default dtype. None stays None. On one process you
+    get your own tensors back.
 
     Args:
-        data: a tensor or number, or nested dicts, lists, tuples, namedtuples and dataclasses.
+        data: a tensor or number, or nested dicts, lists, tuples and dataclasses.
         op: "sum", "mean", "max", "min" or "product".
 
     Raises:
@@ -58,8 +57,7 @@ def all_reduce(data: T, op: str = "sum") -> T:
         results[path] = _reduce_tensor(exchange, path, op)
     for path in exchange.others:
         results[path] = _OPS[op](exchange.sent_by_all(path))
-    reduced: T = exchange.replaced(results)
-    return reduced
+    return exchange.replaced(results)
 
 
 @overload
@@ -70,23 +68,22 @@ def all_gather(
 def all_gather(
     data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool
 ) -> Any: ...
-@locked
 def all_gather(
     data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool = False
 ) -> Any:
     """Concatenate each tensor of all ranks along its first dimension. Collective.
 
-    The first dimension may differ between ranks. Tensors without dimensions become a tensor with a
-    value per rank. On one process you get your own tensors back. None stays None.
+    The first dimension may differ between ranks. Scalars become a tensor with a value per
+    rank. None stays None. On one process you get your own tensors back.
 
     Args:
         data: a tensor, or nested containers of tensors.
-        gradients: let gradients flow back, as a contrastive loss over all ranks' samples needs.
-            Every rank must then use the result in its loss, because backward is a collective too.
-        pad: the value that fills the other dimensions up to the longest of all ranks, because
-            ``generate`` returns different lengths.
-        objects: gather any object that can be pickled. The lists of all ranks are joined, and any
-            other object becomes a list with an item per rank. Tensors arrive on your device.
+        gradients: let gradients flow back, for a contrastive loss over all ranks' samples.
+            Every rank must use the result in its loss, because backward is a collective.
+        pad: fill the other dimensions with this value up to the longest of all ranks,
+            because ``generate`` returns different lengths.
+        objects: gather any object that can be pickled. Lists are joined. Any other object
+            becomes a list with an item per rank. Tensors arrive on your device.
 
     Raises:
         AccelError: a leaf is not a tensor, or structure, dtypes or other dimensions differ.
@@ -97,7 +94,7 @@ def all_gather(
 def gather(
     data: Any, *, pad: float | None, objects: bool, gradients: bool = False, problem: str = ""
 ) -> Any:
-    """Gather as ``all_gather`` does. If a rank has a ``problem``, all ranks raise AccelError."""
+    """Gather as ``all_gather`` does. All ranks raise AccelError if a rank has a ``problem``."""
     gradients = gradients and torch.is_grad_enabled()
     call = f"all_gather(gradients={gradients}, pad={pad}, objects={objects})"
     accept = _pickled if objects else _refuse
@@ -118,59 +115,57 @@ def gather(
         rows = [shape[0] if shape else 1 for shape in shapes]
         gathered = _gather_rows(tensor, rows, exchange)
         if has_gradient:
-            gathered = _let_gradients_flow(gathered, tensor, sum(rows[: exchange.rank]))
+            gathered = _let_gradients_flow(gathered, tensor, sum(rows[: rank()]))
         results[path] = gathered
     return exchange.replaced(results)
 
 
-@locked
 @torch.no_grad()
 def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     """Return the tensors of rank ``src`` on every rank. Collective.
 
-    On one process you get your own tensors back. None stays None.
+    None stays None. On one process you get your own tensors back.
 
     Args:
         data: a tensor, or nested containers of tensors.
         src: the rank that sends.
-        objects: send any object that can be pickled. The other ranks may pass anything, such as
-            None. Tensors arrive on your device.
+        objects: send any object that can be pickled. The other ranks may pass None.
+            Tensors arrive on your device.
 
     Raises:
         AccelError: a leaf is not a tensor, or structure, shapes, dtypes or arguments differ.
     """
-    rank, world = current().place.rank, current().place.world_size
     sent: Any = data
     if objects:
-        # The other ranks may pass anything.
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        sent = to_tensor(_pack(data)) if rank == src else nothing
+        sent = to_tensor(_pack(data) if rank() == src else b"nothing")
     call = f"broadcast(src={src}, objects={objects})"
     exchange = _Exchange(call, sent, _refuse, free_dims=int(objects))
-    if world == 1:
-        return data if objects else exchange.replaced(map_tensors(_detached, exchange.tensors))
-    if objects and rank != src:
-        exchange.tensors["data"] = sent.new_empty(exchange.sent_by_all("data")[src])
+    tensors = exchange.tensors
+    if exchange.world == 1:
+        return data if objects else exchange.replaced(map_tensors(_detached, tensors))
+    if objects and rank() != src:
+        tensors["data"] = sent.new_empty(exchange.sent_by_all("data")[src])
     copies: dict[str, Tensor] = {}
-    for path, tensor in exchange.tensors.items():
+    for path, tensor in tensors.items():
         copies[path] = tensor.detach().to(exchange.carrier, copy=True)
-    with Waiting(exchange.process, call):
-        broadcast_(copies.values(), exchange.process.group, src)
-    for path, tensor in exchange.tensors.items():
+    with exchange.waiting():
+        broadcast_(copies.values(), exchange.group, src)
+    if objects:
+        return _unpack(to_bytes(copies["data"]))
+    for path, tensor in tensors.items():
         copies[path] = copies[path].to(tensor.device)
-    received: T = _unpack(to_bytes(copies["data"])) if objects else exchange.replaced(copies)
-    return received
+    return exchange.replaced(copies)
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
     """Return the data with ``visit(path, leaf)`` in each leaf's place.
 
-    With ``objects``, a list is a leaf. So is a tuple of texts, which torch's collate makes from a
-    batch of texts.
+    With ``objects``, lists and tuples of texts are leaves.
     """
 
     def is_leaf(tree: Any) -> bool:
-        is_texts = type(tree) is tuple and len(tree) > 0 and isinstance(tree[0], str | bytes)
+        # torch's collate makes a tuple from a batch of texts.
+        is_texts = type(tree) is tuple and isinstance((*tree, None)[0], str | bytes)
         return objects and (isinstance(tree, list) or is_texts)
 
     def visit_list(path: str, leaf: Any) -> Any:
@@ -200,7 +195,8 @@ def _dense(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "full_tensor"):
         raise AccelError("a DTensor; call full_tensor() first")
     if not is_dense(tensor):
-        raise AccelError(f"a {tensor.layout} tensor on {tensor.device}; expected a dense tensor")
+        text = f"a {tensor.layout} tensor on {tensor.device}"
+        raise AccelError(f"{text}; expected a dense tensor")
     return tensor
 
 
@@ -234,13 +230,13 @@ class _Exchange:
     ) -> None:
         """Raise on every rank if the leaves differ or a rank has a problem. Collective.
 
-        ``accept`` returns the kind of a leaf beside the tensors, and the value to send. The first
-        ``free_dims`` dimensions of a tensor may have different sizes on the ranks.
+        ``accept`` returns the kind of a leaf beside the tensors, and the value to send.
+        The ranks may have different sizes in the first ``free_dims`` dimensions.
         """
         objects = accept is _pickled
         self.call, self._data, self._objects = call, data, objects
-        process = self.process = current()
-        self.rank, self.world = process.place.rank, process.place.world_size
+        process = self._process = current()
+        self.group, self.world = process.group, process.place.world_size
         #: Leaves for torch.distributed.
         self.tensors: dict[str, Tensor] = {}
         leaves: dict[str, Any] = {}
@@ -267,30 +263,33 @@ class _Exchange:
             sent[path] = tuple(tensor.shape)
             sizes = list(map(str, tensor.shape))
             sizes[:free_dims] = ["any"] * len(sizes[:free_dims])
-            shape = ", ".join(sizes)
-            kinds[path] = f"{tensor.dtype} of shape ({shape}) sent on {self.carrier.type}"
-        hint = ". Pass pad=value to fill the shorter ones" if free_dims == 1 else ""
+            kind = f"{tensor.dtype} of shape ({', '.join(sizes)})"
+            kinds[path] = f"{kind} sent on {self.carrier.type}"
         self._answers = agree(call, (problem, kinds, sent))
+        hint = ". Pass pad=value to fill the shorter ones" if free_dims == 1 else ""
         self._raise_difference(hint)
 
     def _raise_difference(self, hint: str) -> None:
-        for rank, (problem, _, _) in enumerate(self._answers):
-            if problem:
-                raise AccelError(f"{self.call} on rank {rank}: {problem}")
         first = self._answers[0][1]
-        for rank, (_, other, _) in enumerate(self._answers):
+        for number, (problem, _, _) in enumerate(self._answers):
+            if problem:
+                raise AccelError(f"{self.call} on rank {number}: {problem}")
+        for number, (_, other, _) in enumerate(self._answers):
             if other != first:
                 path, _ = min(first.items() ^ other.items())
                 here, there = first.get(path, "absent"), other.get(path, "absent")
-                text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
+                text = f"{path} is {here} on rank 0 and {there} on rank {number}"
                 raise RankMismatchError(f"{self.call}: {text}{hint}")
+
+    def waiting(self) -> Waiting:
+        return Waiting(self._process, self.call)
 
     def sent_by_all(self, path: str) -> list[Any]:
         """Return each rank's shape of a tensor, or its value of another leaf."""
         return [sent[path] for _, _, sent in self._answers]
 
     def replaced(self, results: Mapping[str, Any]) -> Any:
-        """Return the data with the results in the places of the leaves. None stays None."""
+        """Return the data with results instead of leaves. None stays None."""
         return walked(lambda path, leaf: results.get(path), self._data, self._objects)
 
 
@@ -309,11 +308,12 @@ def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
     if world == 1:
         return tensor.to(dtype)
     # All backends reduce these dtypes, without overflow or loss.
-    wide_dtype = torch.promote_types(tensor.dtype, torch.float32 if is_float else torch.int64)
+    least = torch.float32 if is_float else torch.int64
+    wide_dtype = torch.promote_types(tensor.dtype, least)
     wide = tensor.to(exchange.carrier, wide_dtype, copy=True).contiguous()
     reduction = dist.ReduceOp.PRODUCT if op == "product" else dist.ReduceOp.SUM
-    with Waiting(exchange.process, exchange.call):
-        dist.all_reduce(wide, reduction, group=exchange.process.group)
+    with exchange.waiting():
+        dist.all_reduce(wide, reduction, group=exchange.group)
     if op == "mean":
         wide = wide / world
     return wide.to(tensor.device, dtype)
@@ -331,21 +331,21 @@ def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> 
 
 @torch.no_grad()
 def _gather_rows(tensor: Tensor, rows: Sequence[int], exchange: _Exchange) -> Tensor:
-    """Return the rows of all ranks. They travel as bytes, in messages of equal lengths."""
+    """Return the rows of all ranks. They travel as bytes, in equally long messages."""
     width = math.prod(tensor.shape[1:]) * tensor.itemsize
     sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=exchange.carrier)
     sent[: tensor.nbytes] = bytes_of(tensor, exchange.carrier)
     received = list(sent.repeat(len(rows), 1))
-    with Waiting(exchange.process, exchange.call):
-        dist.all_gather(received, sent, group=exchange.process.group)
-    for rank, number in enumerate(rows):
-        received[rank] = received[rank][: number * width]
+    with exchange.waiting():
+        dist.all_gather(received, sent, group=exchange.group)
+    for index, number in enumerate(rows):
+        received[index] = received[index][: number * width]
     values = torch.cat(received).view(tensor.dtype)
     return values.reshape(sum(rows), *tensor.shape[1:]).to(tensor.device)
 
 
 def _let_gradients_flow(gathered: Tensor, tensor: Tensor, begin: int) -> Tensor:
-    """Put this rank's tensor in its rows, and add up the gradients of all ranks in backward."""
+    """Put this rank's tensor in its rows. Add up all ranks' gradients in backward."""
     own = tensor if tensor.dim() else tensor[None]
     rows = torch.cat([gathered[:begin], own, gathered[begin + len(own) :]])
     rows.register_hook(all_reduce)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from datetime import timedelta
-from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 
@@ -16,26 +13,8 @@ from . import Process, current, end_groups, ended, local_rank, rank, world_size
 from . import lost as lost
 from .packing import gather_values
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-# Ranks match their collectives by order, so a rank must call them from one thread at a time.
-lock: Final = threading.RLock()
-
-
-def locked(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a single thread at a time call the function."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with lock:
-            return function(*args, **kwargs)
-
-    return call
-
-
-@locked
-def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
+def agree(what: str, value: object) -> list[Any]:
     """Return every rank's value, by rank. Collective.
 
     ``what`` names the place in the program. It must be equal on all ranks.
@@ -45,7 +24,7 @@ def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list
         return [value]
     process.rounds += 1
     with Waiting(process, process.doing or repr(what)):
-        messages = gather_values((what, value), process.control, timeout or process.timeout)
+        messages = gather_values((what, value), process.control, process.timeout)
     places, values = map(list, zip(*messages, strict=True))
     if places.count(what) < len(places):
         text = "; ".join(f"rank {r} is in {place!r}" for r, place in enumerate(places))
@@ -94,11 +73,7 @@ def announce(process: Process, what: str, details: Hashable = None) -> None:
     event = (what, details)
     if process.order.expects(event):
         return
-    usual = process.order.expected
-    place = f"front of {what}"
-    if usual is not None:
-        place += f", after which {usual[0]} came before"
-    with Waiting(process, place):
+    with Waiting(process, f"front of {what}"):
         try:
             agree(what if details is None else f"{what} {details}", None)
         except RankMismatchError as error:

@@ -1,15 +1,4 @@
-"""The devices of this node, and those for a request such as ``devices=2``.
-
-====================  ==========================================================
-``None, 0, "cpu"``    the CPU
-``3, -1``             the first three accelerators, or all of them
-``[1, 3], "1, 3"``    these accelerators. ``"3"`` is the accelerator numbered 3
-``"-1"``              all accelerators
-``"auto"``            all accelerators, or the CPU without any
-``"free:2"``          two idle GPUs
-``"cuda:1"``          a device by its name. A ``torch.device`` and lists work too
-====================  ==========================================================
-"""
+"""The devices of this node, and those for a request: ``2``, ``[0, 1]``, ``"free:2"``."""
 
 from __future__ import annotations
 
@@ -45,10 +34,10 @@ def available() -> tuple[str, int]:
 def resolve(devices: object) -> Devices:
     """Return the devices of this node for a request. ACCEL_DEVICES replaces ``"auto"``."""
     kind, count = available()
-    variable = os.environ.get("ACCEL_DEVICES")
+    name, variable = "devices", os.environ.get("ACCEL_DEVICES")
     if devices == "auto" and variable:
-        return parse_devices(variable, count, kind, "ACCEL_DEVICES")
-    return parse_devices(devices, count, kind)
+        name, devices = "ACCEL_DEVICES", variable
+    return parse_devices(devices, count, kind, name)
 
 
 def parse_devices(devices: Any, count: int, kind: str = "cuda", name: str = "devices") -> Devices:
@@ -117,13 +106,13 @@ def _free_gpus() -> list[int]:
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     table = subprocess.check_output(query, text=True)
     used = dict(row.split(", ") for row in table.splitlines())
-    gpus = range(torch.cuda.device_count())
-    return [gpu for gpu in gpus if int(used[f"GPU-{uuid_of(gpu)}"]) <= _IDLE_MEMORY]
-
-
-def uuid_of(gpu: int | torch.device) -> str:
-    """Return a GPU's own name. Its number depends on CUDA_VISIBLE_DEVICES."""
-    return str(torch.cuda.get_device_properties(gpu).uuid)
+    free: list[int] = []
+    for gpu in range(torch.cuda.device_count()):
+        # The numbers depend on CUDA_VISIBLE_DEVICES.
+        name = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
+        if int(used[name]) <= _IDLE_MEMORY:
+            free.append(gpu)
+    return free
 
 
 def pick(devices: Devices, local_rank: int, local_world_size: int) -> Devices:
@@ -147,10 +136,10 @@ def default_backend(kind: str) -> str:
 def parse_backend(text: str) -> dict[str, str]:
     """Return the backend of each device type, from ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
     known = dist.Backend.backend_list[1:]  # without "undefined"
-    for part in text.lower().split(","):
-        if part.rpartition(":")[2] not in known:
-            raise AccelError(
-                f"process_group={text!r}: the backends are {', '.join(known)}. "
-                'Pass one, or a text such as "cpu:gloo,cuda:nccl".'
-            )
+    names = {part.rpartition(":")[2] for part in text.lower().split(",")}
+    if not names <= set(known):
+        raise AccelError(
+            f"process_group={text!r}: the backends are {', '.join(known)}. "
+            'Pass one, or a text such as "cpu:gloo,cuda:nccl".'
+        )
     return dict(dist.BackendConfig(dist.Backend(text)).get_device_backend_map())

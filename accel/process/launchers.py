@@ -1,4 +1,4 @@
-"""Find the rank of this process and the address of rank 0 in the variables of its launcher."""
+"""Find the rank and the address of rank 0 in the variables of a launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Environ: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rank of this process in its job and on its node, and the address of rank 0 if known."""
+    """The rank in the job and on the node, and the address of rank 0 if known."""
 
     launcher: str = "none"
     rank: int = 0
@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The names of a launcher's variables. Those in ``job`` identify a start of a job."""
+    """The names of a launcher's variables. Those in ``job`` identify a start."""
 
     name: str
     rank: str
@@ -61,14 +61,15 @@ def detect(environ: Environ) -> Place:
     launcher = _find_launcher(environ)
     if launcher is None:
         return Place()
-    rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
-    local_rank, local_world_size = _local_place(environ, launcher, world_size)
+    rank = _integer(environ, launcher.rank)
+    world_size = _integer(environ, launcher.world_size)
+    local_rank, local_size = _local_place(environ, launcher, world_size)
     _check_range(launcher.rank, rank, launcher.world_size, world_size)
-    _check_range(launcher.local_rank, local_rank, launcher.local_world_size, local_world_size)
-    one_node = local_world_size == world_size and launcher.local_world_size in environ
+    _check_range(launcher.local_rank, local_rank, launcher.local_world_size, local_size)
+    one_node = local_size == world_size and launcher.local_world_size in environ
     address = environ.get("MASTER_ADDR") or _master_host(environ, launcher, one_node)
     port = _master_port(environ, launcher)
-    return Place(launcher.name, rank, world_size, local_rank, local_world_size, address, port)
+    return Place(launcher.name, rank, world_size, local_rank, local_size, address, port)
 
 
 def _find_launcher(environ: Environ) -> _Launcher | None:
@@ -88,8 +89,8 @@ def _find_launcher(environ: Environ) -> _Launcher | None:
 
 
 def _in_slurm_step(environ: Environ) -> bool:
-    """True if ``srun`` started this process. Shells of batch and interactive jobs aren't ranks."""
-    if _SLURM.rank not in environ or not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environ):
+    """True if ``srun`` started this process. Shells of jobs aren't ranks."""
+    if _SLURM.rank not in environ or "SLURM_STEP_ID" not in environ:
         return False
     # `srun` inside of an interactive job starts ranks, but the shell itself is a step, too.
     is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
@@ -101,12 +102,12 @@ def _in_slurm_step(environ: Environ) -> bool:
 
 
 def _integer(environ: Environ, name: str) -> int:
+    value = environ.get(name, "not set")
     try:
-        return int(environ[name])
-    except KeyError:
-        raise AccelError(f"{name} is not set, but its launcher sets others. Set all.") from None
+        return int(value)
     except ValueError:
-        raise AccelError(f"{name}={environ[name]!r} is not an integer.") from None
+        text = f"{name} is {value!r} instead of an integer"
+        raise AccelError(f"{text}. Set all variables of your launcher.") from None
 
 
 def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
@@ -142,10 +143,8 @@ def _master_host(environ: Environ, launcher: _Launcher, one_node: bool) -> str |
         return environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if launcher is not _SLURM:
         return "127.0.0.1" if one_node and launcher is not _TORCHRUN else None
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if environ.get(name):
-            return first_host(environ[name])
-    return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    return first_host(nodes) if nodes else None
 
 
 def _master_port(environ: Environ, launcher: _Launcher) -> int | None:

@@ -18,20 +18,20 @@ class Order:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Predict nothing, because the ranks may have been at different points."""
         self._next: dict[Event | None, Event] = {}
         # The next event after an event has come a number of times since the last restart.
         self._next_by_count: dict[tuple[Event | None, int], Event] = {}
         self._counts: dict[Event, int] = {}
         self._last: tuple[Event | None, int] = (None, 0)
 
-    @property
-    def expected(self) -> Event | None:
-        """The predicted event."""
-        return self._next_by_count.get(self._last) or self._next.get(self._last[0])
-
     def expects(self, event: Event) -> bool:
         """True if this is the predicted event. It is counted then."""
-        if self.expected != event:
+        predicted = self._next_by_count.get(self._last) or self._next.get(self._last[0])
+        if predicted != event:
             return False
         self._count(event)
         return True
@@ -44,13 +44,6 @@ class Order:
     def restart(self) -> None:
         """Count from zero. A step depends on the number of backwards since the last step."""
         self._counts.clear()
-
-    def forget(self) -> None:
-        """Predict nothing, because the ranks may have been at different points."""
-        self._next.clear()
-        self._next_by_count.clear()
-        self._counts.clear()
-        self._last = (None, 0)
 
     def _count(self, event: Event) -> None:
         count = self._counts.get(event, 0) + 1

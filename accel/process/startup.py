@@ -12,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -23,15 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import AccelError, DeviceError, LaunchError
-from .devices import Devices, default_backend, parse_backend, pick, resolve, uuid_of
+from .devices import Devices, available, default_backend, parse_backend, pick, resolve
 from .launchers import Place, detect
 from .order import Order
 from .watchdog import Watchdog, accelerator_backends, disconnect_all, named
 
 logger = logging.getLogger("accel")
 
-#: The local rank if you started the process group, until the ranks have exchanged their hosts.
-UNKNOWN: Final = -1
 _MARGIN: Final = timedelta(minutes=1)
 # The seconds between two looks at the store, at most.
 _LONGEST_PAUSE: Final = 0.5
@@ -48,9 +46,8 @@ class Process:
     timeout: timedelta
     # A forked child has a different number.
     pid: int = field(default_factory=os.getpid)
-    #: ``devices=`` as you passed it, the devices of this node for it, and this rank's.
+    #: ``devices=`` as you passed it, and this rank's devices.
     request: object
-    asked: Devices
     devices: Devices
     group: dist.ProcessGroup | None
     owns_group: bool = False
@@ -126,14 +123,14 @@ class Process:
 def start(requested: str | None, timeout: timedelta | None, request: object) -> Process:
     """Start this rank with the arguments of ``accel.init``. Collective."""
     place, group, problem = place_now(), dist.group.WORLD, ""
-    asked: Devices = (torch.device("cpu"),)
+    devices: Devices = (torch.device("cpu"),)
     if group is not None:
         requested = dist.get_backend_config(group)
     backend = requested or "gloo"
     try:
-        asked = resolve(request)
+        devices = pick(resolve(request), place.local_rank, place.local_world_size)
         if place.world_size > 1:
-            backend = requested or default_backend(asked[0].type)
+            backend = requested or default_backend(devices[0].type)
     except DeviceError as error:
         if place.world_size == 1:
             raise
@@ -142,8 +139,7 @@ def start(requested: str | None, timeout: timedelta | None, request: object) -> 
         place=place,
         timeout=timeout or distributed_c10d.default_pg_timeout,
         request=request,
-        asked=asked,
-        devices=pick(asked, place.local_rank, place.local_world_size),
+        devices=devices,
         group=group,
         requested=requested,
         backends=parse_backend(backend) if place.world_size > 1 or group else {},
@@ -169,7 +165,9 @@ def place_now() -> Place:
         place = detect(os.environ)
         if (place.rank, place.world_size) == (rank, world):
             return place
-    return Place("process group", rank, world, 0 if world == 1 else UNKNOWN)
+    # torch.multiprocessing.spawn sets no variables. Its ranks usually fill the nodes in order.
+    count = min(world, available()[1] or world)
+    return Place("process group", rank, world, rank % count, count)
 
 
 def _connect(process: Process, backend: str, problem: str) -> None:
@@ -177,9 +175,12 @@ def _connect(process: Process, backend: str, problem: str) -> None:
     wait = Wait(process.place, process.timeout)
     store = distributed_c10d._get_default_store() if process.group else open_store(wait)
     process.store = store
-    process.token, reports = meet(store, wait, _report(process, problem))
+    kind = process.device.type
+    report = StartReport(socket.gethostname(), f"{kind} by {process.backends.get(kind)}", problem)
+    process.token, reports = meet(store, wait, report)
+    process.hosts = [report.host for report in reports]
     try:
-        _check_devices(process, reports)
+        _check(reports)
     except DeviceError:
         if process.place.rank == 0:  # the other ranks still read its store
             time.sleep(2 * _LONGEST_PAUSE)
@@ -187,73 +188,41 @@ def _connect(process: Process, backend: str, problem: str) -> None:
     if process.group is None:
         # Optimizers import it later. Imported now, it can't hold on to the group.
         importlib.import_module("torch.distributed.nn")
-        # A group that is bound to its device connects at once.
-        device, accelerator = process.device, torch.accelerator.current_accelerator()
-        is_known = accelerator is not None and device.type == accelerator.type
-        binds = is_known and not process.shares(device)
+        # A group that is bound to its device connects at once. Ranks can't share the device.
+        binds = kind == "cuda" and not process.shares(process.device)
         dist.init_process_group(
             backend,
             store=distributed_c10d.PrefixStore(f"accel/{process.token}", store),
             rank=process.place.rank,
             world_size=process.place.world_size,
             timeout=process.timeout,
-            device_id=device if binds else None,
+            device_id=process.device if binds else None,
         )
         group = process.group = dist.group.WORLD
         assert group is not None
         process.owns_group = True
         give_margin(group, process.timeout)
-    try:
-        process.control = dist.new_group(
-            timeout=process.timeout, backend="gloo", group_desc="accel control"
-        )
-        # A rank that ends now would close connections that other ranks still make.
-        dist.barrier(process.control)
-    except RuntimeError:
-        destroy_groups(process)
-        raise
+    process.control = dist.new_group(
+        timeout=process.timeout, backend="gloo", group_desc="accel control"
+    )
+    # A rank that ends now would close connections that other ranks still make.
+    dist.barrier(process.control)
 
 
-def _report(process: Process, problem: str) -> StartReport:
-    kind, host = process.asked[0].type, socket.gethostname()
-    # Without a local rank, the order of the host's ranks says which device each gets.
-    devices = process.asked if process.place.local_rank == UNKNOWN else process.devices[:1]
-    names: list[str] = []
-    for device in () if problem else devices:
-        names.append(uuid_of(device) if kind == "cuda" else f"{device} of {host}")
-    return StartReport(host, f"{kind} by {process.backends.get(kind)}", names, problem)
-
-
-def _check_devices(process: Process, reports: list[StartReport]) -> None:
-    """Choose the rank's device. All ranks raise if a rank has a problem or two share a device."""
-    hosts = process.hosts = [report.host for report in reports]
-    owners: dict[str, int] = {}
+def _check(reports: list[StartReport]) -> None:
+    """Raise if a rank has a problem or a different type of devices."""
     for rank, report in enumerate(reports):
         if report.problem:
             raise DeviceError(f"rank {rank}: {report.problem}")
         if report.kind != reports[0].kind:
             raise DeviceError(f"rank {rank} uses {report.kind}, but rank 0 {reports[0].kind}")
-        device = report.devices[hosts[:rank].count(report.host) % len(report.devices)]
-        other = owners.setdefault(device, rank)
-        if other != rank and not process.shares(process.device):
-            raise DeviceError(
-                f"ranks {other} and {rank} would share one device ({device}). Start fewer "
-                'processes, or call accel.init(process_group="gloo") to share it.'
-            )
-    place = process.place
-    if place.local_rank == UNKNOWN:
-        local_rank = hosts[: place.rank].count(hosts[place.rank])
-        local_world_size = hosts.count(hosts[place.rank])
-        process.place = replace(place, local_rank=local_rank, local_world_size=local_world_size)
-        process.devices = pick(process.asked, local_rank, local_world_size)
 
 
 def give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Let nccl's timeout, after which it ends the process, come after accel's error."""
     for backend in accelerator_backends(group):
-        for name in ("_set_default_timeout", "set_timeout"):
-            if hasattr(backend, name):
-                getattr(backend, name)(timeout + _MARGIN)
+        if hasattr(backend, "set_timeout"):
+            backend.set_timeout(timeout + _MARGIN)
 
 
 # -- the store in which the ranks meet -------------------------------------------------------------
@@ -261,11 +230,10 @@ def give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 @dataclass(frozen=True)
 class StartReport:
-    """A rank's host, type of devices, identities of devices, and problem, before the start."""
+    """A rank's host, type of devices and problem, before the start."""
 
     host: str
     kind: str
-    devices: list[str]
     problem: str
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from accel.errors import AccelError, DeviceError
 from accel.process import devices, startup, watchdog
 from accel.process.devices import default_backend, parse_backend, parse_devices, pick
-from accel.process.launchers import Place
 from accel.process.startup import StartReport
 
 CPU = (torch.device("cpu"),)
@@ -79,19 +77,14 @@ def test_free_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_check_their_devices() -> None:
-    def check(*reports: StartReport) -> None:
-        process: Any = SimpleNamespace(place=Place(rank=1), shares=lambda device: False, device=None)
-        startup._check_devices(process, list(reports))
-
-    first, second = StartReport("a", "mps", ["mps:0 of a"], ""), StartReport("b", "mps", ["mps:0 of b"], "")
-    check(first, second)
-    for reports, words in (
-        ((first, second, first), "ranks 0 and 2 would share one device"),
-        ((first, replace(second, kind="cpu")), "rank 1 uses cpu, but rank 0 mps"),
-        ((first, StartReport("b", "mps", [], "no mps")), "rank 1: no mps"),
+    first = StartReport("a", "mps", "")
+    startup._check([first, first])
+    for second, words in (
+        (StartReport("b", "cpu", ""), "rank 1 uses cpu, but rank 0 mps"),
+        (StartReport("b", "mps", "no mps"), "rank 1: no mps"),
     ):
         with pytest.raises(DeviceError, match=words):
-            check(*reports)
+            startup._check([first, second])
 
 
 def test_process_group_backends() -> None:
