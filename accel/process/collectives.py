@@ -1,4 +1,4 @@
-"""Collectives over nested containers of tensors, numbers and other objects."""
+"""Collectives over nested containers of tensors and other objects."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _OPS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
 def all_reduce(data: T, op: str = "sum") -> T:
     """Combine each tensor and number over the ranks. Collective.
 
-    Results are new tensors without gradients, as torch reduces the stacked tensors of all
-    ranks. The mean of integers has the default dtype. None stays None. On one process you
+    Results are new tensors without gradients, as torch reduces the stacked tensors.
+    The mean of integers has the default dtype. None stays None. On one process you
     get your own tensors back.
 
     Args:
@@ -51,13 +51,13 @@ def all_reduce(data: T, op: str = "sum") -> T:
         AccelError: a leaf is not a tensor or number, or ``op`` is unknown.
     """
     problem = "" if op in _OPS else f"expected op to be one of {', '.join(_OPS)}"
-    exchange = _Exchange(f"all_reduce(op={op!r})", data, _number, problem=problem)
+    leaves = _Leaves(f"all_reduce(op={op!r})", data, _number, problem=problem)
     results: dict[str, Any] = {}
-    for path in exchange.tensors:
-        results[path] = _reduce_tensor(exchange, path, op)
-    for path in exchange.others:
-        results[path] = _OPS[op](exchange.sent_by_all(path))
-    return exchange.replaced(results)
+    for path in leaves.tensors:
+        results[path] = _reduce_tensor(leaves, path, op)
+    for path in leaves.others:
+        results[path] = _OPS[op](leaves.by_rank(path))
+    return leaves.replaced(results)
 
 
 @overload
@@ -73,20 +73,20 @@ def all_gather(
 ) -> Any:
     """Concatenate each tensor of all ranks along its first dimension. Collective.
 
-    The first dimension may differ between ranks. Scalars become a tensor with a value per
-    rank. None stays None. On one process you get your own tensors back.
+    The first dimension may differ between ranks. Scalars become a tensor with a
+    value per rank. None stays None. On one process you get your own tensors back.
 
     Args:
         data: a tensor, or nested containers of tensors.
-        gradients: let gradients flow back, for a contrastive loss over all ranks' samples.
+        gradients: let gradients flow back, for a contrastive loss over all samples.
             Every rank must use the result in its loss, because backward is a collective.
-        pad: fill the other dimensions with this value up to the longest of all ranks,
-            because ``generate`` returns different lengths.
-        objects: gather any object that can be pickled. Lists are joined. Any other object
-            becomes a list with an item per rank. Tensors arrive on your device.
+        pad: fill the other dimensions with this value up to the longest of all
+            ranks, because ``generate`` returns different lengths.
+        objects: gather any object that can be pickled. Lists are joined. Any other
+            object becomes a list with an item per rank. Tensors arrive on your device.
 
     Raises:
-        AccelError: a leaf is not a tensor, or structure, dtypes or other dimensions differ.
+        AccelError: a leaf is not a tensor, or structure, dtypes or shapes differ.
     """
     return gather(data, gradients=gradients, pad=pad, objects=objects)
 
@@ -94,30 +94,30 @@ def all_gather(
 def gather(
     data: Any, *, pad: float | None, objects: bool, gradients: bool = False, problem: str = ""
 ) -> Any:
-    """Gather as ``all_gather`` does. All ranks raise AccelError if a rank has a ``problem``."""
+    """Gather like ``all_gather``. All ranks raise if a rank has a ``problem``."""
     gradients = gradients and torch.is_grad_enabled()
     call = f"all_gather(gradients={gradients}, pad={pad}, objects={objects})"
     accept = _pickled if objects else _refuse
     free_dims = 1 if pad is None else sys.maxsize
-    exchange = _Exchange(call, data, accept, free_dims, problem)
+    leaves = _Leaves(call, data, accept, free_dims, problem)
     results: dict[str, Any] = {}
-    for path in exchange.others:
-        items = list(map(_unpack, exchange.sent_by_all(path)))
+    for path in leaves.others:
+        items = list(map(_unpack, leaves.by_rank(path)))
         results[path] = sum(items, []) if isinstance(items[0], list) else items
-    for path, tensor in exchange.tensors.items():
+    for path, tensor in leaves.tensors.items():
         has_gradient = gradients and tensor.requires_grad
-        if exchange.world == 1:
+        if leaves.world == 1:
             results[path] = tensor if has_gradient else _detached(tensor)
             continue
-        shapes = exchange.sent_by_all(path)
+        shapes = leaves.by_rank(path)
         if pad is not None:
             tensor = _padded(tensor, shapes, pad)
         rows = [shape[0] if shape else 1 for shape in shapes]
-        gathered = _gather_rows(tensor, rows, exchange)
+        gathered = _gather_rows(tensor, rows, leaves)
         if has_gradient:
             gathered = _let_gradients_flow(gathered, tensor, sum(rows[: rank()]))
         results[path] = gathered
-    return exchange.replaced(results)
+    return leaves.replaced(results)
 
 
 @torch.no_grad()
@@ -133,28 +133,28 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
             Tensors arrive on your device.
 
     Raises:
-        AccelError: a leaf is not a tensor, or structure, shapes, dtypes or arguments differ.
+        AccelError: a leaf is not a tensor, or structure, shapes or dtypes differ.
     """
     sent: Any = data
     if objects:
         sent = to_tensor(_pack(data) if rank() == src else b"nothing")
     call = f"broadcast(src={src}, objects={objects})"
-    exchange = _Exchange(call, sent, _refuse, free_dims=int(objects))
-    tensors = exchange.tensors
-    if exchange.world == 1:
-        return data if objects else exchange.replaced(map_tensors(_detached, tensors))
+    leaves = _Leaves(call, sent, _refuse, free_dims=int(objects))
+    tensors = leaves.tensors
+    if leaves.world == 1:
+        return data if objects else leaves.replaced(map_tensors(_detached, tensors))
     if objects and rank() != src:
-        tensors["data"] = sent.new_empty(exchange.sent_by_all("data")[src])
+        tensors["data"] = sent.new_empty(leaves.by_rank("data")[src])
     copies: dict[str, Tensor] = {}
     for path, tensor in tensors.items():
-        copies[path] = tensor.detach().to(exchange.carrier, copy=True)
-    with exchange.waiting():
-        broadcast_(copies.values(), exchange.group, src)
+        copies[path] = tensor.detach().to(leaves.carrier, copy=True)
+    with leaves.waiting():
+        broadcast_(copies.values(), leaves.group, src)
     if objects:
         return _unpack(to_bytes(copies["data"]))
     for path, tensor in tensors.items():
         copies[path] = copies[path].to(tensor.device)
-    return exchange.replaced(copies)
+    return leaves.replaced(copies)
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
@@ -187,7 +187,7 @@ def _pickled(leaf: Any) -> tuple[str, Any]:
 
 def _refuse(leaf: Any) -> tuple[str, Any]:
     expected = "expected a tensor, or dicts, lists and tuples of tensors"
-    raise AccelError(f"{described(leaf)}; {expected}; objects=True sends other objects")
+    raise AccelError(f"{described(leaf)}; {expected}; else pass objects=True")
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -222,13 +222,13 @@ def _unpack(content: bytearray) -> Any:
     return torch.load(io.BytesIO(content), map_location=place, weights_only=False)
 
 
-class _Exchange:
-    """The leaves of this rank's data by path, compared over the ranks."""
+class _Leaves:
+    """The leaves of this rank's data by path."""
 
     def __init__(
         self, call: str, data: Any, accept: _Accept, free_dims: int = 0, problem: str = ""
     ) -> None:
-        """Raise on every rank if the leaves differ or a rank has a problem. Collective.
+        """Raise on every rank if leaves differ or a rank has a problem. Collective.
 
         ``accept`` returns the kind of a leaf beside the tensors, and the value to send.
         The ranks may have different sizes in the first ``free_dims`` dimensions.
@@ -241,7 +241,8 @@ class _Exchange:
         self.tensors: dict[str, Tensor] = {}
         leaves: dict[str, Any] = {}
         kinds: dict[str, str] = {}
-        sent: dict[str, Any] = {}  # numbers and pickled objects, then shapes
+        # Numbers and pickled objects, then shapes.
+        sent: dict[str, Any] = {}
         walked(leaves.setdefault, data, objects)
         # The order of a dict's keys may differ between ranks.
         for path in sorted(leaves):
@@ -266,14 +267,14 @@ class _Exchange:
             kind = f"{tensor.dtype} of shape ({', '.join(sizes)})"
             kinds[path] = f"{kind} sent on {self.carrier.type}"
         self._answers = agree(call, (problem, kinds, sent))
+        for number, (problem, _, _) in enumerate(self._answers):
+            if problem:
+                raise AccelError(f"{call} on rank {number}: {problem}")
         hint = ". Pass pad=value to fill the shorter ones" if free_dims == 1 else ""
         self._raise_difference(hint)
 
     def _raise_difference(self, hint: str) -> None:
         first = self._answers[0][1]
-        for number, (problem, _, _) in enumerate(self._answers):
-            if problem:
-                raise AccelError(f"{self.call} on rank {number}: {problem}")
         for number, (_, other, _) in enumerate(self._answers):
             if other != first:
                 path, _ = min(first.items() ^ other.items())
@@ -284,22 +285,22 @@ class _Exchange:
     def waiting(self) -> Waiting:
         return Waiting(self._process, self.call)
 
-    def sent_by_all(self, path: str) -> list[Any]:
-        """Return each rank's shape of a tensor, or its value of another leaf."""
+    def by_rank(self, path: str) -> list[Any]:
+        """Return each rank's shape or value of a leaf."""
         return [sent[path] for _, _, sent in self._answers]
 
     def replaced(self, results: Mapping[str, Any]) -> Any:
-        """Return the data with results instead of leaves. None stays None."""
+        """Return the data with results instead of leaves."""
         return walked(lambda path, leaf: results.get(path), self._data, self._objects)
 
 
-def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
-    tensor, world = _detached(exchange.tensors[path]), exchange.world
+def _reduce_tensor(leaves: _Leaves, path: str, op: str) -> Tensor:
+    tensor, world = _detached(leaves.tensors[path]), leaves.world
     if op in ("max", "min"):
         # Backends lose NaN, because every comparison with it is false. torch's reductions don't.
         if world == 1:
             return tensor
-        rows = _gather_rows(tensor[None], [1] * world, exchange)
+        rows = _gather_rows(tensor[None], [1] * world, leaves)
         return rows.amax(0) if op == "max" else rows.amin(0)
     is_float = tensor.is_floating_point() or tensor.is_complex()
     dtype = tensor.dtype
@@ -310,17 +311,17 @@ def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
     # All backends reduce these dtypes, without overflow or loss.
     least = torch.float32 if is_float else torch.int64
     wide_dtype = torch.promote_types(tensor.dtype, least)
-    wide = tensor.to(exchange.carrier, wide_dtype, copy=True).contiguous()
+    wide = tensor.to(leaves.carrier, wide_dtype, copy=True).contiguous()
     reduction = dist.ReduceOp.PRODUCT if op == "product" else dist.ReduceOp.SUM
-    with exchange.waiting():
-        dist.all_reduce(wide, reduction, group=exchange.group)
+    with leaves.waiting():
+        dist.all_reduce(wide, reduction, group=leaves.group)
     if op == "mean":
         wide = wide / world
     return wide.to(tensor.device, dtype)
 
 
 def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> Tensor:
-    """Fill all dimensions but the first up to the longest of all ranks."""
+    """Fill all dimensions but the first up to the longest."""
     longest = list(map(max, zip(*shapes, strict=True)))[1:]
     if list(tensor.shape[1:]) == longest:
         return tensor
@@ -330,14 +331,15 @@ def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> 
 
 
 @torch.no_grad()
-def _gather_rows(tensor: Tensor, rows: Sequence[int], exchange: _Exchange) -> Tensor:
-    """Return the rows of all ranks. They travel as bytes, in equally long messages."""
+def _gather_rows(tensor: Tensor, rows: Sequence[int], leaves: _Leaves) -> Tensor:
+    """Return the rows of all ranks."""
+    # They travel as bytes, in equally long messages.
     width = math.prod(tensor.shape[1:]) * tensor.itemsize
-    sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=exchange.carrier)
-    sent[: tensor.nbytes] = bytes_of(tensor, exchange.carrier)
+    sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=leaves.carrier)
+    sent[: tensor.nbytes] = bytes_of(tensor, leaves.carrier)
     received = list(sent.repeat(len(rows), 1))
-    with exchange.waiting():
-        dist.all_gather(received, sent, group=exchange.group)
+    with leaves.waiting():
+        dist.all_gather(received, sent, group=leaves.group)
     for index, number in enumerate(rows):
         received[index] = received[index][: number * width]
     values = torch.cat(received).view(tensor.dtype)

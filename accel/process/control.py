@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeGuard
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from . import lost as lost
 from .packing import gather_values
 
 
-def agree(what: str, value: object) -> list[Any]:
+def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
     """Return every rank's value, by rank. Collective.
 
     ``what`` names the place in the program. It must be equal on all ranks.
@@ -24,7 +25,7 @@ def agree(what: str, value: object) -> list[Any]:
         return [value]
     process.rounds += 1
     with Waiting(process, process.doing or repr(what)):
-        messages = gather_values((what, value), process.control, process.timeout)
+        messages = gather_values((what, value), process.control, timeout or process.timeout)
     places, values = map(list, zip(*messages, strict=True))
     if places.count(what) < len(places):
         text = "; ".join(f"rank {r} is in {place!r}" for r, place in enumerate(places))
@@ -44,13 +45,13 @@ def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
 
 
 def raise_lost(what: str, error: BaseException | None) -> None:
-    """Raise accel's error with the reason if a connection was lost. Otherwise do nothing."""
+    """Raise accel's error with the reason if a connection was lost."""
     if is_lost(error):
         raise lost(what, error) from error
 
 
 class Waiting:
-    """A context in which this rank needs the others. A lost connection raises accel's error."""
+    """A context for collectives. A lost connection raises accel's error."""
 
     def __init__(self, process: Process, what: str) -> None:
         self._process, self._what = process, what
@@ -66,7 +67,7 @@ class Waiting:
 
 
 def announce(process: Process, what: str, details: Hashable = None) -> None:
-    """Announce the next collective of an engine. Compare it over the ranks if it isn't predicted.
+    """Announce the next collective of an engine. Collective if it isn't predicted.
 
     ``details`` must be equal on all ranks, too.
     """
@@ -97,10 +98,7 @@ def raise_together(
     ``problems`` are the errors of all ranks as texts, or empty texts.
     """
     if own is not None:
-        try:
-            raise own
-        finally:
-            del own  # this frame would keep it alive, and with it all the frames of its traceback
+        raise own
     for number, text in enumerate(problems):
         if text:
             error = kind(f"{what} failed on rank {number}, so on every rank: {text}")
@@ -111,7 +109,7 @@ def raise_together(
 def require_equal(
     what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
 ) -> list[Any]:
-    """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ."""
+    """Raise if ``value`` differs. Return every rank's ``beside``. Collective."""
     values, others = map(list, zip(*agree(what, (value, beside)), strict=True))
     if values.count(value) < len(values):
         # Ranks may wait elsewhere.
@@ -125,21 +123,14 @@ def require_equal(
 
 
 def barrier() -> None:
-    """Wait until every rank is here. Collective.
-
-    Raises:
-        AccelError: a rank doesn't come in time, has ended, or is in a different call.
-    """
+    """Wait until every rank is here. Collective."""
     agree("barrier", None)
 
 
 def any_rank(flag: bool) -> bool:
     """True if the flag is true on any rank. Collective.
 
-    Use it if one rank decides to stop, and all must.
-
-    Args:
-        flag: this rank's flag, such as ``loss.isnan()`` or ``time.time() > end``.
+    Use it if one rank decides to stop, and all must, such as ``any_rank(loss.isnan())``.
     """
     return any(agree("any_rank", bool(flag)))
 
@@ -148,11 +139,10 @@ def any_rank(flag: bool) -> bool:
 def main_first(*, local: bool = False) -> Iterator[None]:
     """Run the body on rank 0 first, then on all other ranks. Collective.
 
+    If it fails on a first rank, the others don't run it and raise AccelError.
+
     Args:
         local: run it on the first rank of each node first.
-
-    Raises:
-        AccelError: the body failed on a rank that was first. It doesn't run on the others.
     """
     is_first = (local_rank() if local else rank()) == 0
     problem = ""

@@ -1,4 +1,4 @@
-"""The devices of this node, and those for a request: ``2``, ``[0, 1]``, ``"free:2"``."""
+"""The devices of this node, and those for a request such as ``"free:2"``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..errors import AccelError, DeviceError
 
 Devices: TypeAlias = "tuple[torch.device, ...]"
 
-_IDLE_MEMORY: Final = 64  # MiB. The driver uses less, and any CUDA context uses more
+# MiB. The driver uses less, and any CUDA context uses more.
+_IDLE_MEMORY: Final = 64
 
 
 def available() -> tuple[str, int]:
@@ -32,7 +33,7 @@ def available() -> tuple[str, int]:
 
 
 def resolve(devices: object) -> Devices:
-    """Return the devices of this node for a request. ACCEL_DEVICES replaces ``"auto"``."""
+    """Return the devices for a request. ACCEL_DEVICES replaces ``"auto"``."""
     kind, count = available()
     name, variable = "devices", os.environ.get("ACCEL_DEVICES")
     if devices == "auto" and variable:
@@ -49,8 +50,8 @@ def parse_devices(devices: Any, count: int, kind: str = "cuda", name: str = "dev
         reason = error if isinstance(error, ValueError) else f"{devices!r} is not a device"
         existing = f"{count} {kind} devices" if count else "no accelerator"
         raise DeviceError(
-            f"{name}={devices!r}: {reason}, and this machine has {existing}. Use a number of "
-            'devices, -1, a list ([0, 1]), numbers ("0, 1"), "free:2", "cpu" or "auto".'
+            f"{name}={devices!r}: {reason}, and this machine has {existing}. "
+            'Use a number, -1, a list [0, 1], a text "0, 1", "free:2", "cpu" or "auto".'
         ) from None
     chosen = tuple(torch.device(kind, number) for number in numbers)
     return chosen or (torch.device("cpu"),)
@@ -102,7 +103,8 @@ def _number(device: Any, count: int, kind: str) -> int:
 
 
 def _free_gpus() -> list[int]:
-    """Return the idle GPUs. Ask the driver, because torch would use memory of each."""
+    """Return the idle GPUs."""
+    # torch would use memory of each, so the driver is asked.
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     table = subprocess.check_output(query, text=True)
     used = dict(row.split(", ") for row in table.splitlines())
@@ -124,8 +126,8 @@ def pick(devices: Devices, local_rank: int, local_world_size: int) -> Devices:
 
 
 def default_backend(kind: str) -> str:
-    """Return the process group backend for a type of device, beside gloo for CPU tensors."""
-    if kind == "cpu" or (kind == "cuda" and not dist.is_nccl_available()):
+    """Return the process group's backends for the CPU and a type of device."""
+    if kind == "cpu":
         return "gloo"
     backend = dist.Backend.default_device_backend_map.get(kind)
     if backend is None:
@@ -134,12 +136,13 @@ def default_backend(kind: str) -> str:
 
 
 def parse_backend(text: str) -> dict[str, str]:
-    """Return the backend of each device type, from ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
-    known = dist.Backend.backend_list[1:]  # without "undefined"
-    names = {part.rpartition(":")[2] for part in text.lower().split(",")}
-    if not names <= set(known):
-        raise AccelError(
-            f"process_group={text!r}: the backends are {', '.join(known)}. "
-            'Pass one, or a text such as "cpu:gloo,cuda:nccl".'
-        )
+    """Return the backend of each device type."""
+    # The first is "undefined".
+    known = dist.Backend.backend_list[1:]
+    for part in text.lower().split(","):
+        if part.rpartition(":")[2] not in known:
+            raise AccelError(
+                f"process_group={text!r}: the backends are {', '.join(known)}. "
+                'Pass one, or a text such as "cpu:gloo,cuda:nccl".'
+            )
     return dict(dist.BackendConfig(dist.Backend(text)).get_device_backend_map())

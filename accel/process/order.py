@@ -1,4 +1,4 @@
-"""Predict the next collective of an engine. Ranks compare only unexpected collectives."""
+"""Predict the next collective of an engine, to compare only unexpected ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Event: TypeAlias = tuple[str, Hashable]
 class Order:
     """The sequence of this rank's collectives, and a prediction of the next.
 
-    Ranks with the same past predict the same event. A predicted event needs no comparison, because
-    a rank that does something else compares first. A repeated program compares nothing.
+    Ranks with the same past predict the same event. A predicted event needs no comparison,
+    because a rank that does something else compares first.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,8 @@ class Order:
         self._count(event)
 
     def restart(self) -> None:
-        """Count from zero. A step depends on the number of backwards since the last step."""
+        """Count from zero."""
+        # A step depends on the number of backwards since the last step.
         self._counts.clear()
 
     def _count(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Random number generators: seed them, save their states, and use other states for a while."""
+"""Random number generators: seed, save and restore them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def seed(n: int, *, per_rank: bool = False) -> None:
 
 
 def rng_state() -> RngState:
-    """Return the random generators as an object for ``save`` and ``load``, with a state per rank.
+    """Return the random generators as an object for ``save`` and ``load``.
 
-    Use it as ``{"model": model, ..., "rng": accel.rng_state()}`` in both. A rank that the saving
-    job didn't have draws different numbers from every other rank.
+    Use it as ``{"model": model, ..., "rng": accel.rng_state()}`` in both. Each rank has
+    its own state. Additional ranks draw different numbers.
     """
     return RngState()
 
 
 @final
 class RngState:
-    """The generators of Python, of torch on this rank's devices, and of NumPy if it is in use."""
+    """The generators of Python, torch on this rank's devices, and NumPy if in use."""
 
     def state_dict(self) -> dict[str, Any]:
         states = global_generators().states()
@@ -56,14 +56,14 @@ class RngState:
         put_torch_states([state_dict["torch"], *state_dict["devices"]])
 
     def diverge(self, number: int) -> None:
-        """Seed from the state and ``number``, so ranks with equal states draw differently."""
+        """Seed from the state and ``number``, to draw differently on each rank."""
         content = bytes(torch.get_rng_state().tolist()) + str(number).encode()
         digest = hashlib.blake2b(content, digest_size=4).digest()
         seed(int.from_bytes(digest, "big"))
 
 
 def torch_states() -> list[Tensor]:
-    """Return the states of torch's generators, first of the CPU, then of this rank's devices."""
+    """Return torch's states, first of the CPU, then of this rank's devices."""
     states = [torch.get_rng_state()]
     for device in _accelerators():
         states.append(torch.get_device_module(device).get_rng_state(device).cpu())
@@ -86,7 +86,7 @@ def _accelerators() -> list[torch.device]:
 
 
 def global_generators() -> Generators:
-    """Return the global generators of the CPU. Those of other devices belong to the model."""
+    """Return the global generators of the CPU."""
     generators = Generators(torch=torch.default_generator, python=random)
     if "numpy" in sys.modules:
         generators["numpy"] = sys.modules["numpy"].random
@@ -101,7 +101,7 @@ def is_generator(value: Any) -> bool:
 
 
 def seed_of(generator: Any) -> Any:
-    """Return the seed of a torch generator, or the state of any other as plain values."""
+    """Return the seed of a torch generator, or the state of a different one."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
     return to_plain(_get(generator))
@@ -152,7 +152,7 @@ class Generators(dict[str, Any]):
 
 
 class Private:
-    """A context in which generators continue from given states. Outside they are as before."""
+    """A context in which generators continue from given states."""
 
     def __init__(self, generators: Generators, states: Mapping[str, Any]) -> None:
         self._generators = generators

@@ -1,4 +1,4 @@
-"""Copy tensors between devices and the CPU, and compare tensors of several ranks by a few sums."""
+"""Copy tensors between devices and the CPU, and compare tensors of several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECE: Final = 16 << 20
 
 
 def is_remote(tensor: Tensor) -> bool:
-    """True if copies to pinned memory are asynchronous. Only CUDA has events for their end."""
+    """True if copies to pinned memory are asynchronous and have events."""
     return tensor.is_cuda
 
 
@@ -36,7 +36,7 @@ def finish(events: Iterable[Any]) -> None:
 
 
 def on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield flat tensors on the CPU in pieces. Each is valid until you ask for the next."""
+    """Yield pieces on the CPU. Each is valid until you ask for the next."""
     buffers: list[Tensor] = []
     last: tuple[Tensor, list[Any]] | None = None
     for tensor in tensors:

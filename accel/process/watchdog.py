@@ -6,7 +6,6 @@ ranks for a report, or to tell its own end (key ``news``).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
@@ -64,7 +64,7 @@ class Report:
 
 
 def _position(thread: int) -> tuple[str, str]:
-    """Return the name of a thread's torch collective, and the line of the user's program."""
+    """Return a thread's torch collective, and the line of the user's program."""
     collective, in_torch = "", True
     # traceback.extract_stack() would look at all files on the disk.
     frames = traceback.walk_stack(sys._current_frames().get(thread))
@@ -90,7 +90,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
-    """True if every rank has long waited in a collective, but not all in the same place."""
+    """True if every rank has long waited, but not all in the same place."""
     places = set()
     for report in reports:
         # A rank that computes, sleeps or reads data may still come.
@@ -139,7 +139,7 @@ class Watchdog:
             self._tell(how, False, False)
         # The store may end with rank 0, so the others get 1.5 intervals to hear it.
         deadline = time.monotonic() + 1.5 * self.interval
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < deadline:
                 if len(self._store.get("news").splitlines()) >= self._world:
                     break
@@ -155,7 +155,8 @@ class Watchdog:
         _try_for(2, tell)
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the process with the store has ended
+        # The process with the store may have ended.
+        with suppress(RuntimeError):
             while not self._stopped.wait(self.interval):
                 self._look()
                 self._answer()
@@ -226,9 +227,9 @@ class Watchdog:
         """Describe where the ranks are. Ranks in the same place share a sentence."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, report in reports.items():
-            silent = f"(host {self._process.hosts[rank]}) did not answer: it ended or hangs, "
-            text = str(report) if report else f"{silent}or the link to it is cut"
-            ranks_by_text.setdefault(text, []).append(rank)
+            host = self._process.hosts[rank]
+            silent = f"(host {host}) did not answer: it ended, hangs or has no link"
+            ranks_by_text.setdefault(str(report or silent), []).append(rank)
         return "; ".join(f"{named(ranks)} {text}" for text, ranks in ranks_by_text.items())
 
     def _ask(self) -> dict[int, Report | None]:
@@ -256,7 +257,7 @@ class Watchdog:
         return self._process.ended or self._who_left() or self.who_is_missing(error)
 
     def who_is_missing(self, error: BaseException) -> str:
-        """Return the ranks because of which an error ends this rank, or an empty string."""
+        """Return the ranks that caused an error, or an empty string."""
         text = str(error)
         # gloo raises RuntimeErrors. Connections of the program itself raise other classes.
         is_lost = isinstance(error, RuntimeError) and ("imed out" in text or "by peer" in text)
@@ -264,7 +265,7 @@ class Watchdog:
             return ""
         reports: dict[int, Report | None] = {}
         _try_for(3 * self.interval + 2, lambda: reports.update(self._ask()))
-        if self._process.ended:  # a different rank told why
+        if self._process.ended:
             return ""
         if not reports:
             return f"rank 0 (host {self._process.hosts[0]}) or its launcher can't be reached"
@@ -286,7 +287,7 @@ def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
 
     def act() -> None:
         # ValueError: the user has destroyed the default group.
-        with contextlib.suppress(RuntimeError, ValueError):
+        with suppress(RuntimeError, ValueError):
             use_store()
 
     thread = threading.Thread(target=act, daemon=True)
@@ -298,31 +299,25 @@ def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
 
 
 def disconnect_all() -> None:
-    """Close the connections of all process groups, so no thread waits in a collective."""
-    groups = list(distributed_c10d._world.pg_map)
-    for group in groups:
-        _close_gloo(group)
-    # Groups may wait for each other's kernels, so torch ends them as a batch, newest first.
+    """Close the connections of all groups, so no thread waits in a collective."""
     backends: list[Any] = []
-    for group in reversed(groups):
+    for group in list(distributed_c10d._world.pg_map):
+        _close_gloo(group)
         backends += accelerator_backends(group)
-    is_batch = bool(backends) and hasattr(backends[0], "_group_start")
-    if is_batch:
-        backends[0]._group_start()
-    for backend in backends:
-        if hasattr(backend, "abort"):
-            backend.abort()
-    if is_batch:
-        backends[0]._group_end()
+    # Groups may wait for each other's kernels, so torch ends them as a batch, newest first.
+    for name in ("_group_start", "abort", "_group_end"):
+        for backend in reversed(backends) if name == "abort" else backends[-1:]:
+            if hasattr(backend, name):
+                getattr(backend, name)()
 
 
 def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
     """Return a group's backends for accelerators, such as nccl, but not gloo."""
     backends: list[Any] = []
     for device in group._device_types:
-        with contextlib.suppress(RuntimeError):
-            backend: Any = None if device.type == "cpu" else group._get_backend(device)
-            if backend is not None and backend.name() != "gloo" and backend not in backends:
+        with suppress(RuntimeError):
+            backend: Any = group._get_backend(device)
+            if backend.name() != "gloo" and backend not in backends:
                 backends.append(backend)
     return backends
 
@@ -333,5 +328,5 @@ def _close_gloo(group: dist.ProcessGroup) -> None:
     # that times out does. One from a rank that is gone closes nothing, so we try all ranks.
     for peer in set(range(group.size())) - {group.rank()}:
         buffer = [torch.empty(1, device="cpu")]
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             group.recv(buffer, peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

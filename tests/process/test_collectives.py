@@ -61,9 +61,8 @@ def one_rank_elsewhere(done: Path) -> str:
         wait_for(done.exists)
         time.sleep(0.5)  # late, but not missing
     done.touch()
-    process.current().timeout = timedelta(seconds=3)
     with pytest.raises(AccelError) as caught:
-        agree("refresh", None)
+        agree("refresh", None, timeout=timedelta(seconds=3))
     with pytest.raises(AccelError, match="process groups were ended: rank 1 is in all_reduce"):
         agree("next", None)
     return f"{type(caught.value).__name__} {caught.value}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,7 +12,6 @@ import torch
 from accel.errors import AccelError, DeviceError
 from accel.process import devices, startup, watchdog
 from accel.process.devices import default_backend, parse_backend, parse_devices, pick
-from accel.process.startup import StartReport
 
 CPU = (torch.device("cpu"),)
 
@@ -77,11 +75,11 @@ def test_free_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_check_their_devices() -> None:
-    first = StartReport("a", "mps", "")
+    first = {"kind": "mps", "problem": ""}
     startup._check([first, first])
     for second, words in (
-        (StartReport("b", "cpu", ""), "rank 1 uses cpu, but rank 0 mps"),
-        (StartReport("b", "mps", "no mps"), "rank 1: no mps"),
+        ({"kind": "cpu", "problem": ""}, "rank 1 uses cpu, but rank 0 mps"),
+        ({"kind": "mps", "problem": "no mps"}, "rank 1: no mps"),
     ):
         with pytest.raises(DeviceError, match=words):
             startup._check([first, second])
@@ -101,13 +99,11 @@ def test_process_group_backends() -> None:
 
 def test_backends_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that is none of torch's classes, as nccl2 is none of ``ProcessGroupNCCL``."""
-    gloo, nccl = Mock(spec=["name"]), Mock(spec=["name", "abort", "set_timeout"])
+    gloo, nccl = Mock(spec=["name"]), Mock(spec=["name", "abort"])
     gloo.name.return_value, nccl.name.return_value = "gloo", "nccl2"
     backends = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
     group: Any = SimpleNamespace(_device_types=list(backends), _get_backend=backends.__getitem__)
     assert watchdog.accelerator_backends(group) == [nccl]
-    startup.give_margin(group, timedelta(minutes=2))
-    nccl.set_timeout.assert_called_once_with(timedelta(minutes=3))
     groups = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
     monkeypatch.setattr(watchdog, "distributed_c10d", groups)
     monkeypatch.setattr(watchdog, "_close_gloo", lambda group: None)
