@@ -57,7 +57,7 @@ def all_reduce(data: T, op: str = "sum") -> T:
         results[path] = _reduce_tensor(leaves, path, op)
     for path in leaves.others:
         results[path] = _OPS[op](leaves.by_rank(path))
-    return leaves.replaced(results)
+    return leaves.replaced(data, results)
 
 
 @overload
@@ -117,7 +117,7 @@ def gather(
         if has_gradient:
             gathered = _let_gradients_flow(gathered, tensor, sum(rows[: rank()]))
         results[path] = gathered
-    return leaves.replaced(results)
+    return leaves.replaced(data, results)
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     leaves = _Leaves(call, sent, _refuse, free_dims=int(objects))
     tensors = leaves.tensors
     if leaves.world == 1:
-        return data if objects else leaves.replaced(map_tensors(_detached, tensors))
+        return data if objects else leaves.replaced(data, map_tensors(_detached, tensors))
     if objects and rank() != src:
         tensors["data"] = sent.new_empty(leaves.by_rank("data")[src])
     copies: dict[str, Tensor] = {}
@@ -151,10 +151,10 @@ def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     with leaves.waiting():
         broadcast_(copies.values(), leaves.group, src)
     if objects:
-        return _unpack(to_bytes(copies["data"]))
+        return _unpack(to_bytes(copies["data"]))  # type: ignore[no-any-return]
     for path, tensor in tensors.items():
         copies[path] = copies[path].to(tensor.device)
-    return leaves.replaced(copies)
+    return leaves.replaced(data, copies)
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
@@ -234,7 +234,7 @@ class _Leaves:
         The ranks may have different sizes in the first ``free_dims`` dimensions.
         """
         objects = accept is _pickled
-        self.call, self._data, self._objects = call, data, objects
+        self.call, self._objects = call, objects
         process = self._process = current()
         self.group, self.world = process.group, process.place.world_size
         #: Leaves for torch.distributed.
@@ -289,9 +289,9 @@ class _Leaves:
         """Return each rank's shape or value of a leaf."""
         return [sent[path] for _, _, sent in self._answers]
 
-    def replaced(self, results: Mapping[str, Any]) -> Any:
+    def replaced(self, data: T, results: Mapping[str, Any]) -> T:
         """Return the data with results instead of leaves."""
-        return walked(lambda path, leaf: results.get(path), self._data, self._objects)
+        return walked(lambda path, leaf: results.get(path), data, self._objects)
 
 
 def _reduce_tensor(leaves: _Leaves, path: str, op: str) -> Tensor:
