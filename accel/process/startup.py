@@ -103,7 +103,7 @@ class Process:
         disconnect_all()
 
     def release(self, reason: str) -> None:
-        """Tell engines, checkpoints and libraries about the end of the groups."""
+        """Tell engines, checkpoints and libraries about the end."""
         for dependent in list(self.dependents):
             dependent.abandon(reason)
         self.dependents.clear()
@@ -218,7 +218,7 @@ def _check(reports: list[dict[str, str]]) -> None:
 
 @dataclass
 class Wait:
-    """The wait of a start for the other ranks, which ends after ``limit``."""
+    """The wait for the other ranks, which ends after ``limit``."""
 
     place: Place
     limit: timedelta

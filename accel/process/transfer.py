@@ -1,4 +1,4 @@
-"""Copy tensors between devices and the CPU, and compare tensors of several ranks."""
+"""Copy tensors between devices and the CPU, and compare them over ranks."""
 
 from __future__ import annotations
 

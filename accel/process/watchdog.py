@@ -1,4 +1,4 @@
-"""The watchdog thread of each rank: it logs which rank waits where, and ends stuck groups.
+"""The watchdog thread of each rank: it logs who waits where, and ends stuck groups.
 
 Every second it reads the counter ``alarm`` in the job's store. A rank raises it to ask all
 ranks for a report, or to tell its own end (key ``news``).
@@ -299,7 +299,7 @@ def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
 
 
 def disconnect_all() -> None:
-    """Close the connections of all groups, so no thread waits in a collective."""
+    """Close the connections of all groups, to free waiting threads."""
     backends: list[Any] = []
     for group in list(distributed_c10d._world.pg_map):
         _close_gloo(group)
