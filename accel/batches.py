@@ -14,7 +14,7 @@ from . import process
 from .data.iteration import latest
 from .data.sampling import Division, first_sample, has_parts
 from .errors import AccelError, RankMismatchError, described, text_of_error, whole_number
-from .process.control import agree, is_lost, locked, raise_together
+from .process.control import agree, is_lost, raise_together
 from .process.rng import rng_state
 from .registry import registry
 from .trees import walk
@@ -28,7 +28,6 @@ T = TypeVar("T")
 def split(items: range, pad: Literal[True]) -> list[int]: ...
 @overload
 def split(items: T, pad: bool = False) -> T: ...
-@locked
 def split(items: T, pad: bool = False) -> T:
     """Return this rank's consecutive share of the items. Collective.
 

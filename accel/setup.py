@@ -38,7 +38,7 @@ from .facts import comparable_text, first_difference
 from .handles import Dataloaders, Handles, HiddenAttribute, Model, Optimizers, loader_state
 from .precision import Precision, convert_module, convert_optimizer
 from .process import Process, current, running, use_devices
-from .process.control import Waiting, agree, locked, raise_together
+from .process.control import Waiting, agree, raise_together
 from .registry import registry, resolve_module
 from .shard import parameters_of
 from .trees import map_leaves
@@ -46,7 +46,6 @@ from .trees import map_leaves
 logger = logging.getLogger("accel")
 
 
-@locked
 def setup(
     model: Model,
     optimizers: Optimizers = None,  # type: ignore[assignment]

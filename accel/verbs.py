@@ -28,7 +28,7 @@ from .errors import (
 from .facts import first_difference
 from .handles import Model, ModelHandle, loader_state, raw
 from .process import current, ended, running
-from .process.control import agree, locked, raise_together
+from .process.control import agree, raise_together
 from .registry import registry, resolve_module
 from .trees import all_tensors
 
@@ -180,7 +180,6 @@ def unwrap(model: Model) -> Model:
     return resolve_module(handle)[0]  # type: ignore[return-value]
 
 
-@locked
 def full_state_dict(model_or_optimizer: Any, *, rank0_only: bool = False) -> dict[str, Any]:
     """Return the ``state_dict()`` of the raw object. Collective.
 
@@ -266,7 +265,6 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
 def teardown(model: Model) -> Model: ...
 @overload
 def teardown() -> None: ...
-@locked
 def teardown(model: Any = None) -> Any:
     """Undo ``setup`` and return the raw module with full weights. Collective.
 
@@ -291,7 +289,6 @@ def teardown(model: Any = None) -> Any:
     return engine.module
 
 
-@locked
 def shut_down(how: str = process.TORN_DOWN) -> None:
     """End every engine and accel's process group. Waiting ranks hear ``how``."""
     saving = sys.modules.get("accel.checkpoint.background")

@@ -12,7 +12,6 @@ from typing import Final, final
 
 from ..errors import CheckpointError, is_url, refuse_url
 from ..process import rank
-from ..process.control import locked
 from .background import background
 from .reader import BoxReader
 from .record import NAME, Record, encode, is_record, read
@@ -220,7 +219,6 @@ def _complete(directory: str) -> Record | None:
         return None
 
 
-@locked
 def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     """Make ``dst`` a second name of the checkpoint ``src``. Collective.
 
@@ -253,7 +251,6 @@ def link(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> None:
     on_every_rank("accel.link", act)
 
 
-@locked
 def verify(dir: str | os.PathLike[str]) -> None:
     """Compare every byte of a checkpoint with its checksums. Collective on several ranks.
 

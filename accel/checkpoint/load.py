@@ -19,7 +19,6 @@ from ..deferred import weights_of
 from ..engines import Engine
 from ..errors import CheckpointError
 from ..process import current, rank
-from ..process.control import locked
 from ..shard import Shard
 from . import folder
 from .background import background
@@ -62,7 +61,6 @@ _DIFFERENCES: Final = {
 _PARTLY: Final = "the state may be partly filled: load a whole checkpoint before going on"
 
 
-@locked
 @paused_collector()
 def load(
     dir: str | os.PathLike[str],

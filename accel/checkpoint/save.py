@@ -18,7 +18,7 @@ import torch
 from .. import shard
 from ..errors import CheckpointError
 from ..process import current
-from ..process.control import agree, locked
+from ..process.control import agree
 from . import folder, shards
 from .background import background
 from .objects import OptimizerObject, RankObject, StateObject, structure_of
@@ -70,7 +70,6 @@ def save(
     keep: int | None = ...,
     filter: Callable[[str], bool] | None = ...,
 ) -> Future[None] | None: ...
-@locked
 @paused_collector()
 def save(
     state: dict[Any, Any],

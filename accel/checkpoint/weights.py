@@ -17,7 +17,6 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..precision import dtype_of
-from ..process.control import locked
 from . import folder, record, shards
 from .background import background
 from .layout import Run
@@ -141,7 +140,6 @@ def _models(
         yield from _models(child, decoder, (*keys, key))
 
 
-@locked
 def export(
     dir: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from ..errors import AccelError, LoaderError, described, text_of_error
 from ..process import rank, world_size
 from ..process.collectives import gather, walked
-from ..process.control import agree, locked
+from ..process.control import agree
 from ..process.transfer import find_difference, sums_of
 from ..trees import all_tensors, walk
 from .handle import LoaderHandle
@@ -22,7 +22,6 @@ T = TypeVar("T")
 Replica = tuple[int, int]
 
 
-@locked
 def gather_for_metrics(
     data: T,
     loader: DataLoader[Any] | Any | None = None,

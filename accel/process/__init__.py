@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from datetime import timedelta
-from typing import Final, TextIO
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from ..errors import AccelError, DeviceError, RankMismatchError, TimeoutError
 from .devices import Devices, parse_backend, pick, resolve
 from .launchers import Place
-from .startup import UNKNOWN, destroy_groups, place_now, start
 from .startup import Process as Process
+from .startup import place_now, start
 from .watchdog import Watchdog
 
 logger = logging.getLogger("accel")
@@ -40,31 +40,31 @@ def init(
     timeout: float | timedelta | None = None,
     devices: object = "auto",
 ) -> None:
-    """Start accel in this process: its rank, its devices and the process group. Collective.
+    """Choose the devices, and start the process group. Collective.
 
-    ``accel.setup`` calls it for you. Call it first to choose different settings. A second call only
-    checks that it asks for the same settings.
+    ``accel.setup`` calls it for you. Call it first to choose different settings.
+    A second call only checks that it asks for the same settings.
 
     Args:
-        process_group: a backend of torch.distributed, such as "gloo" or "cpu:gloo,cuda:nccl". None:
-            the backend for the devices.
-        timeout: how long a collective waits for other ranks, in seconds or as a timedelta. None:
-            30 minutes.
+        process_group: a backend of torch.distributed, such as "gloo" or
+            "cpu:gloo,cuda:nccl". None: the backend for the devices.
+        timeout: how long a collective waits for other ranks, in seconds or as a
+            timedelta. None: 30 minutes.
         devices: the devices of this node's processes; see docs/launch.md.
 
     Raises:
-        AccelError: accel runs with different settings, or the launcher's variables are wrong.
+        AccelError: accel runs with different settings, or a variable is wrong.
         DeviceError: the devices don't exist or are too few, on any rank.
         LaunchError: the process group doesn't start.
     """
     refuse_fork()
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-    served = parse_backend(process_group or "gloo")
+    backends = parse_backend(process_group or "gloo")
     if _process is None:
         _start(process_group, limit, devices)
         return
     process = current()
-    is_other = bool(process_group) and process.group is not None and served != process.backends
+    is_other = process_group and process.group and backends != process.backends
     if is_other or limit not in (None, process.timeout):
         raise AccelError(
             f"accel.init(process_group={process_group!r}, timeout={timeout!r}): accel runs with "
@@ -87,24 +87,19 @@ def refuse_fork() -> None:
     """Raise AccelError in a forked process, such as a worker of a DataLoader."""
     if _process is not None and os.getpid() != _process.pid:
         raise AccelError(
-            f"This process was forked from rank {rank()}, as DataLoader workers are, and can't use "
-            "its connections to other ranks. Call accel in the process that called accel.setup."
+            f"This process was forked from rank {rank()}, like a DataLoader worker, and can't "
+            "use its connections. Call accel in the process that called accel.setup."
         )
 
 
 def current() -> Process:
-    """Return the running process. Start it from the environment if needed, which is collective."""
+    """Return the running process. Collective if it must start."""
     refuse_fork()
     process = _process or _start(None, None, "auto")
     if process.ended:
         end_groups(process.ended)
         raise AccelError(
             f"the process groups were ended: {process.ended}; call accel.teardown() to start again"
-        )
-    if dist.group.WORLD is not process.group:
-        raise AccelError(
-            "torch.distributed's default process group was made or destroyed while accel ran. Call "
-            "accel.teardown() before you change it."
         )
     return process
 
@@ -121,15 +116,11 @@ def ended() -> str:
 
 def use_devices(devices: object) -> None:
     """Use the devices of a call's ``devices=``. ``"auto"`` changes nothing."""
-    if devices == "auto":
+    process = _process or _start(None, None, devices)
+    # "free:2" would find that this process uses the devices.
+    if devices in ("auto", process.request):
         return
-    if _process is None:
-        init(devices=devices)
-        return
-    process = current()
-    if isinstance(devices, str) and devices == process.request:
-        return  # "free:2" would find that this process uses the devices
-    place = process.place
+    place = current().place
     chosen = pick(resolve(devices), place.local_rank, place.local_world_size)
     if chosen != process.devices and (process.dependents or process.control is not None):
         raise DeviceError(
@@ -144,7 +135,7 @@ def use_devices(devices: object) -> None:
 
 
 def shutdown(how: str = TORN_DOWN) -> None:
-    """End accel's process groups, and let accel start again. The other ranks hear ``how``."""
+    """End accel's process groups. The other ranks hear ``how``."""
     global _process
     process = _process
     if process is None:
@@ -158,7 +149,9 @@ def shutdown(how: str = TORN_DOWN) -> None:
     else:
         process.release("the processes were shut down")
         if process.control is not None and dist.group.WORLD is process.group:
-            destroy_groups(process)
+            groups = (None,) if process.owns_group else (process.control, *process.subgroups)
+            for group in groups:
+                dist.destroy_process_group(group)
     # A gloo thread that frees a tensor while the interpreter ends aborts the process.
     process.group = process.control = None
     process.meshes.clear()
@@ -198,7 +191,7 @@ def _at_exit() -> None:
 
 
 def lost(call: str, error: RuntimeError) -> AccelError:
-    """End the groups, and return the error for a collective after a failure of another rank."""
+    """End the groups. Return the error for a collective that lost a rank."""
     is_late = "imed out" in str(error) and not ended()
     reason = reason_of(error)
     end_groups(reason)
@@ -242,17 +235,8 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this process on its node. Starts nothing.
-
-    Raises:
-        AccelError: you started the process group, LOCAL_RANK isn't set, and accel doesn't run yet.
-    """
-    number = _place().local_rank
-    if number == UNKNOWN:
-        raise AccelError(
-            "The local rank is unknown before accel.init(). Call it, or set LOCAL_RANK."
-        )
-    return number
+    """Return the number of this process on its node. Starts nothing."""
+    return _place().local_rank
 
 
 def is_main() -> bool:
@@ -273,17 +257,15 @@ def own_devices() -> Devices:
 
 
 def print(
-    *values: object,
-    sep: str | None = " ",
-    end: str | None = "\n",
-    file: TextIO | None = None,
-    flush: bool = False,
-    every_rank: bool = False,
+    *values: object, sep: str = " ", end: str = "\n", every_rank: bool = False, **options: Any
 ) -> None:
-    """Print on rank 0 only, or with ``every_rank`` on all ranks, with the rank in front."""
+    """Print on rank 0 only. ``every_rank`` prints the rank's number, too.
+
+    Other options are those of Python's ``print``.
+    """
+    # One write, because the ranks write to the same terminal.
+    text = sep.join(map(str, values)) + end
     if every_rank:
-        # One write, because the ranks write to the same terminal.
-        text = (" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end)
-        builtins.print(f"[rank {rank()}] {text}", end="", file=file, flush=flush)
-    elif is_main():
-        builtins.print(*values, sep=sep, end=end, file=file, flush=flush)
+        text = f"[rank {rank()}] {text}"
+    if every_rank or is_main():
+        builtins.print(text, end="", **options)

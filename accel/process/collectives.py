@@ -1,4 +1,4 @@
-"""Collectives over nested containers of tensors, numbers and other objects."""
+"""Collectives over nested containers of tensors and other objects."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import AccelError, RankMismatchError, described
 from ..trees import map_tensors, walk
-from . import current
-from .control import Waiting, agree, locked
+from . import current, rank
+from .control import Waiting, agree
 from .packing import broadcast_, bytes_of, is_dense, to_bytes, to_tensor
 
 T = TypeVar("T")
@@ -34,17 +34,16 @@ _OPS: Final[Mapping[str, Callable[[Sequence[Any]], Any]]] = {
 # -- public functions ------------------------------------------------------------------------------
 
 
-@locked
 @torch.no_grad()
 def all_reduce(data: T, op: str = "sum") -> T:
     """Combine each tensor and number over the ranks. Collective.
 
-    The result of a tensor is torch's reduction of the stacked tensors of all ranks. The mean of
-    integers has the default dtype. Results are new tensors without gradients. On one process you
-    get your own tensors back. None stays None.
+    Results are new tensors without gradients, as torch reduces the stacked tensors.
+    The mean of integers has the default dtype. None stays None. On one process you
+    get your own tensors back.
 
     Args:
-        data: a tensor or number, or nested dicts, lists, tuples, namedtuples and dataclasses.
+        data: a tensor or number, or nested dicts, lists, tuples and dataclasses.
         op: "sum", "mean", "max", "min" or "product".
 
     Raises:
@@ -52,14 +51,13 @@ def all_reduce(data: T, op: str = "sum") -> T:
         AccelError: a leaf is not a tensor or number, or ``op`` is unknown.
     """
     problem = "" if op in _OPS else f"expected op to be one of {', '.join(_OPS)}"
-    exchange = _Exchange(f"all_reduce(op={op!r})", data, _number, problem=problem)
+    leaves = _Leaves(f"all_reduce(op={op!r})", data, _number, problem=problem)
     results: dict[str, Any] = {}
-    for path in exchange.tensors:
-        results[path] = _reduce_tensor(exchange, path, op)
-    for path in exchange.others:
-        results[path] = _OPS[op](exchange.sent_by_all(path))
-    reduced: T = exchange.replaced(results)
-    return reduced
+    for path in leaves.tensors:
+        results[path] = _reduce_tensor(leaves, path, op)
+    for path in leaves.others:
+        results[path] = _OPS[op](leaves.by_rank(path))
+    return leaves.replaced(data, results)
 
 
 @overload
@@ -70,26 +68,25 @@ def all_gather(
 def all_gather(
     data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool
 ) -> Any: ...
-@locked
 def all_gather(
     data: Any, *, gradients: bool = False, pad: float | None = None, objects: bool = False
 ) -> Any:
     """Concatenate each tensor of all ranks along its first dimension. Collective.
 
-    The first dimension may differ between ranks. Tensors without dimensions become a tensor with a
-    value per rank. On one process you get your own tensors back. None stays None.
+    The first dimension may differ between ranks. Scalars become a tensor with a
+    value per rank. None stays None. On one process you get your own tensors back.
 
     Args:
         data: a tensor, or nested containers of tensors.
-        gradients: let gradients flow back, as a contrastive loss over all ranks' samples needs.
-            Every rank must then use the result in its loss, because backward is a collective too.
-        pad: the value that fills the other dimensions up to the longest of all ranks, because
-            ``generate`` returns different lengths.
-        objects: gather any object that can be pickled. The lists of all ranks are joined, and any
-            other object becomes a list with an item per rank. Tensors arrive on your device.
+        gradients: let gradients flow back, for a contrastive loss over all samples.
+            Every rank must use the result in its loss, because backward is a collective.
+        pad: fill the other dimensions with this value up to the longest of all
+            ranks, because ``generate`` returns different lengths.
+        objects: gather any object that can be pickled. Lists are joined. Any other
+            object becomes a list with an item per rank. Tensors arrive on your device.
 
     Raises:
-        AccelError: a leaf is not a tensor, or structure, dtypes or other dimensions differ.
+        AccelError: a leaf is not a tensor, or structure, dtypes or shapes differ.
     """
     return gather(data, gradients=gradients, pad=pad, objects=objects)
 
@@ -97,80 +94,78 @@ def all_gather(
 def gather(
     data: Any, *, pad: float | None, objects: bool, gradients: bool = False, problem: str = ""
 ) -> Any:
-    """Gather as ``all_gather`` does. If a rank has a ``problem``, all ranks raise AccelError."""
+    """Gather like ``all_gather``. All ranks raise if a rank has a ``problem``."""
     gradients = gradients and torch.is_grad_enabled()
     call = f"all_gather(gradients={gradients}, pad={pad}, objects={objects})"
     accept = _pickled if objects else _refuse
     free_dims = 1 if pad is None else sys.maxsize
-    exchange = _Exchange(call, data, accept, free_dims, problem)
+    leaves = _Leaves(call, data, accept, free_dims, problem)
     results: dict[str, Any] = {}
-    for path in exchange.others:
-        items = list(map(_unpack, exchange.sent_by_all(path)))
+    for path in leaves.others:
+        items = list(map(_unpack, leaves.by_rank(path)))
         results[path] = sum(items, []) if isinstance(items[0], list) else items
-    for path, tensor in exchange.tensors.items():
+    for path, tensor in leaves.tensors.items():
         has_gradient = gradients and tensor.requires_grad
-        if exchange.world == 1:
+        if leaves.world == 1:
             results[path] = tensor if has_gradient else _detached(tensor)
             continue
-        shapes = exchange.sent_by_all(path)
+        shapes = leaves.by_rank(path)
         if pad is not None:
             tensor = _padded(tensor, shapes, pad)
         rows = [shape[0] if shape else 1 for shape in shapes]
-        gathered = _gather_rows(tensor, rows, exchange)
+        gathered = _gather_rows(tensor, rows, leaves)
         if has_gradient:
-            gathered = _let_gradients_flow(gathered, tensor, sum(rows[: exchange.rank]))
+            gathered = _let_gradients_flow(gathered, tensor, sum(rows[: rank()]))
         results[path] = gathered
-    return exchange.replaced(results)
+    return leaves.replaced(data, results)
 
 
-@locked
 @torch.no_grad()
 def broadcast(data: T, src: int = 0, *, objects: bool = False) -> T:
     """Return the tensors of rank ``src`` on every rank. Collective.
 
-    On one process you get your own tensors back. None stays None.
+    None stays None. On one process you get your own tensors back.
 
     Args:
         data: a tensor, or nested containers of tensors.
         src: the rank that sends.
-        objects: send any object that can be pickled. The other ranks may pass anything, such as
-            None. Tensors arrive on your device.
+        objects: send any object that can be pickled. The other ranks may pass None.
+            Tensors arrive on your device.
 
     Raises:
-        AccelError: a leaf is not a tensor, or structure, shapes, dtypes or arguments differ.
+        AccelError: a leaf is not a tensor, or structure, shapes or dtypes differ.
     """
-    rank, world = current().place.rank, current().place.world_size
     sent: Any = data
     if objects:
-        # The other ranks may pass anything.
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        sent = to_tensor(_pack(data)) if rank == src else nothing
+        sent = to_tensor(_pack(data) if rank() == src else b"nothing")
     call = f"broadcast(src={src}, objects={objects})"
-    exchange = _Exchange(call, sent, _refuse, free_dims=int(objects))
-    if world == 1:
-        return data if objects else exchange.replaced(map_tensors(_detached, exchange.tensors))
-    if objects and rank != src:
-        exchange.tensors["data"] = sent.new_empty(exchange.sent_by_all("data")[src])
+    leaves = _Leaves(call, sent, _refuse, free_dims=int(objects))
+    tensors = leaves.tensors
+    if leaves.world == 1:
+        return data if objects else leaves.replaced(data, map_tensors(_detached, tensors))
+    if objects and rank() != src:
+        tensors["data"] = sent.new_empty(leaves.by_rank("data")[src])
     copies: dict[str, Tensor] = {}
-    for path, tensor in exchange.tensors.items():
-        copies[path] = tensor.detach().to(exchange.carrier, copy=True)
-    with Waiting(exchange.process, call):
-        broadcast_(copies.values(), exchange.process.group, src)
-    for path, tensor in exchange.tensors.items():
+    for path, tensor in tensors.items():
+        copies[path] = tensor.detach().to(leaves.carrier, copy=True)
+    with leaves.waiting():
+        broadcast_(copies.values(), leaves.group, src)
+    if objects:
+        return _unpack(to_bytes(copies["data"]))  # type: ignore[no-any-return]
+    for path, tensor in tensors.items():
         copies[path] = copies[path].to(tensor.device)
-    received: T = _unpack(to_bytes(copies["data"])) if objects else exchange.replaced(copies)
-    return received
+    return leaves.replaced(data, copies)
 
 
 def walked(visit: Callable[[str, Any], Any], data: T, objects: bool) -> T:
     """Return the data with ``visit(path, leaf)`` in each leaf's place.
 
-    With ``objects``, a list is a leaf. So is a tuple of texts, which torch's collate makes from a
-    batch of texts.
+    With ``objects``, lists and tuples of texts are leaves.
     """
 
     def is_leaf(tree: Any) -> bool:
-        is_texts = type(tree) is tuple and len(tree) > 0 and isinstance(tree[0], str | bytes)
+        # torch's collate makes a tuple from a batch of texts.
+        is_texts = type(tree) is tuple and isinstance((*tree, None)[0], str | bytes)
         return objects and (isinstance(tree, list) or is_texts)
 
     def visit_list(path: str, leaf: Any) -> Any:
@@ -192,7 +187,7 @@ def _pickled(leaf: Any) -> tuple[str, Any]:
 
 def _refuse(leaf: Any) -> tuple[str, Any]:
     expected = "expected a tensor, or dicts, lists and tuples of tensors"
-    raise AccelError(f"{described(leaf)}; {expected}; objects=True sends other objects")
+    raise AccelError(f"{described(leaf)}; {expected}; else pass objects=True")
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -200,7 +195,8 @@ def _dense(tensor: Tensor) -> Tensor:
     if hasattr(tensor, "full_tensor"):
         raise AccelError("a DTensor; call full_tensor() first")
     if not is_dense(tensor):
-        raise AccelError(f"a {tensor.layout} tensor on {tensor.device}; expected a dense tensor")
+        text = f"a {tensor.layout} tensor on {tensor.device}"
+        raise AccelError(f"{text}; expected a dense tensor")
     return tensor
 
 
@@ -226,26 +222,27 @@ def _unpack(content: bytearray) -> Any:
     return torch.load(io.BytesIO(content), map_location=place, weights_only=False)
 
 
-class _Exchange:
-    """The leaves of this rank's data by path, compared over the ranks."""
+class _Leaves:
+    """The leaves of this rank's data by path."""
 
     def __init__(
         self, call: str, data: Any, accept: _Accept, free_dims: int = 0, problem: str = ""
     ) -> None:
-        """Raise on every rank if the leaves differ or a rank has a problem. Collective.
+        """Raise on every rank if leaves differ or a rank has a problem. Collective.
 
-        ``accept`` returns the kind of a leaf beside the tensors, and the value to send. The first
-        ``free_dims`` dimensions of a tensor may have different sizes on the ranks.
+        ``accept`` returns the kind of a leaf beside the tensors, and the value to send.
+        The ranks may have different sizes in the first ``free_dims`` dimensions.
         """
         objects = accept is _pickled
-        self.call, self._data, self._objects = call, data, objects
-        process = self.process = current()
-        self.rank, self.world = process.place.rank, process.place.world_size
+        self.call, self._objects = call, objects
+        process = self._process = current()
+        self.group, self.world = process.group, process.place.world_size
         #: Leaves for torch.distributed.
         self.tensors: dict[str, Tensor] = {}
         leaves: dict[str, Any] = {}
         kinds: dict[str, str] = {}
-        sent: dict[str, Any] = {}  # numbers and pickled objects, then shapes
+        # Numbers and pickled objects, then shapes.
+        sent: dict[str, Any] = {}
         walked(leaves.setdefault, data, objects)
         # The order of a dict's keys may differ between ranks.
         for path in sorted(leaves):
@@ -267,40 +264,43 @@ class _Exchange:
             sent[path] = tuple(tensor.shape)
             sizes = list(map(str, tensor.shape))
             sizes[:free_dims] = ["any"] * len(sizes[:free_dims])
-            shape = ", ".join(sizes)
-            kinds[path] = f"{tensor.dtype} of shape ({shape}) sent on {self.carrier.type}"
-        hint = ". Pass pad=value to fill the shorter ones" if free_dims == 1 else ""
+            kind = f"{tensor.dtype} of shape ({', '.join(sizes)})"
+            kinds[path] = f"{kind} sent on {self.carrier.type}"
         self._answers = agree(call, (problem, kinds, sent))
+        for number, (problem, _, _) in enumerate(self._answers):
+            if problem:
+                raise AccelError(f"{call} on rank {number}: {problem}")
+        hint = ". Pass pad=value to fill the shorter ones" if free_dims == 1 else ""
         self._raise_difference(hint)
 
     def _raise_difference(self, hint: str) -> None:
-        for rank, (problem, _, _) in enumerate(self._answers):
-            if problem:
-                raise AccelError(f"{self.call} on rank {rank}: {problem}")
         first = self._answers[0][1]
-        for rank, (_, other, _) in enumerate(self._answers):
+        for number, (_, other, _) in enumerate(self._answers):
             if other != first:
                 path, _ = min(first.items() ^ other.items())
                 here, there = first.get(path, "absent"), other.get(path, "absent")
-                text = f"{path} is {here} on rank 0 and {there} on rank {rank}"
+                text = f"{path} is {here} on rank 0 and {there} on rank {number}"
                 raise RankMismatchError(f"{self.call}: {text}{hint}")
 
-    def sent_by_all(self, path: str) -> list[Any]:
-        """Return each rank's shape of a tensor, or its value of another leaf."""
+    def waiting(self) -> Waiting:
+        return Waiting(self._process, self.call)
+
+    def by_rank(self, path: str) -> list[Any]:
+        """Return each rank's shape or value of a leaf."""
         return [sent[path] for _, _, sent in self._answers]
 
-    def replaced(self, results: Mapping[str, Any]) -> Any:
-        """Return the data with the results in the places of the leaves. None stays None."""
-        return walked(lambda path, leaf: results.get(path), self._data, self._objects)
+    def replaced(self, data: T, results: Mapping[str, Any]) -> T:
+        """Return the data with results instead of leaves."""
+        return walked(lambda path, leaf: results.get(path), data, self._objects)
 
 
-def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
-    tensor, world = _detached(exchange.tensors[path]), exchange.world
+def _reduce_tensor(leaves: _Leaves, path: str, op: str) -> Tensor:
+    tensor, world = _detached(leaves.tensors[path]), leaves.world
     if op in ("max", "min"):
         # Backends lose NaN, because every comparison with it is false. torch's reductions don't.
         if world == 1:
             return tensor
-        rows = _gather_rows(tensor[None], [1] * world, exchange)
+        rows = _gather_rows(tensor[None], [1] * world, leaves)
         return rows.amax(0) if op == "max" else rows.amin(0)
     is_float = tensor.is_floating_point() or tensor.is_complex()
     dtype = tensor.dtype
@@ -309,18 +309,19 @@ def _reduce_tensor(exchange: _Exchange, path: str, op: str) -> Tensor:
     if world == 1:
         return tensor.to(dtype)
     # All backends reduce these dtypes, without overflow or loss.
-    wide_dtype = torch.promote_types(tensor.dtype, torch.float32 if is_float else torch.int64)
-    wide = tensor.to(exchange.carrier, wide_dtype, copy=True).contiguous()
+    least = torch.float32 if is_float else torch.int64
+    wide_dtype = torch.promote_types(tensor.dtype, least)
+    wide = tensor.to(leaves.carrier, wide_dtype, copy=True).contiguous()
     reduction = dist.ReduceOp.PRODUCT if op == "product" else dist.ReduceOp.SUM
-    with Waiting(exchange.process, exchange.call):
-        dist.all_reduce(wide, reduction, group=exchange.process.group)
+    with leaves.waiting():
+        dist.all_reduce(wide, reduction, group=leaves.group)
     if op == "mean":
         wide = wide / world
     return wide.to(tensor.device, dtype)
 
 
 def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> Tensor:
-    """Fill all dimensions but the first up to the longest of all ranks."""
+    """Fill all dimensions but the first up to the longest."""
     longest = list(map(max, zip(*shapes, strict=True)))[1:]
     if list(tensor.shape[1:]) == longest:
         return tensor
@@ -330,22 +331,23 @@ def _padded(tensor: Tensor, shapes: Sequence[tuple[int, ...]], value: float) -> 
 
 
 @torch.no_grad()
-def _gather_rows(tensor: Tensor, rows: Sequence[int], exchange: _Exchange) -> Tensor:
-    """Return the rows of all ranks. They travel as bytes, in messages of equal lengths."""
+def _gather_rows(tensor: Tensor, rows: Sequence[int], leaves: _Leaves) -> Tensor:
+    """Return the rows of all ranks."""
+    # They travel as bytes, in equally long messages.
     width = math.prod(tensor.shape[1:]) * tensor.itemsize
-    sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=exchange.carrier)
-    sent[: tensor.nbytes] = bytes_of(tensor, exchange.carrier)
+    sent = torch.zeros(max(rows) * width, dtype=torch.uint8, device=leaves.carrier)
+    sent[: tensor.nbytes] = bytes_of(tensor, leaves.carrier)
     received = list(sent.repeat(len(rows), 1))
-    with Waiting(exchange.process, exchange.call):
-        dist.all_gather(received, sent, group=exchange.process.group)
-    for rank, number in enumerate(rows):
-        received[rank] = received[rank][: number * width]
+    with leaves.waiting():
+        dist.all_gather(received, sent, group=leaves.group)
+    for index, number in enumerate(rows):
+        received[index] = received[index][: number * width]
     values = torch.cat(received).view(tensor.dtype)
     return values.reshape(sum(rows), *tensor.shape[1:]).to(tensor.device)
 
 
 def _let_gradients_flow(gathered: Tensor, tensor: Tensor, begin: int) -> Tensor:
-    """Put this rank's tensor in its rows, and add up the gradients of all ranks in backward."""
+    """Put this rank's tensor in its rows. Add up all ranks' gradients in backward."""
     own = tensor if tensor.dim() else tensor[None]
     rows = torch.cat([gathered[:begin], own, gathered[begin + len(own) :]])
     rows.register_hook(all_reduce)

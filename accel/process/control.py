@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final, ParamSpec, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
 
@@ -16,25 +14,7 @@ from . import Process, current, end_groups, ended, local_rank, rank, world_size
 from . import lost as lost
 from .packing import gather_values
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-# Ranks match their collectives by order, so a rank must call them from one thread at a time.
-lock: Final = threading.RLock()
-
-
-def locked(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a single thread at a time call the function."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with lock:
-            return function(*args, **kwargs)
-
-    return call
-
-
-@locked
 def agree(what: str, value: object, *, timeout: timedelta | None = None) -> list[Any]:
     """Return every rank's value, by rank. Collective.
 
@@ -65,13 +45,13 @@ def is_lost(error: BaseException | None) -> TypeGuard[RuntimeError]:
 
 
 def raise_lost(what: str, error: BaseException | None) -> None:
-    """Raise accel's error with the reason if a connection was lost. Otherwise do nothing."""
+    """Raise accel's error with the reason if a connection was lost."""
     if is_lost(error):
         raise lost(what, error) from error
 
 
 class Waiting:
-    """A context in which this rank needs the others. A lost connection raises accel's error."""
+    """A context for collectives. A lost connection raises accel's error."""
 
     def __init__(self, process: Process, what: str) -> None:
         self._process, self._what = process, what
@@ -87,18 +67,14 @@ class Waiting:
 
 
 def announce(process: Process, what: str, details: Hashable = None) -> None:
-    """Announce the next collective of an engine. Compare it over the ranks if it isn't predicted.
+    """Announce the next collective of an engine. Collective if it isn't predicted.
 
     ``details`` must be equal on all ranks, too.
     """
     event = (what, details)
     if process.order.expects(event):
         return
-    usual = process.order.expected
-    place = f"front of {what}"
-    if usual is not None:
-        place += f", after which {usual[0]} came before"
-    with Waiting(process, place):
+    with Waiting(process, f"front of {what}"):
         try:
             agree(what if details is None else f"{what} {details}", None)
         except RankMismatchError as error:
@@ -122,10 +98,7 @@ def raise_together(
     ``problems`` are the errors of all ranks as texts, or empty texts.
     """
     if own is not None:
-        try:
-            raise own
-        finally:
-            del own  # this frame would keep it alive, and with it all the frames of its traceback
+        raise own
     for number, text in enumerate(problems):
         if text:
             error = kind(f"{what} failed on rank {number}, so on every rank: {text}")
@@ -136,7 +109,7 @@ def raise_together(
 def require_equal(
     what: str, value: Any, explain: Callable[[list[Any]], str] = str, beside: Any = None
 ) -> list[Any]:
-    """Compare ``value`` over the ranks. Return every rank's ``beside``, which may differ."""
+    """Raise if ``value`` differs. Return every rank's ``beside``. Collective."""
     values, others = map(list, zip(*agree(what, (value, beside)), strict=True))
     if values.count(value) < len(values):
         # Ranks may wait elsewhere.
@@ -150,21 +123,14 @@ def require_equal(
 
 
 def barrier() -> None:
-    """Wait until every rank is here. Collective.
-
-    Raises:
-        AccelError: a rank doesn't come in time, has ended, or is in a different call.
-    """
+    """Wait until every rank is here. Collective."""
     agree("barrier", None)
 
 
 def any_rank(flag: bool) -> bool:
     """True if the flag is true on any rank. Collective.
 
-    Use it if one rank decides to stop, and all must.
-
-    Args:
-        flag: this rank's flag, such as ``loss.isnan()`` or ``time.time() > end``.
+    Use it if one rank decides to stop, and all must, such as ``any_rank(loss.isnan())``.
     """
     return any(agree("any_rank", bool(flag)))
 
@@ -173,11 +139,10 @@ def any_rank(flag: bool) -> bool:
 def main_first(*, local: bool = False) -> Iterator[None]:
     """Run the body on rank 0 first, then on all other ranks. Collective.
 
+    If it fails on a first rank, the others don't run it and raise AccelError.
+
     Args:
         local: run it on the first rank of each node first.
-
-    Raises:
-        AccelError: the body failed on a rank that was first. It doesn't run on the others.
     """
     is_first = (local_rank() if local else rank()) == 0
     problem = ""

@@ -1,15 +1,4 @@
-"""The devices of this node, and those for a request such as ``devices=2``.
-
-====================  ==========================================================
-``None, 0, "cpu"``    the CPU
-``3, -1``             the first three accelerators, or all of them
-``[1, 3], "1, 3"``    these accelerators. ``"3"`` is the accelerator numbered 3
-``"-1"``              all accelerators
-``"auto"``            all accelerators, or the CPU without any
-``"free:2"``          two idle GPUs
-``"cuda:1"``          a device by its name. A ``torch.device`` and lists work too
-====================  ==========================================================
-"""
+"""The devices of this node, and those for a request such as ``"free:2"``."""
 
 from __future__ import annotations
 
@@ -27,7 +16,8 @@ from ..errors import AccelError, DeviceError
 
 Devices: TypeAlias = "tuple[torch.device, ...]"
 
-_IDLE_MEMORY: Final = 64  # MiB. The driver uses less, and any CUDA context uses more
+# MiB. The driver uses less, and any CUDA context uses more.
+_IDLE_MEMORY: Final = 64
 
 
 def available() -> tuple[str, int]:
@@ -43,12 +33,12 @@ def available() -> tuple[str, int]:
 
 
 def resolve(devices: object) -> Devices:
-    """Return the devices of this node for a request. ACCEL_DEVICES replaces ``"auto"``."""
+    """Return the devices for a request. ACCEL_DEVICES replaces ``"auto"``."""
     kind, count = available()
-    variable = os.environ.get("ACCEL_DEVICES")
+    name, variable = "devices", os.environ.get("ACCEL_DEVICES")
     if devices == "auto" and variable:
-        return parse_devices(variable, count, kind, "ACCEL_DEVICES")
-    return parse_devices(devices, count, kind)
+        name, devices = "ACCEL_DEVICES", variable
+    return parse_devices(devices, count, kind, name)
 
 
 def parse_devices(devices: Any, count: int, kind: str = "cuda", name: str = "devices") -> Devices:
@@ -60,8 +50,8 @@ def parse_devices(devices: Any, count: int, kind: str = "cuda", name: str = "dev
         reason = error if isinstance(error, ValueError) else f"{devices!r} is not a device"
         existing = f"{count} {kind} devices" if count else "no accelerator"
         raise DeviceError(
-            f"{name}={devices!r}: {reason}, and this machine has {existing}. Use a number of "
-            'devices, -1, a list ([0, 1]), numbers ("0, 1"), "free:2", "cpu" or "auto".'
+            f"{name}={devices!r}: {reason}, and this machine has {existing}. "
+            'Use a number, -1, a list [0, 1], a text "0, 1", "free:2", "cpu" or "auto".'
         ) from None
     chosen = tuple(torch.device(kind, number) for number in numbers)
     return chosen or (torch.device("cpu"),)
@@ -113,17 +103,18 @@ def _number(device: Any, count: int, kind: str) -> int:
 
 
 def _free_gpus() -> list[int]:
-    """Return the idle GPUs. Ask the driver, because torch would use memory of each."""
+    """Return the idle GPUs."""
+    # torch would use memory of each, so the driver is asked.
     query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
     table = subprocess.check_output(query, text=True)
     used = dict(row.split(", ") for row in table.splitlines())
-    gpus = range(torch.cuda.device_count())
-    return [gpu for gpu in gpus if int(used[f"GPU-{uuid_of(gpu)}"]) <= _IDLE_MEMORY]
-
-
-def uuid_of(gpu: int | torch.device) -> str:
-    """Return a GPU's own name. Its number depends on CUDA_VISIBLE_DEVICES."""
-    return str(torch.cuda.get_device_properties(gpu).uuid)
+    free: list[int] = []
+    for gpu in range(torch.cuda.device_count()):
+        # The numbers depend on CUDA_VISIBLE_DEVICES.
+        name = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}"
+        if int(used[name]) <= _IDLE_MEMORY:
+            free.append(gpu)
+    return free
 
 
 def pick(devices: Devices, local_rank: int, local_world_size: int) -> Devices:
@@ -135,8 +126,8 @@ def pick(devices: Devices, local_rank: int, local_world_size: int) -> Devices:
 
 
 def default_backend(kind: str) -> str:
-    """Return the process group backend for a type of device, beside gloo for CPU tensors."""
-    if kind == "cpu" or (kind == "cuda" and not dist.is_nccl_available()):
+    """Return the process group's backends for the CPU and a type of device."""
+    if kind == "cpu":
         return "gloo"
     backend = dist.Backend.default_device_backend_map.get(kind)
     if backend is None:
@@ -145,8 +136,9 @@ def default_backend(kind: str) -> str:
 
 
 def parse_backend(text: str) -> dict[str, str]:
-    """Return the backend of each device type, from ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``."""
-    known = dist.Backend.backend_list[1:]  # without "undefined"
+    """Return the backend of each device type."""
+    # The first is "undefined".
+    known = dist.Backend.backend_list[1:]
     for part in text.lower().split(","):
         if part.rpartition(":")[2] not in known:
             raise AccelError(

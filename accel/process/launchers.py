@@ -1,4 +1,4 @@
-"""Find the rank of this process and the address of rank 0 in the variables of its launcher."""
+"""Find the rank and the address of rank 0 in the variables of a launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Environ: TypeAlias = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The rank of this process in its job and on its node, and the address of rank 0 if known."""
+    """The rank in the job and on the node, and the address of rank 0 if known."""
 
     launcher: str = "none"
     rank: int = 0
@@ -28,13 +28,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The names of a launcher's variables. Those in ``job`` identify a start of a job."""
+    """The names of a launcher's variables. Those in ``job`` identify a start."""
 
     name: str
     rank: str
     world_size: str
     local_rank: str
-    local_world_size: str
+    local_size: str
     job: tuple[str, ...] = ()
 
 
@@ -56,57 +56,58 @@ _SLURM = _Launcher(
 )
 
 
-def detect(environ: Environ) -> Place:
+def detect(env: Environ) -> Place:
     """Return the place of this process, which is alone without a launcher."""
-    launcher = _find_launcher(environ)
+    launcher = _find_launcher(env)
     if launcher is None:
         return Place()
-    rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
-    local_rank, local_world_size = _local_place(environ, launcher, world_size)
+    rank = _integer(env, launcher.rank)
+    world_size = _integer(env, launcher.world_size)
+    local_rank, local_size = _local_place(env, launcher, world_size)
     _check_range(launcher.rank, rank, launcher.world_size, world_size)
-    _check_range(launcher.local_rank, local_rank, launcher.local_world_size, local_world_size)
-    one_node = local_world_size == world_size and launcher.local_world_size in environ
-    address = environ.get("MASTER_ADDR") or _master_host(environ, launcher, one_node)
-    port = _master_port(environ, launcher)
-    return Place(launcher.name, rank, world_size, local_rank, local_world_size, address, port)
+    _check_range(launcher.local_rank, local_rank, launcher.local_size, local_size)
+    one_node = local_size == world_size and launcher.local_size in env
+    address = env.get("MASTER_ADDR") or _master_host(env, launcher, one_node)
+    port = _master_port(env, launcher)
+    return Place(launcher.name, rank, world_size, local_rank, local_size, address, port)
 
 
-def _find_launcher(environ: Environ) -> _Launcher | None:
+def _find_launcher(env: Environ) -> _Launcher | None:
     """Return the launcher of this process, the innermost if they are nested."""
     for launcher in (_TORCHRUN, _HOROVODRUN, _OPENMPI, _MPICH):
         # srun sets MPICH's rank and size, too.
         other = launcher.local_rank if launcher is _MPICH else launcher.world_size
-        if launcher.rank in environ and other in environ:
+        if launcher.rank in env and other in env:
             return launcher
-    if _in_slurm_step(environ):
+    if _in_slurm_step(env):
         return _SLURM
     # A variable is missing. The error names it.
     for launcher in (_MPICH, _TORCHRUN, _HOROVODRUN, _OPENMPI):
-        if launcher.rank in environ or launcher.world_size in environ:
+        if launcher.rank in env or launcher.world_size in env:
             return launcher
     return None
 
 
-def _in_slurm_step(environ: Environ) -> bool:
-    """True if ``srun`` started this process. Shells of batch and interactive jobs aren't ranks."""
-    if _SLURM.rank not in environ or not {"SLURM_STEP_ID", "SLURM_STEPID"} & set(environ):
+def _in_slurm_step(env: Environ) -> bool:
+    """True if ``srun`` started this process. Shells of jobs aren't ranks."""
+    if _SLURM.rank not in env or "SLURM_STEP_ID" not in env:
         return False
     # `srun` inside of an interactive job starts ranks, but the shell itself is a step, too.
-    is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    if is_shell and _integer(environ, _SLURM.rank) > 0:
+    is_shell = env.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if is_shell and _integer(env, _SLURM.rank) > 0:
         raise AccelError(
             "SLURM_JOB_NAME is an interactive shell's. Rename the job, or use torchrun."
         )
     return not is_shell
 
 
-def _integer(environ: Environ, name: str) -> int:
+def _integer(env: Environ, name: str) -> int:
+    value = env.get(name, "not set")
     try:
-        return int(environ[name])
-    except KeyError:
-        raise AccelError(f"{name} is not set, but its launcher sets others. Set all.") from None
+        return int(value)
     except ValueError:
-        raise AccelError(f"{name}={environ[name]!r} is not an integer.") from None
+        text = f"{name} is {value!r} instead of an integer"
+        raise AccelError(f"{text}. Set all variables of your launcher.") from None
 
 
 def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
@@ -114,20 +115,21 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int) -> None:
         raise AccelError(f"{rank_name}={rank} and {size_name}={size} contradict each other.")
 
 
-def _local_place(environ: Environ, launcher: _Launcher, world_size: int) -> tuple[int, int]:
+def _local_place(env: Environ, launcher: _Launcher, world_size: int) -> tuple[int, int]:
     """Return the local rank and the local world size."""
     # Kubeflow's PyTorchJob sets no local rank, and each process is alone on its node.
-    if launcher.local_rank not in environ and environ.get(launcher.local_world_size, "1") == "1":
+    if launcher.local_rank not in env and env.get(launcher.local_size, "1") == "1":
         return 0, 1
-    local_rank = _integer(environ, launcher.local_rank)
-    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    if launcher is _SLURM and counts and "SLURM_NODEID" in environ:
-        tasks: list[int] = []  # "2(x3),1" means 2, 2, 2 and 1
+    local_rank = _integer(env, launcher.local_rank)
+    counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE")
+    if launcher is _SLURM and counts and "SLURM_NODEID" in env:
+        # "2(x3),1" means 2, 2, 2 and 1.
+        tasks: list[int] = []
         for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
             tasks += [int(count)] * int(repeats or 1)
-        return local_rank, tasks[_integer(environ, "SLURM_NODEID")]
-    if launcher.local_world_size in environ:
-        world_size = _integer(environ, launcher.local_world_size)
+        return local_rank, tasks[_integer(env, "SLURM_NODEID")]
+    if launcher.local_size in env:
+        world_size = _integer(env, launcher.local_size)
     return local_rank, world_size
 
 
@@ -137,21 +139,19 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else nodes
 
 
-def _master_host(environ: Environ, launcher: _Launcher, one_node: bool) -> str | None:
+def _master_host(env: Environ, launcher: _Launcher, one_node: bool) -> str | None:
     if launcher is _HOROVODRUN:
-        return environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        return env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if launcher is not _SLURM:
         return "127.0.0.1" if one_node and launcher is not _TORCHRUN else None
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if environ.get(name):
-            return first_host(environ[name])
-    return None
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    return first_host(nodes) if nodes else None
 
 
-def _master_port(environ: Environ, launcher: _Launcher) -> int | None:
-    if environ.get("MASTER_PORT"):
-        return _integer(environ, "MASTER_PORT")
-    identity = [environ[name] for name in launcher.job if name in environ]
+def _master_port(env: Environ, launcher: _Launcher) -> int | None:
+    if env.get("MASTER_PORT"):
+        return _integer(env, "MASTER_PORT")
+    identity = [env[name] for name in launcher.job if name in env]
     if not identity:
         return None
     # All ranks derive the same port. It is below the ephemeral ports, which other programs get.

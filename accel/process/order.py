@@ -1,4 +1,4 @@
-"""Predict the next collective of an engine. Ranks compare only unexpected collectives."""
+"""Predict the next collective of an engine, to compare only unexpected ones."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Event: TypeAlias = tuple[str, Hashable]
 class Order:
     """The sequence of this rank's collectives, and a prediction of the next.
 
-    Ranks with the same past predict the same event. A predicted event needs no comparison, because
-    a rank that does something else compares first. A repeated program compares nothing.
+    Ranks with the same past predict the same event. A predicted event needs no comparison,
+    because a rank that does something else compares first.
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Predict nothing, because the ranks may have been at different points."""
         self._next: dict[Event | None, Event] = {}
         # The next event after an event has come a number of times since the last restart.
         self._next_by_count: dict[tuple[Event | None, int], Event] = {}
         self._counts: dict[Event, int] = {}
         self._last: tuple[Event | None, int] = (None, 0)
 
-    @property
-    def expected(self) -> Event | None:
-        """The predicted event."""
-        return self._next_by_count.get(self._last) or self._next.get(self._last[0])
-
     def expects(self, event: Event) -> bool:
         """True if this is the predicted event. It is counted then."""
-        if self.expected != event:
+        predicted = self._next_by_count.get(self._last) or self._next.get(self._last[0])
+        if predicted != event:
             return False
         self._count(event)
         return True
@@ -42,15 +42,9 @@ class Order:
         self._count(event)
 
     def restart(self) -> None:
-        """Count from zero. A step depends on the number of backwards since the last step."""
+        """Count from zero."""
+        # A step depends on the number of backwards since the last step.
         self._counts.clear()
-
-    def forget(self) -> None:
-        """Predict nothing, because the ranks may have been at different points."""
-        self._next.clear()
-        self._next_by_count.clear()
-        self._counts.clear()
-        self._last = (None, 0)
 
     def _count(self, event: Event) -> None:
         count = self._counts.get(event, 0) + 1

@@ -1,4 +1,4 @@
-"""Exchange objects in messages of known lengths, and many tensors in few collectives."""
+"""Exchange objects as bytes, and many tensors in few collectives."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Group: TypeAlias = dist.ProcessGroup | None
 
 # -- objects ---------------------------------------------------------------------------------------
 
-_FIRST: Final = 1024  # bytes of the first message. The rest follows in a second one
-_LENGTH: Final = 8  # bytes in front of the content, with its length
+# Bytes of the first message, and of the length in front of the content.
+_FIRST: Final = 1024
+_LENGTH: Final = 8
 
 
 def to_tensor(data: bytes | bytearray) -> Tensor:
@@ -35,27 +36,26 @@ def to_bytes(tensor: Tensor) -> bytearray:
     return data
 
 
-def gather_values(value: object, group: dist.ProcessGroup, timeout: timedelta) -> list[Any]:
+def gather_values(value: object, group: Any, timeout: timedelta) -> list[Any]:
     """Return every rank's value. Collective."""
+
+    def gather(data: bytes, length: int) -> list[bytearray]:
+        sent = to_tensor(data.ljust(length, b"\0"))
+        rows = list(sent.repeat(group.size(), 1))
+        dist.all_gather(rows, sent, group=group, async_op=True).wait(timeout)
+        return list(map(to_bytes, rows))
+
     # torch's all_gather_object needs NumPy, and always sends two messages.
     content = pickle.dumps(value)
     data = len(content).to_bytes(_LENGTH, "little") + content
-    messages = _gather(data[:_FIRST].ljust(_FIRST, b"\0"), group, timeout)
+    messages = gather(data[:_FIRST], _FIRST)
     longest = max(int.from_bytes(message[:_LENGTH], "little") for message in messages)
     rest = _LENGTH + longest - _FIRST
     if rest > 0:
-        ends = _gather(data[_FIRST:].ljust(rest, b"\0"), group, timeout)
-        for message, end in zip(messages, ends, strict=True):
+        for message, end in zip(messages, gather(data[_FIRST:], rest), strict=True):
             message += end
     # pickle ignores the zeros behind the content.
     return [pickle.loads(message[_LENGTH:]) for message in messages]
-
-
-def _gather(data: bytes, group: dist.ProcessGroup, timeout: timedelta) -> list[bytearray]:
-    sent = to_tensor(data)
-    rows = list(sent.repeat(group.size(), 1))
-    dist.all_gather(rows, sent, group=group, async_op=True).wait(timeout)
-    return list(map(to_bytes, rows))
 
 
 def send_value(value: object, to: int, group: Group) -> list[tuple[Any, Tensor]]:
@@ -76,8 +76,8 @@ def receive_value(source: int, group: Group) -> Any:
 
 def is_dense(tensor: Tensor) -> bool:
     """True if the tensor's values are in memory, as those of a strided tensor."""
-    is_sparse = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
-    return not (is_sparse or tensor.is_meta)
+    is_special = tensor.is_nested or tensor.is_quantized or tensor.is_meta
+    return tensor.layout is torch.strided and not is_special
 
 
 def row_of(tensor: Tensor) -> Tensor:
@@ -103,64 +103,57 @@ _CPU_PIECE_BYTES: Final = 8 << 20
 def broadcast_(tensors: Iterable[Tensor], group: Group, src: int = 0) -> None:
     """Replace the tensors by those of rank ``src``, in place. Collective."""
     targets: list[Tensor] = []
-    sent: list[Tensor] = []
-    rows: list[Tensor] = []
     for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
         # A buffer from expand() has several elements at one address.
         if 0 in tensor.stride() and not tensor.is_contiguous():
             tensor.data = tensor.contiguous()
-        targets.append(tensor.data)
-        sent.append(targets[-1].contiguous())
-        rows.append(row_of(sent[-1]).view(torch.uint8))
-    if not rows:
-        return
-    # DistributedDataParallel sends its weights with it.
-    send: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]
-    send(group or dist.group.WORLD, rows, _CPU_PIECE_BYTES, src)
-    _copy_back(targets, sent)
+        if tensor.numel():
+            targets.append(tensor.data)
+    sent = list(map(Tensor.contiguous, targets))
+    rows = [row_of(tensor).view(torch.uint8) for tensor in sent]
+    if rows:
+        # DistributedDataParallel sends its weights with it.
+        send: Any = dist._broadcast_coalesced  # type: ignore[attr-defined]
+        send(group or dist.group.WORLD, rows, _CPU_PIECE_BYTES, src)
+        _copy_back(targets, sent)
 
 
 @torch.no_grad()
 def average_(tensors: Iterable[Tensor], world_size: int, add: Callable[[Tensor], object]) -> None:
-    """Replace each tensor by its mean over the ranks. ``add`` sums a flat tensor. Collective."""
+    """Replace the tensors by their means. ``add`` sums a flat tensor. Collective."""
     targets = list(tensors)
-    used = [tensor.contiguous() for tensor in targets]
+    used = list(map(Tensor.contiguous, targets))
     for (piece,) in _pieces([used]):
         flat = torch.cat(piece).mul_(1 / world_size)
         add(flat)
-        torch._foreach_copy_(piece, _unflatten_dense_tensors(flat, piece))
+        _unpack(flat, piece)
     _copy_back(targets, used)
 
 
 @torch.no_grad()
 def reduce_to_owners(by_owner: Sequence[Sequence[Tensor]], rank: int, group: Group) -> None:
-    """Replace the tensors of this rank by their means over all ranks, in place. Collective.
-
-    Each owner adds up the parts of all ranks. A reduction per owner takes twice the time.
-    """
-    used = [[tensor.contiguous() for tensor in tensors] for tensors in by_owner]
+    """Replace the tensors of this rank by their means, in place. Collective."""
+    # Each owner adds up the parts of all ranks. A reduction per owner takes twice the time.
+    used = [list(map(Tensor.contiguous, tensors)) for tensors in by_owner]
     for pieces in _pieces(used):
         owned, pieces[rank] = pieces[rank], []
         sizes = [sum(view.nbytes for view in piece) for piece in pieces]
-        received_sizes = [sum(view.nbytes for view in owned)] * len(pieces)
-        received_sizes[rank] = 0
-        views = list(itertools.chain.from_iterable(pieces))
+        lengths = [sum(view.nbytes for view in owned)] * len(pieces)
+        lengths[rank] = 0
+        views = list(itertools.chain(*pieces))
         sent = torch.cat(views) if views else owned[0].new_empty(0)
         # Bytes, because not every backend knows every dtype.
-        received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=sent.device)
-        dist.all_to_all_single(received, sent.view(torch.uint8), received_sizes, sizes, group=group)
+        received = torch.empty(sum(lengths), dtype=torch.uint8, device=sent.device)
+        dist.all_to_all_single(received, sent.view(torch.uint8), lengths, sizes, group=group)
         if owned:
             parts = received.view(sent.dtype).view(len(pieces) - 1, -1)
             total = parts.sum(0) if len(parts) > 1 else parts[0]
-            torch._foreach_add_(owned, _unflatten_dense_tensors(total, owned))
-            torch._foreach_mul_(owned, 1 / len(pieces))
+            _unpack(total.add_(torch.cat(owned)).mul_(1 / len(pieces)), owned)
     _copy_back(by_owner[rank], used[rank])
 
 
 def _pieces(by_owner: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield the flat views of each owner for a collective, with equal dtypes and devices."""
+    """Yield flat views of each owner with equal dtypes and devices."""
     kinds: defaultdict[Any, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in by_owner])
     for owner, tensors in enumerate(by_owner):
         for tensor in tensors:
@@ -174,7 +167,7 @@ def _pieces(by_owner: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]
 
 
 def _split(rows: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
-    """Yield the rows in pieces of at most ``most`` elements. A longer row is cut."""
+    """Yield the rows in pieces of at most ``most`` elements."""
     piece: list[Tensor] = []
     room = most
     for row in rows:
@@ -187,6 +180,10 @@ def _split(rows: Iterable[Tensor], most: int) -> Iterator[list[Tensor]]:
             room -= len(view)
     if piece:
         yield piece
+
+
+def _unpack(flat: Tensor, views: list[Tensor]) -> None:
+    torch._foreach_copy_(views, _unflatten_dense_tensors(flat, views))
 
 
 def _copy_back(tensors: Iterable[Tensor], used: Iterable[Tensor]) -> None:

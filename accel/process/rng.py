@@ -1,4 +1,4 @@
-"""Random number generators: seed them, save their states, and use other states for a while."""
+"""Random number generators: seed, save and restore them."""
 
 from __future__ import annotations
 
@@ -23,51 +23,47 @@ def seed(n: int, *, per_rank: bool = False) -> None:
         n: from 0 to 2**32 - 1.
         per_rank: add the rank to ``n``, so that each rank draws different numbers.
     """
-    _seed_all((n + rank()) % 2**32 if per_rank else n)
-
-
-def _seed_all(number: int) -> None:
-    random.seed(number)
-    torch.manual_seed(number)
+    if per_rank:
+        n = (n + rank()) % 2**32
+    random.seed(n)
+    torch.manual_seed(n)
     with contextlib.suppress(ImportError):
-        import numpy
-
-        numpy.random.seed(number)
+        importlib.import_module("numpy").random.seed(n)
 
 
 def rng_state() -> RngState:
-    """Return the random generators as an object for ``save`` and ``load``, with a state per rank.
+    """Return the random generators as an object for ``save`` and ``load``.
 
-    Use it as ``{"model": model, ..., "rng": accel.rng_state()}`` in both. A rank that the saving
-    job didn't have draws different numbers from every other rank.
+    Use it as ``{"model": model, ..., "rng": accel.rng_state()}`` in both. Each rank has
+    its own state. Additional ranks draw different numbers.
     """
     return RngState()
 
 
 @final
 class RngState:
-    """The generators of Python, of torch on this rank's devices, and of NumPy if it is in use."""
+    """The generators of Python, torch on this rank's devices, and NumPy if in use."""
 
     def state_dict(self) -> dict[str, Any]:
-        states = Generators(global_generators()).states()
+        states = global_generators().states()
         return {"numpy": None, **states, "devices": torch_states()[1:]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a saved state. Generators without a state stay as they are."""
         if state_dict["numpy"] is not None:
             importlib.import_module("numpy")
-        Generators(global_generators()).put(state_dict)
+        global_generators().put(state_dict)
         put_torch_states([state_dict["torch"], *state_dict["devices"]])
 
     def diverge(self, number: int) -> None:
-        """Seed from the state and ``number``, so ranks with equal states draw differently."""
+        """Seed from the state and ``number``, to draw differently on each rank."""
         content = bytes(torch.get_rng_state().tolist()) + str(number).encode()
         digest = hashlib.blake2b(content, digest_size=4).digest()
-        _seed_all(int.from_bytes(digest, "big"))
+        seed(int.from_bytes(digest, "big"))
 
 
 def torch_states() -> list[Tensor]:
-    """Return the states of torch's generators, first of the CPU, then of this rank's devices."""
+    """Return torch's states, first of the CPU, then of this rank's devices."""
     states = [torch.get_rng_state()]
     for device in _accelerators():
         states.append(torch.get_device_module(device).get_rng_state(device).cpu())
@@ -89,9 +85,9 @@ def _accelerators() -> list[torch.device]:
 # -- the generators of a dataloader ----------------------------------------------------------------
 
 
-def global_generators() -> dict[str, Any]:
-    """Return the global generators of the CPU. Those of other devices belong to the model."""
-    generators: dict[str, Any] = {"torch": torch.default_generator, "python": random}
+def global_generators() -> Generators:
+    """Return the global generators of the CPU."""
+    generators = Generators(torch=torch.default_generator, python=random)
     if "numpy" in sys.modules:
         generators["numpy"] = sys.modules["numpy"].random
     return generators
@@ -105,7 +101,7 @@ def is_generator(value: Any) -> bool:
 
 
 def seed_of(generator: Any) -> Any:
-    """Return the seed of a torch generator, or the state of any other as plain values."""
+    """Return the seed of a torch generator, or the state of a different one."""
     if isinstance(generator, torch.Generator):
         return generator.initial_seed()
     return to_plain(_get(generator))
@@ -135,31 +131,28 @@ def _seed(generator: Any, number: int) -> None:
         generator.bit_generator.state = type(generator.bit_generator)(number).state
 
 
-class Generators:
+class Generators(dict[str, Any]):
     """Generators by name, which are read, restored and seeded together."""
 
-    def __init__(self, named: Mapping[str, Any]) -> None:
-        self._all = dict(named)
-
     def states(self) -> dict[str, Any]:
-        return {name: _get(generator) for name, generator in self._all.items()}
+        return {name: _get(generator) for name, generator in self.items()}
 
     def put(self, states: Mapping[str, Any]) -> None:
         """Restore the generators with a state in ``states``."""
-        for name, generator in self._all.items():
+        for name, generator in self.items():
             if states.get(name) is not None:
                 _set(generator, states[name])
 
     def seeded(self, seed: int) -> dict[str, Any]:
         """Return the states after seeding. The generators stay as they are."""
         with Private(self, {}):
-            for generator in self._all.values():
+            for generator in self.values():
                 _seed(generator, seed)
             return self.states()
 
 
 class Private:
-    """A context in which generators continue from given states. Outside they are as before."""
+    """A context in which generators continue from given states."""
 
     def __init__(self, generators: Generators, states: Mapping[str, Any]) -> None:
         self._generators = generators

@@ -12,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -23,16 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import AccelError, DeviceError, LaunchError
-from .devices import Devices, default_backend, parse_backend, pick, resolve, uuid_of
+from .devices import Devices, available, default_backend, parse_backend, pick, resolve
 from .launchers import Place, detect
 from .order import Order
-from .watchdog import Watchdog, accelerator_backends, disconnect_all, named
+from .watchdog import Watchdog, disconnect_all, named
 
 logger = logging.getLogger("accel")
 
-#: The local rank if you started the process group, until the ranks have exchanged their hosts.
-UNKNOWN: Final = -1
-_MARGIN: Final = timedelta(minutes=1)
 # The seconds between two looks at the store, at most.
 _LONGEST_PAUSE: Final = 0.5
 # accel can start again in the store of an earlier start, which other ranks may still use.
@@ -48,9 +45,8 @@ class Process:
     timeout: timedelta
     # A forked child has a different number.
     pid: int = field(default_factory=os.getpid)
-    #: ``devices=`` as you passed it, the devices of this node for it, and this rank's.
+    #: ``devices=`` as you passed it, and this rank's devices.
     request: object
-    asked: Devices
     devices: Devices
     group: dist.ProcessGroup | None
     owns_group: bool = False
@@ -97,12 +93,8 @@ class Process:
             return torch.device("cpu")
         return self.device
 
-    def shares(self, device: torch.device) -> bool:
-        """True if several ranks may use this device."""
-        return device.type == "cpu" or self.backends.get(device.type) == "gloo"
-
     def end(self, reason: str, mismatch: bool) -> None:
-        """End the groups from any thread, while the training thread waits in a collective."""
+        """End the groups from any thread."""
         if self.ended:
             return
         self.mismatch, self.ended = mismatch, reason
@@ -111,7 +103,7 @@ class Process:
         disconnect_all()
 
     def release(self, reason: str) -> None:
-        """Tell the users of the groups about the end: engines, checkpoints, libraries."""
+        """Tell engines, checkpoints and libraries about the end."""
         for dependent in list(self.dependents):
             dependent.abandon(reason)
         self.dependents.clear()
@@ -126,24 +118,23 @@ class Process:
 def start(requested: str | None, timeout: timedelta | None, request: object) -> Process:
     """Start this rank with the arguments of ``accel.init``. Collective."""
     place, group, problem = place_now(), dist.group.WORLD, ""
-    asked: Devices = (torch.device("cpu"),)
+    devices: Devices = (torch.device("cpu"),)
     if group is not None:
         requested = dist.get_backend_config(group)
     backend = requested or "gloo"
     try:
-        asked = resolve(request)
+        devices = pick(resolve(request), place.local_rank, place.local_world_size)
         if place.world_size > 1:
-            backend = requested or default_backend(asked[0].type)
+            backend = requested or default_backend(devices[0].type)
     except DeviceError as error:
         if place.world_size == 1:
             raise
-        problem = str(error)  # all ranks raise it
+        problem = str(error)
     process = Process(
         place=place,
         timeout=timeout or distributed_c10d.default_pg_timeout,
         request=request,
-        asked=asked,
-        devices=pick(asked, place.local_rank, place.local_world_size),
+        devices=devices,
         group=group,
         requested=requested,
         backends=parse_backend(backend) if place.world_size > 1 or group else {},
@@ -161,7 +152,7 @@ def start(requested: str | None, timeout: timedelta | None, request: object) -> 
 
 
 def place_now() -> Place:
-    """Return this process's place, from the default process group or else the environment."""
+    """Return this process's place, from its process group or the environment."""
     if not dist.is_initialized():
         return detect(os.environ)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -169,7 +160,9 @@ def place_now() -> Place:
         place = detect(os.environ)
         if (place.rank, place.world_size) == (rank, world):
             return place
-    return Place("process group", rank, world, 0 if world == 1 else UNKNOWN)
+    # torch.multiprocessing.spawn sets no variables. Its ranks usually fill the nodes in order.
+    count = min(world, available()[1] or world)
+    return Place("process group", rank, world, rank % count, count)
 
 
 def _connect(process: Process, backend: str, problem: str) -> None:
@@ -177,101 +170,55 @@ def _connect(process: Process, backend: str, problem: str) -> None:
     wait = Wait(process.place, process.timeout)
     store = distributed_c10d._get_default_store() if process.group else open_store(wait)
     process.store = store
-    process.token, reports = meet(store, wait, _report(process, problem))
+    kind = process.device.type
+    protocol = process.backends.get(kind)
+    report = {"host": socket.gethostname(), "kind": f"{kind} by {protocol}", "problem": problem}
+    process.token, reports = meet(store, wait, report)
+    process.hosts = [report["host"] for report in reports]
     try:
-        _check_devices(process, reports)
+        _check(reports)
     except DeviceError:
-        if process.place.rank == 0:  # the other ranks still read its store
+        # The other ranks still read the store of rank 0.
+        if process.place.rank == 0:
             time.sleep(2 * _LONGEST_PAUSE)
         raise
     if process.group is None:
         # Optimizers import it later. Imported now, it can't hold on to the group.
         importlib.import_module("torch.distributed.nn")
-        # A group that is bound to its device connects at once.
-        device, accelerator = process.device, torch.accelerator.current_accelerator()
-        is_known = accelerator is not None and device.type == accelerator.type
-        binds = is_known and not process.shares(device)
+        # A group that is bound to its device connects at once. Ranks can't share the device.
+        binds = kind == "cuda" and protocol != "gloo"
         dist.init_process_group(
             backend,
             store=distributed_c10d.PrefixStore(f"accel/{process.token}", store),
             rank=process.place.rank,
             world_size=process.place.world_size,
             timeout=process.timeout,
-            device_id=device if binds else None,
+            device_id=process.device if binds else None,
         )
-        group = process.group = dist.group.WORLD
-        assert group is not None
-        process.owns_group = True
-        give_margin(group, process.timeout)
-    try:
-        process.control = dist.new_group(
-            timeout=process.timeout, backend="gloo", group_desc="accel control"
-        )
-        # A rank that ends now would close connections that other ranks still make.
-        dist.barrier(process.control)
-    except RuntimeError:
-        destroy_groups(process)
-        raise
+        process.group, process.owns_group = dist.group.WORLD, True
+    process.control = dist.new_group(
+        timeout=process.timeout, backend="gloo", group_desc="accel control"
+    )
+    # A rank that ends now would close connections that other ranks still make.
+    dist.barrier(process.control)
 
 
-def _report(process: Process, problem: str) -> StartReport:
-    kind, host = process.asked[0].type, socket.gethostname()
-    # Without a local rank, the order of the host's ranks says which device each gets.
-    devices = process.asked if process.place.local_rank == UNKNOWN else process.devices[:1]
-    names: list[str] = []
-    for device in () if problem else devices:
-        names.append(uuid_of(device) if kind == "cuda" else f"{device} of {host}")
-    return StartReport(host, f"{kind} by {process.backends.get(kind)}", names, problem)
-
-
-def _check_devices(process: Process, reports: list[StartReport]) -> None:
-    """Choose the rank's device. All ranks raise if a rank has a problem or two share a device."""
-    hosts = process.hosts = [report.host for report in reports]
-    owners: dict[str, int] = {}
+def _check(reports: list[dict[str, str]]) -> None:
+    """Raise if a rank has a problem or a different type of devices."""
+    expected = reports[0]["kind"]
     for rank, report in enumerate(reports):
-        if report.problem:
-            raise DeviceError(f"rank {rank}: {report.problem}")
-        if report.kind != reports[0].kind:
-            raise DeviceError(f"rank {rank} uses {report.kind}, but rank 0 {reports[0].kind}")
-        device = report.devices[hosts[:rank].count(report.host) % len(report.devices)]
-        other = owners.setdefault(device, rank)
-        if other != rank and not process.shares(process.device):
-            raise DeviceError(
-                f"ranks {other} and {rank} would share one device ({device}). Start fewer "
-                'processes, or call accel.init(process_group="gloo") to share it.'
-            )
-    place = process.place
-    if place.local_rank == UNKNOWN:
-        local_rank = hosts[: place.rank].count(hosts[place.rank])
-        local_world_size = hosts.count(hosts[place.rank])
-        process.place = replace(place, local_rank=local_rank, local_world_size=local_world_size)
-        process.devices = pick(process.asked, local_rank, local_world_size)
-
-
-def give_margin(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let nccl's timeout, after which it ends the process, come after accel's error."""
-    for backend in accelerator_backends(group):
-        for name in ("_set_default_timeout", "set_timeout"):
-            if hasattr(backend, name):
-                getattr(backend, name)(timeout + _MARGIN)
+        if report["problem"]:
+            raise DeviceError(f"rank {rank}: {report['problem']}")
+        if report["kind"] != expected:
+            raise DeviceError(f"rank {rank} uses {report['kind']}, but rank 0 {expected}")
 
 
 # -- the store in which the ranks meet -------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StartReport:
-    """A rank's host, type of devices, identities of devices, and problem, before the start."""
-
-    host: str
-    kind: str
-    devices: list[str]
-    problem: str
-
-
 @dataclass
 class Wait:
-    """The wait of a start for the other ranks. It logs who is missing, and ends after ``limit``."""
+    """The wait for the other ranks, which ends after ``limit``."""
 
     place: Place
     limit: timedelta
@@ -284,7 +231,7 @@ class Wait:
         return self.begin + due - time.monotonic()
 
     def note(self, missing: list[int]) -> None:
-        """Log the missing ranks after 10 s, 20 s, 40 s, ... Raise LaunchError at the end."""
+        """Log the missing ranks after 10, 20, 40 s. Raise LaunchError at the end."""
         place, limit = self.place, self.limit.total_seconds()
         waited = time.monotonic() - self.begin
         text = f"rank {place.rank} has waited {waited:.0f} s (of {limit:g}) for {named(missing)}"
@@ -304,8 +251,8 @@ def open_store(wait: Wait) -> Store:
     place = wait.place
     if place.master_addr is None or place.master_port is None:
         raise LaunchError(
-            f"{place.launcher} started {place.world_size} processes without the address of rank 0. "
-            "Please set MASTER_ADDR to its node and MASTER_PORT to a free port there."
+            f"{place.launcher} started {place.world_size} processes without an address. "
+            "Please set MASTER_ADDR to the node of rank 0 and MASTER_PORT to a free port."
         )
     address = (place.master_addr, place.master_port)
     is_server = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -319,19 +266,19 @@ def open_store(wait: Wait) -> Store:
                 multi_tenant=True,
             )
         except dist.DistNetworkError:
-            if is_server:  # its port is in use
+            if is_server:
                 raise
             wait.note([0])
     _stores[address].set_timeout(wait.limit)
     return _stores[address]
 
 
-def meet(store: Store, wait: Wait, report: StartReport) -> tuple[str, list[StartReport]]:
+def meet(store: Store, wait: Wait, report: dict[str, str]) -> tuple[str, list[dict[str, str]]]:
     """Return a new name for this start, and the reports of all ranks. Collective."""
     # torchrun's store outlives its restarts, with the keys of processes that are gone. So rank 0
     # makes a new name, and the other ranks accept a name if its reports include their own.
     rank, ticket = wait.place.rank, uuid.uuid4().hex
-    message = json.dumps([ticket, *astuple(report)])
+    message = json.dumps({"ticket": ticket, **report})
     if rank == 0:
         store.set("accel/start", ticket)
     keys: list[str] = []
@@ -346,9 +293,9 @@ def meet(store: Store, wait: Wait, report: StartReport) -> tuple[str, list[Start
                 messages = b",".join(store.multi_get(keys)).decode()
                 store.set(everything, f"[{messages}]")
             if store.check([everything]):
-                reports: list[Any] = json.loads(store.get(everything))
-                if reports[rank][0] == ticket:
-                    return name, [StartReport(*values) for _, *values in reports]
+                reports: list[dict[str, str]] = json.loads(store.get(everything))
+                if reports[rank]["ticket"] == ticket:
+                    return name, reports
         if wait.left() <= 0:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             wait.note(missing or [0])
@@ -371,37 +318,21 @@ def unseen_group() -> Iterator[None]:
 def mesh_of(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
     """Return the mesh of all ranks with these axes. Collective if it is new."""
     key = tuple(axes.items())
-    if key not in process.meshes:
-        mesh = process.meshes[key] = _new_mesh(process, axes)
-        # DTensor's caches keep the mesh forever, and with it the groups that it registers.
-        process.releases.append(getattr(mesh, "_pg_registry", {}).clear)
-    return process.meshes[key]
-
-
-def _new_mesh(process: Process, axes: Mapping[str, int]) -> DeviceMesh:
-    kind = process.device.type
-    if len(axes) == 1:
-        assert process.group is not None
-        return DeviceMesh.from_group(process.group, kind, mesh_dim_names=tuple(axes))
+    if key in process.meshes:
+        return process.meshes[key]
     ranks = torch.arange(process.place.world_size, device="cpu").view(*axes.values())
-    groups = []
+    groups: Any = []
     # init_device_mesh would give the groups torch's timeout.
-    for axis, size in enumerate(axes.values()):
+    for axis, size in enumerate(axes.values() if len(axes) > 1 else ()):
         lines = ranks.movedim(axis, -1).reshape(-1, size).tolist()
         group, _ = dist.new_subgroups_by_enumeration(lines, process.timeout)
-        give_margin(group, process.timeout)
         groups.append(group)
     process.subgroups += groups
     # DTensor's caches compare meshes by name, and an earlier start's mesh has groups that are gone.
     names = tuple(f"{name} {process.token[:8]}" for name in axes)
-    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
-
-
-def destroy_groups(process: Process) -> None:
-    """Destroy accel's own groups."""
-    if process.owns_group:
-        dist.destroy_process_group()
-        return
-    for group in (process.control, *process.subgroups):
-        if group is not None:
-            dist.destroy_process_group(group)
+    kind = process.device.type
+    mesh = DeviceMesh.from_group(groups or [process.group], kind, mesh=ranks, mesh_dim_names=names)
+    # They also keep the mesh forever, and with it the groups that it registers.
+    process.releases.append(getattr(mesh, "_pg_registry", {}).clear)
+    process.meshes[key] = mesh
+    return mesh

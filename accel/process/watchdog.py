@@ -1,14 +1,11 @@
-"""The watchdog thread of each rank: it logs which rank waits where, and ends stuck groups.
+"""The watchdog thread of each rank: it logs who waits where, and ends stuck groups.
 
-Every second, each watchdog reads the counter ``alarm`` in the job's store. A rank raises it
-
-- to tell that it ended its groups, or won't join any more collectives (key ``news``),
-- to ask all ranks for a report, after it has waited in a collective for some seconds.
+Every second it reads the counter ``alarm`` in the job's store. A rank raises it to ask all
+ranks for a report, or to tell its own end (key ``news``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -17,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, final
@@ -30,8 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("accel")
 
-_UNUSED_TAG: Final = 0x5EED  # nobody sends a message with this tag
-_BUSY: Final = 0.05  # share of a CPU. A process that waits in a collective uses less
+_UNUSED_TAG: Final = 0x5EED
+# Share of a CPU. A process that waits in a collective uses less.
+_BUSY: Final = 0.05
 
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 # Files of libraries: accel, the packages beside torch, and Python itself.
@@ -65,7 +64,7 @@ class Report:
 
 
 def _position(thread: int) -> tuple[str, str]:
-    """Return the name of a thread's torch collective, and the line of the user's program."""
+    """Return a thread's torch collective, and the line of the user's program."""
     collective, in_torch = "", True
     # traceback.extract_stack() would look at all files on the disk.
     frames = traceback.walk_stack(sys._current_frames().get(thread))
@@ -82,23 +81,16 @@ def _position(thread: int) -> tuple[str, str]:
     return collective, ""
 
 
-def explain(reports: Mapping[int, Report | None]) -> str:
-    """Describe where the ranks are. Ranks in the same place share a sentence."""
-    ranks_by_text: dict[str, list[int]] = {}
-    for rank, report in reports.items():
-        ranks_by_text.setdefault(str(report or "does not answer"), []).append(rank)
-    return "; ".join(f"{named(ranks)} {text}" for text, ranks in ranks_by_text.items())
-
-
 def named(ranks: Iterable[int]) -> str:
     """Return a text such as ``rank 0, 1, 3``, with at most eight ranks."""
-    first, *rest = map(str, ranks)
-    shown = ", ".join([first, *rest[:7]])
-    return f"rank {shown}, ..." if len(rest) > 7 else f"rank {shown}"
+    numbers = list(map(str, ranks))
+    if len(numbers) > 8:
+        numbers[8:] = ["..."]
+    return f"rank {', '.join(numbers)}"
 
 
 def are_stuck(reports: Iterable[Report | None], patience: float) -> bool:
-    """True if every rank has long waited in a collective, but not all in the same place."""
+    """True if every rank has long waited, but not all in the same place."""
     places = set()
     for report in reports:
         # A rank that computes, sleeps or reads data may still come.
@@ -127,11 +119,11 @@ class Watchdog:
         path = f"accel/{process.token}/watchdog"
         self._store: Any = distributed_c10d.PrefixStore(path, store.clone())
         self._alarm = 0
-        self._asked = 0.0  # when a rank has asked last
+        # The time of the last question of any rank, and the wait before this rank's next.
+        self._asked, self._due = 0.0, 0.0
         self._last = Report("")
         self._since = self._seen = time.monotonic()
         self._cpu = time.process_time()
-        self._logged = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-watchdog", daemon=True)
         self._thread.start()
@@ -142,12 +134,12 @@ class Watchdog:
         self._tell(reason, True, mismatch)
 
     def leave(self, how: str) -> None:
-        """Stop. Tell all ranks how this rank leaves, if ``tell_end`` hasn't told it."""
+        """Stop. Tell all ranks ``how`` this rank leaves, unless it is empty."""
         if how:
             self._tell(how, False, False)
         # The store may end with rank 0, so the others get 1.5 intervals to hear it.
         deadline = time.monotonic() + 1.5 * self.interval
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             while self._rank == 0 and time.monotonic() < deadline:
                 if len(self._store.get("news").splitlines()) >= self._world:
                     break
@@ -163,7 +155,8 @@ class Watchdog:
         _try_for(2, tell)
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the process with the store has ended
+        # The process with the store may have ended.
+        with suppress(RuntimeError):
             while not self._stopped.wait(self.interval):
                 self._look()
                 self._answer()
@@ -206,31 +199,38 @@ class Watchdog:
         # Reading the stack holds the interpreter, so a rank that computes doesn't pay for it.
         report = self._last = Report("") if is_busy else self._report()
         if not report.waited:
-            self._since, self._logged = now, 0.0
+            self._since, self._due = now, self.patience
         if self.left and self._process.doing and report.waited > self.patience:
             # The connections of a rank that has left stay open until its process ends.
             self._end(f"{self._who_left()}, and rank {self._rank} {report}", False)
             return
         # The lowest waiting rank asks first, and its question serves all.
         turn = min(self._rank, 50) * self.interval / 10
-        if report.waited > self.patience + turn and now - self._asked > self.patience / 2:
+        if report.waited > self._due + turn and now - self._asked > self.patience / 2:
+            self._due = 2 * report.waited
             self._compare(report)
 
     def _compare(self, report: Report) -> None:
         reports = self._ask()
         if self._stopped.is_set():
             return
-        where = explain(reports)
-        if report.waited >= 2 * self._logged:
-            self._logged = report.waited
-            text = "rank %d has waited for %.0f s: %s"
-            logger.warning(text, self._rank, report.waited, where)
+        where = self._explain(reports)
+        logger.warning("rank %d has waited for %.0f s: %s", self._rank, report.waited, where)
         if are_stuck(reports.values(), self.patience / 2):
             self._end(
                 f"the ranks wait for each other: {where}. Look for a call under accel.is_main(), "
                 "or for loops of different lengths.",
                 True,
             )
+
+    def _explain(self, reports: Mapping[int, Report | None]) -> str:
+        """Describe where the ranks are. Ranks in the same place share a sentence."""
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, report in reports.items():
+            host = self._process.hosts[rank]
+            silent = f"(host {host}) did not answer: it ended, hangs or has no link"
+            ranks_by_text.setdefault(str(report or silent), []).append(rank)
+        return "; ".join(f"{named(ranks)} {text}" for text, ranks in ranks_by_text.items())
 
     def _ask(self) -> dict[int, Report | None]:
         number = self._store.add("alarm", 1)
@@ -257,29 +257,23 @@ class Watchdog:
         return self._process.ended or self._who_left() or self.who_is_missing(error)
 
     def who_is_missing(self, error: BaseException) -> str:
-        """Return the ranks because of which an error ends this rank, or an empty string."""
-        hosts, text = self._process.hosts, str(error)
+        """Return the ranks that caused an error, or an empty string."""
+        text = str(error)
         # gloo raises RuntimeErrors. Connections of the program itself raise other classes.
         is_lost = isinstance(error, RuntimeError) and ("imed out" in text or "by peer" in text)
         if self._stopped.is_set() or not is_lost:
             return ""
         reports: dict[int, Report | None] = {}
         _try_for(3 * self.interval + 2, lambda: reports.update(self._ask()))
-        if self._process.ended:  # a different rank told why
+        if self._process.ended:
             return ""
         if not reports:
-            return f"rank 0 (host {hosts[0]}) can't be reached, or the launcher's node"
-        silent: list[str] = []
-        late: dict[int, Report | None] = {}
+            return f"rank 0 (host {self._process.hosts[0]}) or its launcher can't be reached"
+        missing: dict[int, Report | None] = {}
         for rank, report in reports.items():
-            if report is None:
-                silent.append(f"{rank} (host {hosts[rank]})")
-            elif report.rounds < self._process.rounds:
-                late[rank] = report
-        if silent:
-            why = "it ended or hangs, or the link to it is cut"
-            return f"rank {', '.join(silent)} did not answer: {why}"
-        return f"{named(late)} did not come in time: {explain(late)}" if late else explain(reports)
+            if report is None or report.rounds < self._process.rounds:
+                missing[rank] = report
+        return self._explain(missing or reports)
 
     def _who_left(self) -> str:
         texts = []
@@ -293,7 +287,7 @@ def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
 
     def act() -> None:
         # ValueError: the user has destroyed the default group.
-        with contextlib.suppress(RuntimeError, ValueError):
+        with suppress(RuntimeError, ValueError):
             use_store()
 
     thread = threading.Thread(target=act, daemon=True)
@@ -305,31 +299,25 @@ def _try_for(seconds: float, use_store: Callable[[], None]) -> None:
 
 
 def disconnect_all() -> None:
-    """Close the connections of all process groups, so no thread waits in a collective."""
-    groups = list(distributed_c10d._world.pg_map)
-    for group in groups:
-        _close_gloo(group)
-    # Groups may wait for each other's kernels, so torch ends them as a batch, newest first.
+    """Close the connections of all groups, to free waiting threads."""
     backends: list[Any] = []
-    for group in reversed(groups):
+    for group in list(distributed_c10d._world.pg_map):
+        _close_gloo(group)
         backends += accelerator_backends(group)
-    is_batch = bool(backends) and hasattr(backends[0], "_group_start")
-    if is_batch:
-        backends[0]._group_start()
-    for backend in backends:
-        if hasattr(backend, "abort"):
-            backend.abort()
-    if is_batch:
-        backends[0]._group_end()
+    # Groups may wait for each other's kernels, so torch ends them as a batch, newest first.
+    for name in ("_group_start", "abort", "_group_end"):
+        for backend in reversed(backends) if name == "abort" else backends[-1:]:
+            if hasattr(backend, name):
+                getattr(backend, name)()
 
 
 def accelerator_backends(group: dist.ProcessGroup) -> list[Any]:
     """Return a group's backends for accelerators, such as nccl, but not gloo."""
     backends: list[Any] = []
     for device in group._device_types:
-        with contextlib.suppress(RuntimeError):
-            backend: Any = None if device.type == "cpu" else group._get_backend(device)
-            if backend is not None and backend.name() != "gloo" and backend not in backends:
+        with suppress(RuntimeError):
+            backend: Any = group._get_backend(device)
+            if backend.name() != "gloo" and backend not in backends:
                 backends.append(backend)
     return backends
 
@@ -339,6 +327,6 @@ def _close_gloo(group: dist.ProcessGroup) -> None:
     # Aborting a group doesn't close them while a reducer or a pending operation holds it. A receive
     # that times out does. One from a rank that is gone closes nothing, so we try all ranks.
     for peer in set(range(group.size())) - {group.rank()}:
-        with contextlib.suppress(RuntimeError):
-            buffer = [torch.empty(1, device="cpu")]
+        buffer = [torch.empty(1, device="cpu")]
+        with suppress(RuntimeError):
             group.recv(buffer, peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -36,7 +36,7 @@ _COMMON: Final[Names] = (
     ("torch._C:", "DisableTorchFunctionSubclass", "parameters whose class looks at their uses"),
     ("torch._C:TensorBase.", "_version", "writes in place"),
     ("torch.nn:Module.", "_apply", "memory for deferred parameters of FSDP2"),
-    ("torch:", "_foreach_norm _foreach_mul_ _foreach_add_ _foreach_copy_", "many gradients at once"),
+    ("torch:", "_foreach_norm _foreach_mul_ _foreach_copy_", "many gradients at once"),
     ("torch._compile:", "_disable_dynamo", "what stays outside of compiled code"),
     ("torch:", "_has_compatible_shallow_copy_type", "whether a conversion keeps the parameter object"),
     ("torch.nn:Module.", _TABLES, "tensors where a module holds them"),

@@ -63,17 +63,14 @@ def one_rank_elsewhere(done: Path) -> str:
     done.touch()
     with pytest.raises(AccelError) as caught:
         agree("refresh", None, timeout=timedelta(seconds=3))
-    with pytest.raises(AccelError, match="process groups were ended: rank 1 did not come in time"):
+    with pytest.raises(AccelError, match="process groups were ended: rank 1 is in all_reduce"):
         agree("next", None)
     return f"{type(caught.value).__name__} {caught.value}"
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     first, missing, late = outcomes(3, one_rank_elsewhere, tmp_path / "begins", breaks=True)
-    words = (
-        "rank 0 cannot go on in 'refresh': rank 1 did not come in time: rank 1 is in all_reduce (test_collectives.py:"
-    )
-    assert words in first.value
+    assert "rank 0 cannot go on in 'refresh': rank 1 is in all_reduce (test_collectives.py:" in first.value
     assert first.value.startswith("TimeoutError")
     assert "RuntimeError" in missing.error  # gloo's own, from the training collective
     assert "'refresh'" in late.value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,8 +12,6 @@ import torch
 from accel.errors import AccelError, DeviceError
 from accel.process import devices, startup, watchdog
 from accel.process.devices import default_backend, parse_backend, parse_devices, pick
-from accel.process.launchers import Place
-from accel.process.startup import StartReport
 
 CPU = (torch.device("cpu"),)
 
@@ -79,19 +75,14 @@ def test_free_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_check_their_devices() -> None:
-    def check(*reports: StartReport) -> None:
-        process: Any = SimpleNamespace(place=Place(rank=1), shares=lambda device: False, device=None)
-        startup._check_devices(process, list(reports))
-
-    first, second = StartReport("a", "mps", ["mps:0 of a"], ""), StartReport("b", "mps", ["mps:0 of b"], "")
-    check(first, second)
-    for reports, words in (
-        ((first, second, first), "ranks 0 and 2 would share one device"),
-        ((first, replace(second, kind="cpu")), "rank 1 uses cpu, but rank 0 mps"),
-        ((first, StartReport("b", "mps", [], "no mps")), "rank 1: no mps"),
+    first = {"kind": "mps", "problem": ""}
+    startup._check([first, first])
+    for second, words in (
+        ({"kind": "cpu", "problem": ""}, "rank 1 uses cpu, but rank 0 mps"),
+        ({"kind": "mps", "problem": "no mps"}, "rank 1: no mps"),
     ):
         with pytest.raises(DeviceError, match=words):
-            check(*reports)
+            startup._check([first, second])
 
 
 def test_process_group_backends() -> None:
@@ -108,13 +99,11 @@ def test_process_group_backends() -> None:
 
 def test_backends_by_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that is none of torch's classes, as nccl2 is none of ``ProcessGroupNCCL``."""
-    gloo, nccl = Mock(spec=["name"]), Mock(spec=["name", "abort", "set_timeout"])
+    gloo, nccl = Mock(spec=["name"]), Mock(spec=["name", "abort"])
     gloo.name.return_value, nccl.name.return_value = "gloo", "nccl2"
     backends = {torch.device("cpu"): gloo, torch.device("cuda"): nccl}
     group: Any = SimpleNamespace(_device_types=list(backends), _get_backend=backends.__getitem__)
     assert watchdog.accelerator_backends(group) == [nccl]
-    startup.give_margin(group, timedelta(minutes=2))
-    nccl.set_timeout.assert_called_once_with(timedelta(minutes=3))
     groups = SimpleNamespace(_world=SimpleNamespace(pg_map=[group]))
     monkeypatch.setattr(watchdog, "distributed_c10d", groups)
     monkeypatch.setattr(watchdog, "_close_gloo", lambda group: None)
