@@ -303,7 +303,8 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
         end_all()
     finally:
         process.shutdown(how)
-        data.latest.forget()
+        data.latest.rows = None
+        data.latest.split.clear()
 
 
 def end_all() -> None:

@@ -13,7 +13,6 @@ from ..process import world_size
 from ..process.rng import Generators, from_plain, to_plain
 from .checks import LoaderOptions, LoaderPlace
 from .iteration import Iteration, LoaderState
-from .readers import Position
 from .sampling import length_of, own_generators
 
 
@@ -35,8 +34,7 @@ class LoaderHandle:
         in_place: bool = False,
     ) -> None:
         in_place = in_place or not options.shard
-        start = Position(epoch=0, seed=None if in_place else seed)
-        state = LoaderState(loader, options, place, seed, in_place, start)
+        state = LoaderState(loader, options, place, seed, in_place)
         object.__setattr__(self, "_accel", state)
 
     def __iter__(self) -> Any:
@@ -57,7 +55,7 @@ class LoaderHandle:
             # The program's generators can't give the order of an epoch by its number.
             state.in_place = False
         if is_chosen or number != state.start.epoch:
-            state.start = state.fresh(number)
+            state.start = state.fresh(number, state.start.skip)
 
     def skip(self, n: int) -> None:
         """Start the next iteration after ``n`` batches.
@@ -68,7 +66,7 @@ class LoaderHandle:
         Args:
             n: batches of each rank.
         """
-        self._accel.skip = whole_number(n)
+        self._accel.start = replace(self._accel.start, skip=whole_number(n))
 
     @property
     def is_last(self) -> bool:
@@ -88,10 +86,11 @@ class LoaderHandle:
         if current is not None and current.in_group:
             raise LoaderError("A group of accel.accumulate isn't complete. Save after the group.")
         if current is None or current.reader.is_complete():
-            position = state.reader().skip(state.start, state.skip)
+            reader = state.reader()
+            reader.begin(state.start)
         else:
-            position = current.reader.position()
-        generators = None
+            reader = current.reader
+        position, generators = reader.position(), None
         if position.seed is None:
             own = Generators(own_generators(state.raw)).states()
             generators = {"order": to_plain(position.states), "own": to_plain(own)}
@@ -130,7 +129,7 @@ class LoaderHandle:
         if generators is not None and generators["order"] is not None:
             states = from_plain(generators["order"])
             position = replace(position, seed=None, states=states)
-        state.start, state.skip = position, 0
+        state.start = position
         state.latest = lambda: None
         # Workers that are alive can't skip to the position.
         state.persistent = None
@@ -148,23 +147,18 @@ class LoaderHandle:
         raise LoaderError("A LoaderHandle can't be pickled or copied. Pickle its state_dict().")
 
 
-def _check_saved(state: LoaderState, saved: Any) -> None:
-    keys = {"epoch", "consumed", "streams", "seed", "generators", "length", "part", "own"}
-    if not isinstance(saved, Mapping) or not keys <= saved.keys():
-        raise LoaderError(f"This isn't a state of a LoaderHandle: {saved!r}")
-    length, problem = length_of(state.raw.dataset), ""
+def _check_saved(state: LoaderState, saved: Mapping[str, Any]) -> None:
+    length, workers, part = length_of(state.raw.dataset), len(saved["streams"]), saved["part"]
+    problem = ""
     if saved["length"] != length:
         raise LoaderError(f"The saved dataset's length is {saved['length']}, not {length}.")
-    if len(saved["streams"]) != state.reader().streams:
-        problem = f"with num_workers={len(saved['streams'])}. Use the same num_workers"
-    if saved["part"] != state.part:
-        problem = f"by {_owner(saved['part'])}, not {_owner(state.part)}. Use as many ranks"
+    if workers != state.reader().streams:
+        problem = f"with num_workers={workers}. Use the same num_workers"
+    if part != state.part:
+        saver = f"rank {part[0]} of {part[1]}" if part else "all ranks together"
+        problem = f"by {saver}. Use as many ranks and the same options"
     if saved["consumed"] and problem:
         raise LoaderError(f"The state was saved in mid-epoch {problem}, or save between epochs.")
-
-
-def _owner(part: list[int]) -> str:
-    return f"rank {part[0]} of {part[1]}" if part else "all ranks"
 
 
 def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
@@ -185,8 +179,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     size = raw.batch_size or getattr(raw.batch_sampler, "batch_size", None)
     if size is None:
         raise LoaderError(f"effective_batch_size: {described(raw)} has no batch_size.")
-    replicas = world_size()
-    if isinstance(loader, LoaderHandle):
-        state = loader._accel
-        replicas = 1 if state.options.split_batches else state.place.world
-    return int(size) * replicas
+    if not isinstance(loader, LoaderHandle):
+        return int(size) * world_size()
+    state = loader._accel
+    return int(size) * (1 if state.options.split_batches else state.place.world)

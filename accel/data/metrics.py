@@ -14,12 +14,10 @@ from ..process.control import agree, locked
 from ..process.transfer import find_difference, sums_of
 from ..trees import all_tensors, walk
 from .handle import LoaderHandle
-from .iteration import latest
-from .readers import WHOLE
-from .sampling import Share, has_parts, length_of
+from .iteration import Rows, latest
+from .sampling import WHOLE, Share, has_parts, length_of
 
 T = TypeVar("T")
-Replica = tuple[int, int]
 
 
 @locked
@@ -45,46 +43,41 @@ def gather_for_metrics(
     Raises:
         LoaderError: no loader gave a batch, or dimension 0 isn't the batch.
     """
-    rows, replica, error = data, latest.replica, None
+    rows, place, error = data, latest.rows, None
     try:
-        share, replica = _share_of(loader, data, objects)
+        place = _rows_of(loader)
+        share = place.share
         if share is not WHOLE:
             rows = walked(lambda _, leaf: _trim(leaf, share, objects), data, objects)
     except LoaderError as caught:
         error = caught
     try:
         problem = text_of_error(error)
-        if replica is not None and replica[1] < world_size():
-            rows, problem = _once(rows, replica[0], objects, problem)
+        if place is not None and place.replicas < world_size():
+            rows, problem = _once(rows, place.replica, objects, problem)
         gathered: T = gather(rows, pad=pad, objects=objects, problem=problem)
     except AccelError as caught:
         raise (error or caught) from None
     return gathered
 
 
-def _share_of(loader: Any, data: Any, objects: bool) -> tuple[Share, Replica | None]:
-    share, replica = latest.rows, latest.replica
+def _rows_of(loader: Any) -> Rows:
+    rows = latest.rows
     if isinstance(loader, LoaderHandle):
-        state = loader._accel
-        state.check_process()
-        share, replica = state.rows, state.place[:2]
+        loader._accel.check_process()
+        rows = loader._accel.rows
     elif loader is not None:
         sizes: list[Any] = []
         walk(lambda _, leaf: sizes.append(length_of(leaf)), loader, "", has_parts)
-        rows: list[Any] = []
-        walked(lambda _, leaf: rows.append(length_of(leaf)), data, objects)
-        key: Any = (*sizes[:1], *rows[:1])
-        share, division = None, latest.divisions.get(key)
-        if division is not None:
-            share, replica = division.share(sizes[0]), (division.rank, division.world)
-    if share is None and world_size() == 1 and not isinstance(loader, DataLoader):
-        share = WHOLE
-    if share is None:
+        rows = latest.split.get(sizes[0]) if sizes else None
+    if rows is None and world_size() == 1 and not isinstance(loader, DataLoader):
+        rows = Rows(WHOLE, 0, 1)
+    if rows is None:
         raise LoaderError(
             "gather_for_metrics: no loader has given these rows. Pass the loader of "
             "accel.setup or the items of accel.split."
         )
-    return share, replica
+    return rows
 
 
 def _trim(leaf: Any, share: Share, objects: bool) -> Any:

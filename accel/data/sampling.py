@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, Sampler
 
-from ..process.packing import bytes_of, is_dense, to_bytes
 from ..process.rng import is_generator, seed_of
 from ..trees import walk
 
@@ -29,6 +27,10 @@ class Share(NamedTuple):
     real: int
 
 
+#: The share of a batch without padding.
+WHOLE: Final = Share(0, -1, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
     """The division of ``world * batch`` consecutive samples over the ranks."""
@@ -38,14 +40,12 @@ class Division:
     batch: int
     even: bool
     drop_last: bool
+    #: True if the samples are the batches of a custom sampler, or aren't batched.
+    units: bool = False
 
     @property
     def width(self) -> int:
         return self.world * self.batch
-
-    @property
-    def pads(self) -> bool:
-        return self.even and not self.drop_last and self.world > 1
 
     def share(self, count: int) -> Share:
         """Return this rank's share of a global step of ``count`` samples."""
@@ -57,6 +57,14 @@ class Division:
         offset = self.rank * size + min(self.rank, extra)
         size += self.rank < extra
         return Share(offset, size, size)
+
+    def rows(self, count: int) -> Share:
+        """Return this rank's rows of its batch. Padding is of no samples."""
+        has_padding = self.even and not self.drop_last and self.world > 1
+        if count and not has_padding:
+            return WHOLE
+        share = self.share(count)
+        return share._replace(size=-1) if self.units or not count else share
 
     def local_steps(self, remaining: int) -> int:
         """Return the number of this rank's batches of ``remaining`` samples."""
@@ -72,15 +80,6 @@ def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
     end = share.offset + share.size
     padding = islice(cycle(head), max(0, end - len(chunk)))
     return [*chunk, *padding][share.offset : end]
-
-
-def divide(
-    order: Iterator[Any], division: Division, head: list[Any]
-) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield this rank's share and all items of each global step."""
-    while chunk := list(islice(order, division.width)):
-        head += chunk[: division.world - 1 - len(head)]
-        yield portion(chunk, division, head), chunk
 
 
 def has_parts(items: Any) -> bool:
@@ -150,18 +149,12 @@ def identity(items: Any) -> int:
     def visit(path: str, leaf: Any) -> Any:
         is_text = isinstance(leaf, int | str | bytes)
         dtype = str(getattr(leaf, "dtype", ""))
-        content: Any = b""
-        if is_text or isinstance(leaf, float):
-            content = repr(leaf).encode()
-        elif isinstance(leaf, torch.Tensor):
-            if is_dense(leaf) and leaf.numel():
-                content = to_bytes(bytes_of(leaf, torch.device("cpu")))
-        # An array of objects has their addresses.
-        elif hasattr(leaf, "tobytes") and dtype != "object":
-            content = leaf.tobytes()
-        # Labels and tokens have wide integers, and pixels have bytes.
-        is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
-        checksums[is_name] = zlib.crc32(content, checksums[is_name])
+        # Texts of other objects have their addresses, and those of tensors their device.
+        if is_text or dtype or isinstance(leaf, float):
+            text = repr(leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
+            # Labels and tokens have wide integers, and pixels have bytes.
+            is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
+            checksums[is_name] = zlib.crc32(text.encode(), checksums[is_name])
         return leaf
 
     walk(visit, items, "")

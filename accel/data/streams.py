@@ -18,8 +18,8 @@ from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators
 from .checks import LoaderOptions, LoaderPlace
-from .readers import Batches, Position, Reader, SampleSource, Steps, Tag
-from .sampling import Division, Share, identity, portion
+from .readers import Batches, Position, Reader, SampleSource, Tag
+from .sampling import Division, identity, portion
 
 #: Every rank reads the stream, or its shards of a Hugging Face dataset, or rank 0 reads for all.
 FULL, SHARDS, DISPATCHED = "full", "shards", "dispatched"
@@ -40,62 +40,55 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
     return SHARDS if divides and callable(getattr(dataset, "shard", None)) else FULL
 
 
-# -- In the process that reads the dataset ---------------------------------------------------------
-
-
 @final
 class _StreamView(IterableDataset[Any]):
-    """A rank's share of a stream as a dataset."""
+    """A rank's share of a stream as a dataset. Workers have a copy."""
+
+    _source: SampleSource
+    _mode: str
 
     def __init__(self, source: SampleSource, mode: str) -> None:
         vars(self).update(_source=source, _mode=mode)
 
     def __iter__(self) -> Iterator[Any]:
-        source: SampleSource = vars(self)["_source"]
-        start, info = source.start, get_worker_info()
+        source, division = self._source, self._source.division
+        start, info, first = source.start, get_worker_info(), 0
         if info:
             # The states seed the workers, which draw from their own generators.
             source.start = replace(start, states=None)
-        steps = source.steps(info.id if info else 0)
+        chunks = source.chunks(info.id if info else 0)
         # Workers that live longer than an epoch start the next epoch at its beginning.
         source.start = Position(epoch=start.epoch + 1)
-        return _given(source, steps, vars(self)["_mode"])
+        for chunk in chunks:
+            if division.world > 1:
+                first = first or identity(chunk)
+                source.tag = replace(source.tag, first=first)
+            shares = []
+            for rank in range(division.world) if self._mode == DISPATCHED else [division.rank]:
+                shares.append(portion(chunk, replace(division, rank=rank), source.head))
+            if self._mode != DISPATCHED:
+                yield from shares[0]
+            elif shares[0]:
+                yield shares
 
     def __len__(self) -> int:
-        return len(vars(self)["_source"].items)
+        return len(self._source.items)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(vars(self)["_source"].items, name)
+        return getattr(self._source.items, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A worker_init_fn may set attributes of the user's dataset.
-        setattr(vars(self)["_source"].items, name, value)
+        setattr(self._source.items, name, value)
 
 
-def _given(source: SampleSource, steps: Steps, mode: str) -> Iterator[Any]:
-    division, first = source.division, 0
-    for share, items in steps:
-        if division.world > 1:
-            first = first or identity(items)
-            source.tag = replace(source.tag, first=first)
-        if mode != DISPATCHED:
-            yield from share
-        elif share:
-            places = [replace(division, rank=rank) for rank in range(division.world)]
-            yield [portion(items, place, source.head) for place in places]
-
-
-def _tagged(collate: Collate, source: SampleSource, items: Any) -> tuple[Tag, Any]:
-    return source.tag, collate(items)
-
-
-def _collated(collate: Collate, units: bool, shares: list[Any]) -> list[Any]:
-    return [collate(share[0] if units else share) for share in shares]
-
-
-# -- In the process that runs the loop -------------------------------------------------------------
+def _tagged(collate: Collate, source: SampleSource, mode: str, items: Any) -> tuple[Tag, Any]:
+    if mode != DISPATCHED:
+        return source.tag, collate(items)
+    units = source.division.units
+    return source.tag, [collate(share[0] if units else share) for share in items]
 
 
 @final
@@ -106,25 +99,13 @@ class StreamReader(Reader):
         self, loader: DataLoader[Any], division: Division, mode: str, process: Process | None
     ) -> None:
         dataset: Any = loader.dataset
-        own_division = division
+        self._division = division
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
-            own_division = replace(division, rank=0, world=1)
-        source = SampleSource(dataset, own_division)
-        super().__init__(loader, division, source, max(1, loader.num_workers))
+            division = replace(division, rank=0, world=1)
+        super().__init__(loader, SampleSource(dataset, division, {}), max(1, loader.num_workers))
         self._mode = mode
         self._process = process
-
-    def install(self, loader: DataLoader[Any]) -> None:
-        parts = vars(loader)
-        parts["dataset"] = _StreamView(self._source, self._mode)
-        if self._mode == DISPATCHED:
-            parts.update(batch_sampler=None, batch_size=None)
-            loader.collate_fn = partial(_collated, loader.collate_fn, self._units)
-        elif not self._units:
-            batch, drop_last = self._division.batch, loader.drop_last
-            parts["batch_sampler"] = BatchSampler(loader.sampler, batch, drop_last)
-        loader.collate_fn = partial(_tagged, loader.collate_fn, self._source)
 
     def begin(self, start: Position) -> None:
         super().begin(start)
@@ -134,29 +115,27 @@ class StreamReader(Reader):
         self._source.states = Generators({"seeds": seeding}).states()
 
     def open(self, loader: DataLoader[Any]) -> Batches:
-        process, mode = self._process, self._mode
-        if mode == DISPATCHED and process is not None:
-            is_reader = process.place.rank == 0
+        process, division, mode = self._process, self._division, self._mode
+        parts = vars(loader)
+        parts["dataset"] = _StreamView(self._source, mode)
+        if mode == DISPATCHED:
+            parts.update(batch_sampler=None, batch_size=None)
+        elif not division.units:
+            sampler = BatchSampler(loader.sampler, division.batch, loader.drop_last)
+            parts["batch_sampler"] = sampler
+        loader.collate_fn = partial(_tagged, self._loader.collate_fn, self._source, mode)
+        if process is not None and (mode == DISPATCHED or (mode == SHARDS and division.even)):
+            is_reader = mode == SHARDS or process.place.rank == 0
             return self._in_step(iter(loader if is_reader else ()), process)
-        batches = iter(loader)
-        if process is None or self._division.world == 1:
-            return batches
-        if mode == FULL:
-            return self._compared(batches)
-        return self._in_step(batches, process) if self._division.even else batches
-
-    def real_rows(self, samples: int) -> Share:
-        if self._mode == SHARDS and self._division.even:
-            # The batches of a step are of different shards. All of their rows are real, or none.
-            return Share(0, -1, min(1, samples))
-        return super().real_rows(samples)
+        is_compared = process is not None and mode == FULL and division.world > 1
+        return self._compared(iter(loader)) if is_compared else iter(loader)
 
     # -- Streams that the ranks read together. Every step is collective. --
 
     def _compared(self, batches: Batches) -> Batches:
         """Yield the batches after a comparison of the first items of the stream."""
         item, firsts = _read_together(batches)
-        if len(set(firsts) - {None}) > 1:
+        if len(set(firsts)) > 1:
             kind = type(self._loader.dataset).__name__
             raise LoaderError(
                 f"The ranks read different items from {kind}, which shards itself or shuffles. "
@@ -174,19 +153,20 @@ class StreamReader(Reader):
             # If the dataset was sharded before, sharding it once more would lose most of it.
             items = islice(self._loader.dataset, 1)
             list(self._compared((Tag(first=identity(item)), item) for item in items))
-        tag, padding = self.tags[0], None
+        padding = None
         following, next_firsts = _read_together(batches)
-        while set(next_firsts) != {None}:
+        while next_firsts:
             item, firsts = following, next_firsts
             following, next_firsts = _read_together(batches)
             if is_dispatched:
                 item = _scattered(item, places, process)
             elif padding is None:
                 # A resumed rank may have read its shards already.
-                others = agree(_LABEL, item and item[1]) if None in firsts else [item[1]]
-                padding = copy.deepcopy(next(other for other in others if other is not None))
-            tag, batch = item or (tag, padding)
-            yield replace(tag, more=set(next_firsts) != {None}), batch
+                is_full = len(firsts) == process.place.world_size
+                others = [item] if is_full else agree(_LABEL, item)
+                padding = Tag(), copy.deepcopy(next(filter(None, others))[1])
+            tag, batch = item or padding
+            yield replace(tag, more=bool(next_firsts)), batch
 
 
 def _scattered(item: Any, places: list[int], process: Process) -> Any:
@@ -198,10 +178,10 @@ def _scattered(item: Any, places: list[int], process: Process) -> Any:
     return received[0]
 
 
-def _read_together(batches: Batches) -> tuple[Any, list[int | None]]:
-    """Read a batch on every rank, and return it and every rank's checksum. Collective.
+def _read_together(batches: Batches) -> tuple[Any, list[int]]:
+    """Read a batch on every rank, and return it with the checksums of all batches. Collective.
 
-    Both are None at the end. If reading fails on a rank, every rank raises.
+    At the end the batch is None. If reading fails on a rank, every rank raises.
     """
     item, error = None, None
     try:
@@ -211,4 +191,4 @@ def _read_together(batches: Batches) -> tuple[Any, list[int | None]]:
     first = None if item is None else item[0].first
     answers = agree(_LABEL, (first, text_of_error(error)))
     raise_together(_LABEL, error, [text for _, text in answers], LoaderError)
-    return item, [other for other, _ in answers]
+    return item, [other for other, _ in answers if other is not None]
