@@ -109,7 +109,6 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 
     Raises:
         LoaderError: ``loader`` isn't a handle, or ``n`` isn't positive.
-        RankMismatchError: the ranks have different ``n`` or numbers of batches.
     """
     # To a type checker a handle is its loader.
     handle: Any = loader

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset
-from torch.utils.data.distributed import DistributedSampler
 
 from ..errors import LoaderError
 from ..process import Process
@@ -53,7 +52,7 @@ class Shape(NamedTuple):
     """The sampler and batch size. With ``units`` its items stay whole."""
 
     sampler: Any
-    batch: int
+    batch_size: int
     drop_last: bool
     units: bool
 
@@ -80,8 +79,10 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     problem = ""
     if options.dispatch and not (is_stream and options.shard and options.even_batches):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
-    elif options.split_batches and shape.batch % world:
-        problem = f"split_batches needs a multiple of {world} ranks, not batch_size={shape.batch}."
+    elif options.split_batches and shape.batch_size % world:
+        problem = (
+            f"split_batches needs a multiple of {world} ranks, not batch_size={shape.batch_size}."
+        )
     elif not options.shard:
         return
     elif is_stream and has_own_iter(loader):
@@ -91,8 +92,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
         problem = "even_batches=False needs num_workers=0 or drop_last=True for a stream."
     for part in parts_of(shape.sampler):
         # Accelerate and others name it num_processes.
-        ranks = getattr(part, "num_replicas", None) or getattr(part, "num_processes", None)
-        is_distributed = isinstance(part, DistributedSampler) or ranks not in (None, 1)
+        is_distributed = hasattr(part, "num_replicas") or hasattr(part, "num_processes")
         if isinstance(part, Sampler) and is_distributed:
             kind = type(part).__qualname__
             problem = f"The loader is distributed already, by a {kind}. {off}"
@@ -106,13 +106,10 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
     if not options.shard:
         return facts
     dataset, shape = loader.dataset, shape_of(loader)
+    facts |= shape._replace(sampler=type(shape.sampler).__qualname__)._asdict()
     facts |= {
         "dataset": type(dataset).__qualname__,
         "length": length_of(dataset),
-        "sampler": type(shape.sampler).__qualname__,
-        "batch size": shape.batch,
-        "drop_last": shape.drop_last,
-        "custom batches": shape.units,
         "workers of the stream": isinstance(dataset, IterableDataset) and loader.num_workers,
     }
     if isinstance(dataset, Subset):

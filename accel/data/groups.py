@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar, final
 
-from ..errors import LoaderError, RankMismatchError
-from ..process.control import agree
+from ..errors import LoaderError
 from .handle import LoaderHandle
 from .iteration import Iteration
 
@@ -57,15 +56,8 @@ class Accumulation(Generic[T]):
         return -(-len(self._loader) // self._n)
 
     def __iter__(self) -> Iterator[Group[T]]:
-        state, iteration = self._loader._accel, iter(self._loader)
-        state.release = lambda: self._accumulate(False)
-        if state.place.process is not None:
-            groups = f"{iteration.length} batches in groups of {self._n}"
-            by_rank = agree("accel.accumulate", groups)
-            if len(set(by_rank)) > 1:
-                # Gradients of different steps would be averaged.
-                text = f"accel.accumulate: the ranks have {', '.join(by_rank)}."
-                raise RankMismatchError(f"{text} Use even_batches=True or drop_last=True.")
+        iteration = iter(self._loader)
+        self._loader._accel.release = lambda: self._accumulate(False)
         try:
             while size := iteration.upcoming(self._n):
                 end = iteration.reader.given + size

@@ -11,30 +11,17 @@ from torch.utils.data import DataLoader
 from ..errors import LoaderError, described, whole_number
 from ..process import world_size
 from ..process.rng import Generators, from_plain, to_plain
-from .checks import LoaderOptions, LoaderPlace
 from .iteration import Iteration, LoaderState
 from .sampling import length_of, own_generators
 
 
 class LoaderHandle:
-    """A distributed dataloader, with the other attributes of the ``DataLoader``.
-
-    The seed is the same on all ranks. ``in_place`` draws orders as raw PyTorch does.
-    """
+    """A distributed dataloader, with the other attributes of the ``DataLoader``."""
 
     __slots__ = ("__weakref__", "_accel")
     _accel: LoaderState
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        options: LoaderOptions,
-        place: LoaderPlace,
-        seed: int,
-        in_place: bool = False,
-    ) -> None:
-        in_place = in_place or not options.shard
-        state = LoaderState(loader, options, place, seed, in_place)
+    def __init__(self, state: LoaderState) -> None:
         object.__setattr__(self, "_accel", state)
 
     def __iter__(self) -> Any:
@@ -58,13 +45,10 @@ class LoaderHandle:
             state.start = state.fresh(number, state.start.skip)
 
     def skip(self, n: int) -> None:
-        """Start the next iteration after ``n`` batches.
+        """Start the next iteration after ``n`` batches of each rank.
 
         Call it on every rank, after ``load_state_dict``. A second call replaces the
         first. The samples of a map-style dataset are not read.
-
-        Args:
-            n: batches of each rank.
         """
         self._accel.start = replace(self._accel.start, skip=whole_number(n))
 
@@ -115,21 +99,16 @@ class LoaderHandle:
         """
         state = self._accel
         _check_saved(state, state_dict)
-        generators, own = state_dict["generators"], state_dict["own"]
-        if generators is None and state.options.shard:
+        generators = from_plain(state_dict["generators"]) or {}
+        if not generators and state.options.shard:
             state.seed, state.in_place = state_dict["seed"], False
-        elif generators is not None and state.in_place:
-            Generators(own_generators(state.raw)).put(from_plain(generators["own"]))
-        position = replace(
-            state.fresh(state_dict["epoch"]),
-            at=tuple(state_dict["streams"]) if state_dict["consumed"] else (),
-            # Older states have a list, for the workers of a stream.
-            own=own[0] if isinstance(own, list) else own,
-        )
-        if generators is not None and generators["order"] is not None:
-            states = from_plain(generators["order"])
-            position = replace(position, seed=None, states=states)
-        state.start = position
+        elif generators and state.in_place:
+            Generators(own_generators(state.raw)).put(generators["own"])
+        state.start = state.fresh(state_dict["epoch"])
+        if generators.get("order"):
+            state.start = replace(state.start, seed=None, states=generators["order"])
+        at = tuple(state_dict["streams"]) if state_dict["consumed"] else ()
+        state.start = replace(state.start, at=at, own=state_dict["own"])
         state.latest = lambda: None
         # Workers that are alive can't skip to the position.
         state.persistent = None
@@ -168,9 +147,6 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
 
 def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     """Return the number of samples in a step of all ranks together. Local.
-
-    Args:
-        loader: a loader's handle, or a raw ``DataLoader``, which counts for all ranks.
 
     Raises:
         LoaderError: the loader has no batch size.

@@ -17,7 +17,7 @@ from ..errors import LoaderError
 from ..process import ended, running
 from ..process.transfer import to_device
 from .checks import LoaderOptions, LoaderPlace, has_own_iter, shape_of
-from .readers import Position, RawReader, Reader, SampleSource, SamplerReader
+from .readers import Position, RawReader, Reader, SamplerReader, SampleSource
 from .sampling import Division, Share, length_of, mix, on_cpu, own_generators
 from .streams import SHARDS, StreamReader, mode_of
 
@@ -52,9 +52,9 @@ class LoaderState:
     place: LoaderPlace
     #: The seed of all epochs, unless the program's generators draw them in place.
     seed: int
-    in_place: bool
+    in_place: bool = False
     #: The start of the next iteration.
-    start: Position = Position(epoch=0)
+    start: Position = field(init=False)
     #: This rank's rows of the last batch.
     rows: Rows | None = None
     #: The iteration that began last, if it is alive.
@@ -67,6 +67,7 @@ class LoaderState:
     release: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
+        self.in_place = self.in_place or not self.options.shard
         self.start = self.fresh(0)
 
     def fresh(self, epoch: int, skip: int = 0) -> Position:
@@ -99,7 +100,7 @@ class LoaderState:
         division = Division(
             rank=rank,
             world=world,
-            batch=shape.batch // world if options.split_batches else shape.batch,
+            batch=shape.batch_size // world if options.split_batches else shape.batch_size,
             even=options.even_batches,
             drop_last=shape.drop_last,
             units=shape.units,
@@ -166,21 +167,20 @@ class Iteration:
         return self
 
     def __next__(self) -> Any:
-        if not self._ahead and not self._read_ahead(1):
+        item = self._ahead.popleft() if self._ahead else next(self._batches, None)
+        if item is None:
             self.finished = True
             raise StopIteration
-        tag, batch = self._ahead.popleft()
+        tag, batch = item
         place = self._state.place
         self._state.rows = latest.rows = Rows(self.reader.take(tag), place.rank, place.world)
         return to_device(batch, place.device) if self._moves else batch
-
-    def _read_ahead(self, count: int) -> int:
-        self._ahead.extend(islice(self._batches, max(0, count - len(self._ahead))))
-        return min(count, len(self._ahead))
 
     def upcoming(self, count: int) -> int:
         """Return how many of the next ``count`` batches there are."""
         if self.length is not None:
             return min(count, self.length - self.reader.given)
-        more = self.reader.tag.more
-        return self._read_ahead(count) if count > 1 or more is None else int(more)
+        if count == 1 and self.reader.tag.more is not None:
+            return int(self.reader.tag.more)
+        self._ahead.extend(islice(self._batches, max(0, count - len(self._ahead))))
+        return min(count, len(self._ahead))

@@ -86,11 +86,9 @@ def _trim(leaf: Any, share: Share, objects: bool) -> Any:
     shape = (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
     is_sized = share.size >= 0
     if not shape or (is_sized and shape[0] != share.size):
-        size = f" of {share.size}" if is_sized else ""
-        kind = "" if isinstance(leaf, torch.Tensor) else f"{described(leaf)} of "
         raise LoaderError(
-            f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found "
-            f"{kind}shape {shape}. Use accel.all_gather for other rows."
+            f"gather_for_metrics: expected dim 0 to be this rank's batch, found "
+            f"{described(leaf)} of shape {shape}. Use accel.all_gather for other rows."
         )
     return leaf[: share.real if is_sized else shape[0] * share.real]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, Final, final
 
@@ -13,13 +12,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from ..errors import LoaderError
 from ..process.rng import Generators, Private, global_generators
-from .sampling import Division, Share, length_of, mix, on_cpu, own_generators, parts_of, portion
+from .sampling import Division, Share, length_of, mix, on_cpu, parts_of, portion
 
 #: A sampler is read in blocks, because it takes 0.2 ms to change the global generators.
 _BLOCK: Final = 1 << 10
 
-#: The items of global steps.
-Chunks = Iterator[list[Any]]
 Context = AbstractContextManager[Any]
 
 
@@ -81,8 +78,11 @@ class SampleSource:
     #: The first items of the epoch, for padding.
     head: list[Any] = field(default_factory=list)
 
-    def chunks(self, stream: int | None = None) -> Chunks:
-        """Begin an epoch, for an iterable dataset in the worker ``stream``."""
+    def chunks(self, stream: int | None = None) -> Iterator[list[Any]]:
+        """Begin an epoch, for an iterable dataset in the worker ``stream``.
+
+        Return an iterator over the items of its global steps.
+        """
         start, width = self.start, self.division.width
         context = self._generators(stream)
         with context, on_cpu():
@@ -92,8 +92,7 @@ class SampleSource:
         used = start.at[stream or 0] if start.at else 0
         self.head = list(islice(order, min(used, self.division.world - 1)))
         self.read = len(self.head)
-        for _ in islice(order, used - self.read):
-            self.read += 1
+        self.read += sum(1 for _ in islice(order, used - self.read))
         # loader.skip() counts full steps, but the last step may have fewer items.
         if used - self.read >= width:
             raise LoaderError(
@@ -102,7 +101,7 @@ class SampleSource:
             )
         return self._chunks(order, stream or 0)
 
-    def _chunks(self, order: Iterator[Any], stream: int) -> Chunks:
+    def _chunks(self, order: Iterator[Any], stream: int) -> Iterator[list[Any]]:
         division = self.division
         while chunk := list(islice(order, division.width)):
             self.head += chunk[: division.world - 1 - len(self.head)]
@@ -218,11 +217,6 @@ class RawReader(Reader):
 class SamplerReader(Reader):
     """The stand-in for the sampler or batch sampler of a map-style loader."""
 
-    @property
-    def sampler(self) -> Any:
-        # StatefulDataLoader asks for the length of the batch sampler's sampler.
-        return getattr(self._source.items, "sampler", self._source.items)
-
     def open(self, loader: DataLoader[Any]) -> Batches:
         vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
         return self._tagged(iter(loader))
@@ -242,18 +236,11 @@ class SamplerReader(Reader):
             before += samples
 
     def __iter__(self) -> Iterator[Any]:
-        # torch calls iter() of a custom batch sampler before it draws the seed of the workers,
-        # and all other samplers draw when the loader asks for the first batch.
-        source, units = self._source, self._source.division.units
-        is_eager = units and not isgeneratorfunction(type(source.items).__iter__)
-        return self._batches(source.chunks() if is_eager else None)
-
-    def _batches(self, chunks: Chunks | None) -> Iterator[Any]:
-        source, units = self._source, self._source.division.units
-        for chunk in chunks or source.chunks():
-            share = portion(chunk, source.division, source.head)
+        source, division = self._source, self._source.division
+        for chunk in source.chunks():
+            share = portion(chunk, division, source.head)
             if share:
-                yield share[0] if units else share
+                yield share[0] if division.units else share
 
     def is_complete(self) -> bool:
         # The same on every rank at the same step, also on a rank without a share of the last step.

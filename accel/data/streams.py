@@ -107,15 +107,12 @@ class StreamReader(Reader):
         self._mode = mode
         self._process = process
 
-    def begin(self, start: Position) -> None:
-        super().begin(start)
+    def open(self, loader: DataLoader[Any]) -> Batches:
+        process, division, mode = self._process, self._division, self._mode
         # A loader seeds its workers from this generator, and they draw the stream. Without workers
         # the snapshot is taken later.
         seeding = self._loader.generator or torch.default_generator
         self._source.states = Generators({"seeds": seeding}).states()
-
-    def open(self, loader: DataLoader[Any]) -> Batches:
-        process, division, mode = self._process, self._division, self._mode
         parts = vars(loader)
         parts["dataset"] = _StreamView(self._source, mode)
         if mode == DISPATCHED:

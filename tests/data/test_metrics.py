@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import accel
 from accel import LoaderError
-from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, gather_for_metrics
+from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, LoaderState, gather_for_metrics
 from tests.data.loaders import Counting, make, numbers
 from tests.distributed import run
 
@@ -40,7 +40,7 @@ def test_batches_arrive_on_the_device() -> None:
     data: Any = [{"x": [torch.ones(2), (torch.ones(2), "text")], "y": item} for item in movable]
     for move, device in ((True, "meta"), (False, "cpu")):
         raw: Any = DataLoader(data, batch_size=None)
-        for batch in LoaderHandle(raw, LoaderOptions(move=move), LoaderPlace(0, 1, meta), seed=0):
+        for batch in LoaderHandle(LoaderState(raw, LoaderOptions(move=move), LoaderPlace(0, 1, meta), 0)):
             first, (second, text) = batch["x"]
             assert (first.device.type, second.device.type, text) == (device, device, "text")
     assert [item.calls for item in movable] == [[(meta, {"non_blocking": True})], [(meta, {})]]
