@@ -65,11 +65,6 @@ def shape_of(loader: DataLoader[Any]) -> Shape:
     return Shape(loader.sampler if batcher is None else batcher, 1, False, True)
 
 
-def has_own_iter(loader: DataLoader[Any]) -> bool:
-    """True if the loader's class has its own ``__iter__``."""
-    return type(loader).__iter__ is not DataLoader.__iter__
-
-
 def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     """Raise LoaderError if a loader can't be sharded over ``world`` ranks."""
     shape = shape_of(loader)
@@ -85,7 +80,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
         )
     elif not options.shard:
         return
-    elif is_stream and has_own_iter(loader):
+    elif is_stream and type(loader).__iter__ is not DataLoader.__iter__:
         problem = f"{type(loader).__qualname__} reads a stream in its own __iter__. {off}"
     elif is_stream and loader.num_workers and is_uneven:
         # Each worker has its own last step, so the ranks' loops would be at different samples.
@@ -106,10 +101,12 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
     if not options.shard:
         return facts
     dataset, shape = loader.dataset, shape_of(loader)
-    facts |= shape._replace(sampler=type(shape.sampler).__qualname__)._asdict()
     facts |= {
         "dataset": type(dataset).__qualname__,
         "length": length_of(dataset),
+        "sampler": type(shape.sampler).__qualname__,
+        "batch_size": shape.batch_size,
+        "drop_last": shape.drop_last,
         "workers of the stream": isinstance(dataset, IterableDataset) and loader.num_workers,
     }
     if isinstance(dataset, Subset):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..errors import LoaderError
 from ..process import ended, running
 from ..process.transfer import to_device
-from .checks import LoaderOptions, LoaderPlace, has_own_iter, shape_of
+from .checks import LoaderOptions, LoaderPlace, shape_of
 from .readers import Position, RawReader, Reader, SamplerReader, SampleSource
 from .sampling import Division, Share, length_of, mix, on_cpu, own_generators
 from .streams import SHARDS, StreamReader, mode_of
@@ -86,13 +86,6 @@ class LoaderState:
         is_alone = not self.options.shard or mode == SHARDS
         return list(self.place[:2]) if is_alone else []
 
-    def check_process(self) -> None:
-        process = self.place.process
-        if process is not None and running() is not process and not ended():
-            raise LoaderError(
-                "accel.teardown() has ended this loader. Pass the raw one to accel.setup()."
-            )
-
     def reader(self) -> Reader:
         """Return a reader of a full epoch."""
         raw, options, shape = self.raw, self.options, shape_of(self.raw)
@@ -107,7 +100,7 @@ class LoaderState:
         )
         source = SampleSource(shape.sampler, division, own_generators(raw))
         reader: Reader = SamplerReader(raw, source)
-        if not options.shard and has_own_iter(raw):
+        if not options.shard and type(raw).__iter__ is not DataLoader.__iter__:
             reader = RawReader(raw, source)
         elif isinstance(raw.dataset, IterableDataset):
             mode = mode_of(raw.dataset, options, self.place)
@@ -127,21 +120,17 @@ class LoaderState:
             self.persistent = loader, reader
         return loader, reader
 
-    def worker_seeds(self, start: Position) -> torch.Generator:
-        # The program's generators stay as they are.
-        generator, states = torch.Generator(), start.states or {}
-        if "seeds" in states:
-            return generator.set_state(states["seeds"])
-        seed = mix(self.seed, start.epoch, sum(start.at), self.place.rank)
-        return generator.manual_seed(seed)
-
 
 @final
 class Iteration:
     """An iterator of a handle. It begins its epoch at once, as in raw PyTorch."""
 
     def __init__(self, state: LoaderState) -> None:
-        state.check_process()
+        process = state.place.process
+        if process is not None and running() is not process and not ended():
+            raise LoaderError(
+                "accel.teardown() has ended this loader. Pass the raw one to accel.setup()."
+            )
         state.release()
         self._state = state
         self._moves = state.options.move and state.place.device.type != "cpu"
@@ -154,7 +143,11 @@ class Iteration:
         self.reader.begin(state.start)
         start = self.reader.start
         if not start.in_place:
-            loader.generator = state.worker_seeds(start)
+            # The program's generators stay as they are.
+            seed = mix(state.seed, start.epoch, sum(start.at), state.place.rank)
+            loader.generator = torch.Generator().manual_seed(seed)
+        if start.states and "seeds" in start.states:
+            loader.generator.set_state(start.states["seeds"])
         with on_cpu():
             self._batches = self.reader.open(loader)
         # A stream of several workers may have more batches than its length tells.

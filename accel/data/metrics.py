@@ -64,7 +64,6 @@ def gather_for_metrics(
 def _rows_of(loader: Any) -> Rows:
     rows = latest.rows
     if isinstance(loader, LoaderHandle):
-        loader._accel.check_process()
         rows = loader._accel.rows
     elif loader is not None:
         sizes: list[Any] = []

@@ -79,18 +79,18 @@ class SampleSource:
     head: list[Any] = field(default_factory=list)
 
     def chunks(self, stream: int | None = None) -> Iterator[list[Any]]:
-        """Begin an epoch, for an iterable dataset in the worker ``stream``.
-
-        Return an iterator over the items of its global steps.
-        """
-        start, width = self.start, self.division.width
+        """Yield the items of global steps, for an iterable dataset in the worker ``stream``."""
+        start, width, world = self.start, self.division.width, self.division.world
         context = self._generators(stream)
+        if stream is not None:
+            # Workers that live longer than an epoch start the next epoch at its beginning.
+            self.start = Position(epoch=start.epoch + 1)
         with context, on_cpu():
             items = iter(self.items)
         in_blocks = stream is None and not start.in_place
         order = _drawn(items, context, max(width, _BLOCK) if in_blocks else width)
         used = start.at[stream or 0] if start.at else 0
-        self.head = list(islice(order, min(used, self.division.world - 1)))
+        self.head = list(islice(order, min(used, world - 1)))
         self.read = len(self.head)
         self.read += sum(1 for _ in islice(order, used - self.read))
         # loader.skip() counts full steps, but the last step may have fewer items.
@@ -99,14 +99,10 @@ class SampleSource:
                 f"The {type(self.items).__name__} gives a shorter epoch than the batches to "
                 "skip. Use the same dataset and sampler."
             )
-        return self._chunks(order, stream or 0)
-
-    def _chunks(self, order: Iterator[Any], stream: int) -> Iterator[list[Any]]:
-        division = self.division
-        while chunk := list(islice(order, division.width)):
-            self.head += chunk[: division.world - 1 - len(self.head)]
+        while chunk := list(islice(order, width)):
+            self.head += chunk[: world - 1 - len(self.head)]
             self.read += len(chunk)
-            self.tag = Tag(stream, len(chunk))
+            self.tag = Tag(stream or 0, len(chunk))
             yield chunk
 
     def _generators(self, stream: int | None) -> Context:

@@ -64,7 +64,7 @@ class Division:
         if count and not has_padding:
             return WHOLE
         share = self.share(count)
-        return share._replace(size=-1) if self.units or not count else share
+        return Share(share.offset, -1, share.real) if self.units or not count else share
 
     def local_steps(self, remaining: int) -> int:
         """Return the number of this rank's batches of ``remaining`` samples."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,14 +18,12 @@ from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators
 from .checks import LoaderOptions, LoaderPlace
-from .readers import Batches, Position, Reader, SampleSource, Tag
+from .readers import Batches, Reader, SampleSource, Tag
 from .sampling import Division, identity, portion
 
 #: Every rank reads the stream, or its shards of a Hugging Face dataset, or rank 0 reads for all.
 FULL, SHARDS, DISPATCHED = "full", "shards", "dispatched"
 _LABEL: Final = "reading an iterable dataset"
-
-Collate = Callable[[Any], Any]
 
 
 def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
@@ -52,14 +50,11 @@ class _StreamView(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         source, division = self._source, self._source.division
-        start, info, first = source.start, get_worker_info(), 0
+        info, first = get_worker_info(), 0
         if info:
             # The states seed the workers, which draw from their own generators.
-            source.start = replace(start, states=None)
-        chunks = source.chunks(info.id if info else 0)
-        # Workers that live longer than an epoch start the next epoch at its beginning.
-        source.start = Position(epoch=start.epoch + 1)
-        for chunk in chunks:
+            source.start = replace(source.start, states=None)
+        for chunk in source.chunks(info.id if info else 0):
             if division.world > 1:
                 first = first or identity(chunk)
                 source.tag = replace(source.tag, first=first)
@@ -84,7 +79,7 @@ class _StreamView(IterableDataset[Any]):
         setattr(self._source.items, name, value)
 
 
-def _tagged(collate: Collate, source: SampleSource, mode: str, items: Any) -> tuple[Tag, Any]:
+def _tagged(collate: Any, source: SampleSource, mode: str, items: Any) -> tuple[Tag, Any]:
     if mode != DISPATCHED:
         return source.tag, collate(items)
     units = source.division.units
@@ -150,13 +145,17 @@ class StreamReader(Reader):
             # If the dataset was sharded before, sharding it once more would lose most of it.
             items = islice(self._loader.dataset, 1)
             list(self._compared((Tag(first=identity(item)), item) for item in items))
-        padding = None
+        padding, received = None, [None]
         following, next_firsts = _read_together(batches)
         while next_firsts:
             item, firsts = following, next_firsts
             following, next_firsts = _read_together(batches)
             if is_dispatched:
-                item = _scattered(item, places, process)
+                sent = item and [(item[0], item[1][place]) for place in places]
+                with Waiting(process, _LABEL):
+                    group = process.control
+                    dist.scatter_object_list(received, sent, group=group, group_src=0)
+                item = received[0]
             elif padding is None:
                 # A resumed rank may have read its shards already.
                 is_full = len(firsts) == process.place.world_size
@@ -164,15 +163,6 @@ class StreamReader(Reader):
                 padding = Tag(), copy.deepcopy(next(filter(None, others))[1])
             tag, batch = item or padding
             yield replace(tag, more=bool(next_firsts)), batch
-
-
-def _scattered(item: Any, places: list[int], process: Process) -> Any:
-    """Return this rank's share of rank 0's batch."""
-    sent = item and [(item[0], item[1][place]) for place in places]
-    received: list[Any] = [None]
-    with Waiting(process, _LABEL):
-        dist.scatter_object_list(received, sent, group=process.control, group_src=0)
-    return received[0]
 
 
 def _read_together(batches: Batches) -> tuple[Any, list[int]]:
