@@ -73,7 +73,7 @@ def split(items: T, pad: bool = False) -> T:
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
     length = next(iter(lengths.values()), 0)
     share = division.share(length)
-    latest.split[length] = Rows(share, rank, world)
+    latest.split[length, share.size] = Rows(share, rank, world)
     # Rows that are gathered without a loader may be of these items now.
     latest.rows = None
     first, end = share.offset, share.offset + share.size

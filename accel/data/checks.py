@@ -52,7 +52,7 @@ class Shape(NamedTuple):
     """The sampler and batch size. With ``units`` its items stay whole."""
 
     sampler: Any
-    batch_size: int
+    batch: int
     drop_last: bool
     units: bool
 
@@ -74,10 +74,8 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     problem = ""
     if options.dispatch and not (is_stream and options.shard and options.even_batches):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
-    elif options.split_batches and shape.batch_size % world:
-        problem = (
-            f"split_batches needs a multiple of {world} ranks, not batch_size={shape.batch_size}."
-        )
+    elif options.split_batches and shape.batch % world:
+        problem = f"split_batches needs a multiple of {world} ranks, not batch_size={shape.batch}."
     elif not options.shard:
         return
     elif is_stream and type(loader).__iter__ is not DataLoader.__iter__:
@@ -101,13 +99,14 @@ def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
     if not options.shard:
         return facts
     dataset, shape = loader.dataset, shape_of(loader)
+    is_stream = isinstance(dataset, IterableDataset)
     facts |= {
         "dataset": type(dataset).__qualname__,
         "length": length_of(dataset),
         "sampler": type(shape.sampler).__qualname__,
-        "batch_size": shape.batch_size,
+        "batch_size": shape.batch,
         "drop_last": shape.drop_last,
-        "workers of the stream": isinstance(dataset, IterableDataset) and loader.num_workers,
+        "workers of the stream": is_stream and loader.num_workers,
     }
     if isinstance(dataset, Subset):
         # random_split with a different seed on each rank mixes training and validation data.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Generic, TypeVar, final
 
 from ..errors import LoaderError
@@ -18,7 +16,7 @@ T = TypeVar("T")
 @final
 @dataclass(eq=False, repr=False)
 class Group(Generic[T]):
-    """The batches of an optimizer step, for a single loop. ``len`` is their number."""
+    """The batches of an optimizer step, for a single loop."""
 
     _iteration: Iteration
     _size: int
@@ -65,7 +63,8 @@ class Accumulation(Generic[T]):
                 yield group
                 group.is_used = True
                 # The batches that the loop didn't take are dropped, so the ranks stay at one step.
-                deque(islice(iteration, end - iteration.reader.given), maxlen=0)
+                for _ in range(end - iteration.reader.given):
+                    next(iteration)
                 self._accumulate(False)
         finally:
             # A break leaves the epoch, also while the program holds its last group.

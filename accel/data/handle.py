@@ -32,7 +32,7 @@ class LoaderHandle:
         return len(self._accel.reader())
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at an epoch. A resumed epoch continues at its position.
+        """Start the next iteration at an epoch, or at a resumed position in it.
 
         Without this call each iteration is the next epoch.
         """
@@ -61,18 +61,17 @@ class LoaderHandle:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values, equal on all ranks at the same step.
 
-        At the end of an epoch and after a ``break`` it is the start of the next epoch.
+        After an epoch or a ``break`` it is the start of the next epoch.
 
         Raises:
-            LoaderError: a group of ``accumulate`` isn't complete, or the position isn't known.
+            LoaderError: a group isn't complete, or the position isn't known.
         """
         state, current = self._accel, self._accel.current
         if current is not None and current.in_group:
             raise LoaderError("A group of accel.accumulate isn't complete. Save after the group.")
-        if current is None or current.reader.is_complete():
-            reader = state.reader()
-            reader.begin(state.start)
-        else:
+        reader = state.reader()
+        reader.begin(state.start)
+        if current is not None and not current.reader.is_complete():
             reader = current.reader
         position, generators = reader.position(), None
         if position.seed is None:
@@ -127,17 +126,17 @@ class LoaderHandle:
 
 
 def _check_saved(state: LoaderState, saved: Mapping[str, Any]) -> None:
-    length, workers, part = length_of(state.raw.dataset), len(saved["streams"]), saved["part"]
-    problem = ""
-    if saved["length"] != length:
-        raise LoaderError(f"The saved dataset's length is {saved['length']}, not {length}.")
+    length, before = length_of(state.raw.dataset), saved["length"]
+    workers, part, problem = len(saved["streams"]), saved["part"], ""
+    if before != length:
+        raise LoaderError(f"The saved dataset's length is {before}, not {length}.")
     if workers != state.reader().streams:
         problem = f"with num_workers={workers}. Use the same num_workers"
     if part != state.part:
         saver = f"rank {part[0]} of {part[1]}" if part else "all ranks together"
         problem = f"by {saver}. Use as many ranks and the same options"
     if saved["consumed"] and problem:
-        raise LoaderError(f"The state was saved in mid-epoch {problem}, or save between epochs.")
+        raise LoaderError(f"Saved in mid-epoch {problem}, or save between epochs.")
 
 
 def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:

@@ -33,10 +33,11 @@ class Rows(NamedTuple):
 @final
 @dataclass(eq=False)
 class Latest:
-    """This rank's rows of the last batch, and of each ``split`` by the number of items."""
+    """This rank's rows of the last batch, and of each ``split``."""
 
     rows: Rows | None = None
-    split: dict[int, Rows] = field(default_factory=dict)
+    #: By the numbers of all items and of this rank's.
+    split: dict[tuple[int, ...], Rows] = field(default_factory=dict)
 
 
 latest = Latest()
@@ -71,7 +72,8 @@ class LoaderState:
         self.start = self.fresh(0)
 
     def fresh(self, epoch: int, skip: int = 0) -> Position:
-        return Position(epoch=epoch, seed=None if self.in_place else self.seed, skip=skip)
+        seed = None if self.in_place else self.seed
+        return Position(epoch=epoch, seed=seed, skip=skip)
 
     @property
     def current(self) -> Iteration | None:
@@ -93,7 +95,7 @@ class LoaderState:
         division = Division(
             rank=rank,
             world=world,
-            batch=shape.batch_size // world if options.split_batches else shape.batch_size,
+            batch=shape.batch // world if options.split_batches else shape.batch,
             even=options.even_batches,
             drop_last=shape.drop_last,
             units=shape.units,
@@ -128,9 +130,8 @@ class Iteration:
     def __init__(self, state: LoaderState) -> None:
         process = state.place.process
         if process is not None and running() is not process and not ended():
-            raise LoaderError(
-                "accel.teardown() has ended this loader. Pass the raw one to accel.setup()."
-            )
+            text = "accel.teardown() has ended this loader."
+            raise LoaderError(f"{text} Pass the raw one to accel.setup().")
         state.release()
         self._state = state
         self._moves = state.options.move and state.place.device.type != "cpu"
@@ -166,7 +167,8 @@ class Iteration:
             raise StopIteration
         tag, batch = item
         place = self._state.place
-        self._state.rows = latest.rows = Rows(self.reader.take(tag), place.rank, place.world)
+        rows = Rows(self.reader.take(tag), place.rank, place.world)
+        self._state.rows = latest.rows = rows
         return to_device(batch, place.device) if self._moves else batch
 
     def upcoming(self, count: int) -> int:

@@ -45,7 +45,7 @@ def gather_for_metrics(
     """
     rows, place, error = data, latest.rows, None
     try:
-        place = _rows_of(loader)
+        place = _rows_of(loader, data, objects)
         share = place.share
         if share is not WHOLE:
             rows = walked(lambda _, leaf: _trim(leaf, share, objects), data, objects)
@@ -61,21 +61,21 @@ def gather_for_metrics(
     return gathered
 
 
-def _rows_of(loader: Any) -> Rows:
+def _rows_of(loader: Any, data: Any, objects: bool) -> Rows:
     rows = latest.rows
     if isinstance(loader, LoaderHandle):
         rows = loader._accel.rows
     elif loader is not None:
         sizes: list[Any] = []
         walk(lambda _, leaf: sizes.append(length_of(leaf)), loader, "", has_parts)
-        rows = latest.split.get(sizes[0]) if sizes else None
+        del sizes[1:]
+        walked(lambda _, leaf: sizes.append(length_of(leaf)), data, objects)
+        rows = latest.split.get(tuple(sizes[:2]))
     if rows is None and world_size() == 1 and not isinstance(loader, DataLoader):
         rows = Rows(WHOLE, 0, 1)
     if rows is None:
-        raise LoaderError(
-            "gather_for_metrics: no loader has given these rows. Pass the loader of "
-            "accel.setup or the items of accel.split."
-        )
+        text = "gather_for_metrics: no loader has given these rows."
+        raise LoaderError(f"{text} Pass the loader of accel.setup or the items of accel.split.")
     return rows
 
 
@@ -83,13 +83,11 @@ def _trim(leaf: Any, share: Share, objects: bool) -> Any:
     if leaf is None and not objects:
         return None
     shape = (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
-    is_sized = share.size >= 0
-    if not shape or (is_sized and shape[0] != share.size):
-        raise LoaderError(
-            f"gather_for_metrics: expected dim 0 to be this rank's batch, found "
-            f"{described(leaf)} of shape {shape}. Use accel.all_gather for other rows."
-        )
-    return leaf[: share.real if is_sized else shape[0] * share.real]
+    size = share.size
+    if not shape or shape[0] != size >= 0:
+        text = f"expected dim 0 to be this rank's batch, found {described(leaf)} of shape {shape}"
+        raise LoaderError(f"gather_for_metrics: {text}. Use accel.all_gather for other rows.")
+    return leaf[: share.real if size >= 0 else shape[0] * share.real]
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:

@@ -79,7 +79,7 @@ class SampleSource:
     head: list[Any] = field(default_factory=list)
 
     def chunks(self, stream: int | None = None) -> Iterator[list[Any]]:
-        """Yield the items of global steps, for an iterable dataset in the worker ``stream``."""
+        """Yield the items of global steps, in the worker ``stream`` of a stream."""
         start, width, world = self.start, self.division.width, self.division.world
         context = self._generators(stream)
         if stream is not None:
@@ -95,10 +95,9 @@ class SampleSource:
         self.read += sum(1 for _ in islice(order, used - self.read))
         # loader.skip() counts full steps, but the last step may have fewer items.
         if used - self.read >= width:
-            raise LoaderError(
-                f"The {type(self.items).__name__} gives a shorter epoch than the batches to "
-                "skip. Use the same dataset and sampler."
-            )
+            kind = type(self.items).__name__
+            text = f"The {kind} gives a shorter epoch than the batches to skip."
+            raise LoaderError(f"{text} Use the same dataset and sampler.")
         while chunk := list(islice(order, width)):
             self.head += chunk[: world - 1 - len(self.head)]
             self.read += len(chunk)
@@ -185,24 +184,21 @@ class Reader:
 
 @final
 class RawReader(Reader):
-    """Reads a loader with ``shard=False`` and its own ``__iter__``.
-
-    The state of a loader such as torchdata's StatefulDataLoader is the position.
-    """
+    """Reads a loader with its own state, such as torchdata's StatefulDataLoader."""
 
     def open(self, loader: DataLoader[Any]) -> Batches:
-        raw = self._loader
+        raw, used = self._loader, self.at[0]
         if self.start.own is not None:
             raw.load_state_dict(self.start.own)
-        batches = iter(raw) if self.start.own is not None else islice(raw, self.at[0], None)
+            used = 0
         own_state = getattr(raw, "state_dict", lambda: None)
-        for batch in batches:
+        for batch in islice(raw, used, None):
             yield Tag(0, 1, own=own_state()), batch
 
     def position(self) -> Position:
         if self.given and self.tag.own is None:
-            kind = type(self._loader).__name__
-            raise LoaderError(f"{kind} has no state_dict() for its position. Save between epochs.")
+            text = f"{type(self._loader).__name__} has no state_dict() for its position."
+            raise LoaderError(f"{text} Save between epochs.")
         return super().position()
 
     def __len__(self) -> int:
@@ -214,7 +210,8 @@ class SamplerReader(Reader):
     """The stand-in for the sampler or batch sampler of a map-style loader."""
 
     def open(self, loader: DataLoader[Any]) -> Batches:
-        vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        vars(loader)[name] = self
         return self._tagged(iter(loader))
 
     def _tagged(self, batches: Iterator[Any]) -> Batches:
@@ -224,10 +221,8 @@ class SamplerReader(Reader):
             samples = min(self._source.division.width, self._source.read - before)
             if samples <= 0:
                 # YOLO's InfiniteDataLoader keeps an iterator over its first sampler.
-                raise LoaderError(
-                    "The loader does not give one batch for each batch of its sampler. "
-                    "Use a plain DataLoader or shard=False."
-                )
+                text = "The loader doesn't give one batch for each batch of its sampler."
+                raise LoaderError(f"{text} Use a plain DataLoader or shard=False.")
             yield Tag(0, samples), batch
             before += samples
 

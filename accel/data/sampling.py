@@ -64,7 +64,9 @@ class Division:
         if count and not has_padding:
             return WHOLE
         share = self.share(count)
-        return Share(share.offset, -1, share.real) if self.units or not count else share
+        if self.units or not count:
+            return Share(share.offset, -1, share.real)
+        return share
 
     def local_steps(self, remaining: int) -> int:
         """Return the number of this rank's batches of ``remaining`` samples."""
@@ -99,7 +101,8 @@ def length_of(sized: Any) -> int | None:
 
 def mix(*values: Any) -> int:
     """Hash plain values to a seed of 63 bits."""
-    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
+    digest = blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def parts_of(sampler: Any) -> list[Any]:
@@ -124,7 +127,7 @@ def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
-    """Return the seed of all epochs of the loader number ``place`` in a ``setup``."""
+    """Return the seed of all epochs of a loader, by its place in ``setup``."""
     if seed is not None:
         return mix(seed, place)
     own = [seed_of(generator) for generator in own_generators(loader).values()]
@@ -140,10 +143,8 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 
 def identity(items: Any) -> int:
-    """Return a checksum of nested items, the same in every process.
-
-    Random augmentation may change values, so it covers integers and texts if there are any.
-    """
+    """Return a checksum of nested items, the same in every process."""
+    # Random augmentation changes values, so integers and texts count alone if there are any.
     checksums = [0, 0]
 
     def visit(path: str, leaf: Any) -> Any:
@@ -162,7 +163,7 @@ def identity(items: Any) -> int:
 
 
 def first_sample(dataset: Any) -> str:
-    """Return a checksum of the first sample of a dataset in memory, otherwise ""."""
+    """Return a checksum of a dataset's first sample, "" if it isn't in memory."""
     index = 0
     while type(dataset) is torch_data.Subset and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]

@@ -33,7 +33,7 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
     process = place.process
     if options.dispatch and process is not None and process.place.world_size > 1:
         return DISPATCHED
-    count = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
+    count = getattr(dataset, "num_shards", None)
     divides = isinstance(count, int) and place.world > 1 and count % place.world == 0
     return SHARDS if divides and callable(getattr(dataset, "shard", None)) else FULL
 
@@ -42,15 +42,12 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
 class _StreamView(IterableDataset[Any]):
     """A rank's share of a stream as a dataset. Workers have a copy."""
 
-    _source: SampleSource
-    _mode: str
-
     def __init__(self, source: SampleSource, mode: str) -> None:
         vars(self).update(_source=source, _mode=mode)
 
     def __iter__(self) -> Iterator[Any]:
-        source, division = self._source, self._source.division
-        info, first = get_worker_info(), 0
+        source: SampleSource = self._source
+        division, info, first = source.division, get_worker_info(), 0
         if info:
             # The states seed the workers, which draw from their own generators.
             source.start = replace(source.start, states=None)
@@ -58,13 +55,11 @@ class _StreamView(IterableDataset[Any]):
             if division.world > 1:
                 first = first or identity(chunk)
                 source.tag = replace(source.tag, first=first)
-            shares = []
-            for rank in range(division.world) if self._mode == DISPATCHED else [division.rank]:
-                shares.append(portion(chunk, replace(division, rank=rank), source.head))
+            share = portion(chunk, division, source.head)
             if self._mode != DISPATCHED:
-                yield from shares[0]
-            elif shares[0]:
-                yield shares
+                yield from share
+            elif share:
+                yield chunk
 
     def __len__(self) -> int:
         return len(self._source.items)
@@ -82,8 +77,11 @@ class _StreamView(IterableDataset[Any]):
 def _tagged(collate: Any, source: SampleSource, mode: str, items: Any) -> tuple[Tag, Any]:
     if mode != DISPATCHED:
         return source.tag, collate(items)
-    units = source.division.units
-    return source.tag, [collate(share[0] if units else share) for share in items]
+    division, batches = source.division, []
+    for rank in range(division.world):
+        share = portion(items, replace(division, rank=rank), source.head)
+        batches.append(collate(share[0] if division.units else share))
+    return source.tag, batches
 
 
 @final
@@ -98,14 +96,14 @@ class StreamReader(Reader):
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
             division = replace(division, rank=0, world=1)
-        super().__init__(loader, SampleSource(dataset, division, {}), max(1, loader.num_workers))
+        source = SampleSource(dataset, division, {})
+        super().__init__(loader, source, max(1, loader.num_workers))
         self._mode = mode
         self._process = process
 
     def open(self, loader: DataLoader[Any]) -> Batches:
         process, division, mode = self._process, self._division, self._mode
-        # A loader seeds its workers from this generator, and they draw the stream. Without workers
-        # the snapshot is taken later.
+        # It seeds the workers, which draw the stream. Without workers this is replaced.
         seeding = self._loader.generator or torch.default_generator
         self._source.states = Generators({"seeds": seeding}).states()
         parts = vars(loader)
@@ -116,7 +114,8 @@ class StreamReader(Reader):
             sampler = BatchSampler(loader.sampler, division.batch, loader.drop_last)
             parts["batch_sampler"] = sampler
         loader.collate_fn = partial(_tagged, self._loader.collate_fn, self._source, mode)
-        if process is not None and (mode == DISPATCHED or (mode == SHARDS and division.even)):
+        in_step = mode == DISPATCHED or (mode == SHARDS and division.even)
+        if in_step and process is not None:
             is_reader = mode == SHARDS or process.place.rank == 0
             return self._in_step(iter(loader if is_reader else ()), process)
         is_compared = process is not None and mode == FULL and division.world > 1
@@ -129,10 +128,8 @@ class StreamReader(Reader):
         item, firsts = _read_together(batches)
         if len(set(firsts)) > 1:
             kind = type(self._loader.dataset).__name__
-            raise LoaderError(
-                f"The ranks read different items from {kind}, which shards itself or shuffles. "
-                "Use a fixed seed or shard=False."
-            )
+            text = f"The ranks read different items from {kind}, which shards itself or shuffles."
+            raise LoaderError(f"{text} Use a fixed seed or shard=False.")
         if item is not None:
             yield item
             yield from batches
@@ -166,10 +163,7 @@ class StreamReader(Reader):
 
 
 def _read_together(batches: Batches) -> tuple[Any, list[int]]:
-    """Read a batch on every rank, and return it with the checksums of all batches. Collective.
-
-    At the end the batch is None. If reading fails on a rank, every rank raises.
-    """
+    """Read a batch, or None at the end, and all ranks' checksums. Collective."""
     item, error = None, None
     try:
         item = next(batches, None)
