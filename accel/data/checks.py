@@ -70,7 +70,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     shape = shape_of(loader)
     is_uneven = not options.even_batches and not shape.drop_last and world > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
-    off = "Use a plain DataLoader or shard=False."
+    off = "Use shard=False."
     problem = ""
     if options.dispatch and not (is_stream and options.shard and options.even_batches):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."

@@ -56,7 +56,9 @@ class LoaderHandle:
     def is_last(self) -> bool:
         """True during this rank's last batch of an epoch. May read the next batch."""
         current = self._accel.current
-        return current is not None and current.reader.given > 0 and not current.upcoming(1)
+        if current is None or not current.reader.given:
+            return False
+        return not current.upcoming(1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values, equal on all ranks at the same step.
@@ -68,7 +70,7 @@ class LoaderHandle:
         """
         state, current = self._accel, self._accel.current
         if current is not None and current.in_group:
-            raise LoaderError("A group of accel.accumulate isn't complete. Save after the group.")
+            raise LoaderError("This group isn't complete. Save after the group.")
         reader = state.reader()
         reader.begin(state.start)
         if current is not None and not current.reader.is_complete():
@@ -133,8 +135,8 @@ def _check_saved(state: LoaderState, saved: Mapping[str, Any]) -> None:
     if workers != state.reader().streams:
         problem = f"with num_workers={workers}. Use the same num_workers"
     if part != state.part:
-        saver = f"rank {part[0]} of {part[1]}" if part else "all ranks together"
-        problem = f"by {saver}. Use as many ranks and the same options"
+        saver = f"rank {part[0]} of {part[1]}" if part else "all ranks"
+        problem = f"by {saver}. Use as many ranks"
     if saved["consumed"] and problem:
         raise LoaderError(f"Saved in mid-epoch {problem}, or save between epochs.")
 
@@ -157,4 +159,5 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     if not isinstance(loader, LoaderHandle):
         return int(size) * world_size()
     state = loader._accel
-    return int(size) * (1 if state.options.split_batches else state.place.world)
+    replicas = 1 if state.options.split_batches else state.place.world
+    return int(size) * replicas

@@ -75,7 +75,7 @@ def _rows_of(loader: Any, data: Any, objects: bool) -> Rows:
         rows = Rows(WHOLE, 0, 1)
     if rows is None:
         text = "gather_for_metrics: no loader has given these rows."
-        raise LoaderError(f"{text} Pass the loader of accel.setup or the items of accel.split.")
+        raise LoaderError(f"{text} Pass the loader of accel.setup or split items.")
     return rows
 
 
@@ -85,8 +85,9 @@ def _trim(leaf: Any, share: Share, objects: bool) -> Any:
     shape = (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
     size = share.size
     if not shape or shape[0] != size >= 0:
-        text = f"expected dim 0 to be this rank's batch, found {described(leaf)} of shape {shape}"
-        raise LoaderError(f"gather_for_metrics: {text}. Use accel.all_gather for other rows.")
+        kind = f"{described(leaf)} of shape {shape}"
+        text = f"expected dim 0 to be this rank's batch, found {kind}."
+        raise LoaderError(f"gather_for_metrics: {text} Use accel.all_gather.")
     return leaf[: share.real if size >= 0 else shape[0] * share.real]
 
 

@@ -87,8 +87,8 @@ class SampleSource:
             self.start = Position(epoch=start.epoch + 1)
         with context, on_cpu():
             items = iter(self.items)
-        in_blocks = stream is None and not start.in_place
-        order = _drawn(items, context, max(width, _BLOCK) if in_blocks else width)
+        is_lazy = stream is not None or start.in_place
+        order = _drawn(items, context, width if is_lazy else max(width, _BLOCK))
         used = start.at[stream or 0] if start.at else 0
         self.head = list(islice(order, min(used, world - 1)))
         self.read = len(self.head)
@@ -136,8 +136,8 @@ def _drawn(items: Iterator[Any], context: Context, block: int) -> Iterator[Any]:
 class Reader:
     """A rank's reading of an epoch, by a stand-in for a sampler or dataset."""
 
-    def __init__(self, loader: DataLoader[Any], source: SampleSource, streams: int = 1) -> None:
-        self._loader: Any = loader
+    def __init__(self, loader: Any, source: SampleSource, streams: int = 1) -> None:
+        self._loader = loader
         self._source = source
         self.streams = streams
 
@@ -171,10 +171,11 @@ class Reader:
 
     def position(self) -> Position:
         """Return the position after the last batch, in samples of all ranks."""
+        start = self.start
         if not self.given:
-            return self.start
-        states = self._source.states if self.start.in_place else self.start.states
-        return replace(self.start, at=tuple(self.at), states=states, own=self.tag.own)
+            return start
+        states = self._source.states if start.in_place else start.states
+        return replace(start, at=tuple(self.at), states=states, own=self.tag.own)
 
     def __len__(self) -> int:
         """Return the number of this rank's batches after the start."""
@@ -215,14 +216,14 @@ class SamplerReader(Reader):
         return self._tagged(iter(loader))
 
     def _tagged(self, batches: Iterator[Any]) -> Batches:
-        before = self.at[0]
+        source, before = self._source, self.at[0]
         for batch in batches:
             # The loader has read this step, and perhaps more. The last one may be shorter.
-            samples = min(self._source.division.width, self._source.read - before)
+            samples = min(source.division.width, source.read - before)
             if samples <= 0:
                 # YOLO's InfiniteDataLoader keeps an iterator over its first sampler.
                 text = "The loader doesn't give one batch for each batch of its sampler."
-                raise LoaderError(f"{text} Use a plain DataLoader or shard=False.")
+                raise LoaderError(f"{text} Use shard=False.")
             yield Tag(0, samples), batch
             before += samples
 

@@ -10,8 +10,7 @@ from itertools import cycle, islice
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.utils.data as torch_data
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 
 from ..process.rng import is_generator, seed_of
 from ..trees import walk
@@ -165,7 +164,9 @@ def identity(items: Any) -> int:
 def first_sample(dataset: Any) -> str:
     """Return a checksum of a dataset's first sample, "" if it isn't in memory."""
     index = 0
-    while type(dataset) is torch_data.Subset and len(dataset):
+    while type(dataset) is Subset and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]
-    is_in_memory = type(dataset) in (torch_data.TensorDataset, list, tuple, torch.Tensor)
-    return str(identity(dataset[index])) if is_in_memory and length_of(dataset) else ""
+    is_in_memory = type(dataset) in (TensorDataset, list, tuple, torch.Tensor)
+    if not is_in_memory or not length_of(dataset):
+        return ""
+    return str(identity(dataset[index]))

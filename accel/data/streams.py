@@ -35,7 +35,7 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
         return DISPATCHED
     count = getattr(dataset, "num_shards", None)
     divides = isinstance(count, int) and place.world > 1 and count % place.world == 0
-    return SHARDS if divides and callable(getattr(dataset, "shard", None)) else FULL
+    return SHARDS if divides and hasattr(dataset, "shard") else FULL
 
 
 @final
@@ -102,18 +102,19 @@ class StreamReader(Reader):
         self._process = process
 
     def open(self, loader: DataLoader[Any]) -> Batches:
-        process, division, mode = self._process, self._division, self._mode
+        process, mode = self._process, self._mode
+        source, division = self._source, self._division
         # It seeds the workers, which draw the stream. Without workers this is replaced.
         seeding = self._loader.generator or torch.default_generator
-        self._source.states = Generators({"seeds": seeding}).states()
+        source.states = Generators({"seeds": seeding}).states()
         parts = vars(loader)
-        parts["dataset"] = _StreamView(self._source, mode)
+        parts["dataset"] = _StreamView(source, mode)
         if mode == DISPATCHED:
             parts.update(batch_sampler=None, batch_size=None)
         elif not division.units:
             sampler = BatchSampler(loader.sampler, division.batch, loader.drop_last)
             parts["batch_sampler"] = sampler
-        loader.collate_fn = partial(_tagged, self._loader.collate_fn, self._source, mode)
+        loader.collate_fn = partial(_tagged, self._loader.collate_fn, source, mode)
         in_step = mode == DISPATCHED or (mode == SHARDS and division.even)
         if in_step and process is not None:
             is_reader = mode == SHARDS or process.place.rank == 0
@@ -128,7 +129,7 @@ class StreamReader(Reader):
         item, firsts = _read_together(batches)
         if len(set(firsts)) > 1:
             kind = type(self._loader.dataset).__name__
-            text = f"The ranks read different items from {kind}, which shards itself or shuffles."
+            text = f"{kind} shards itself or shuffles, so the ranks read different items."
             raise LoaderError(f"{text} Use a fixed seed or shard=False.")
         if item is not None:
             yield item
