@@ -28,7 +28,7 @@ class Group(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self.is_used:
-            raise LoaderError("A group gives its batches once. Keep them with list(group).")
+            raise LoaderError("A group gives its batches once. Use list(group).")
         self.is_used = True
         try:
             for left in reversed(range(self._size)):

@@ -124,7 +124,7 @@ class LoaderHandle:
         setattr(self._accel.raw, name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise LoaderError("A LoaderHandle can't be pickled or copied. Pickle its state_dict().")
+        raise LoaderError("A LoaderHandle can't be pickled. Pickle its state_dict().")
 
 
 def _check_saved(state: LoaderState, saved: Mapping[str, Any]) -> None:
@@ -155,7 +155,7 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     raw: Any = raw_loader(loader)
     size = raw.batch_size or getattr(raw.batch_sampler, "batch_size", None)
     if size is None:
-        raise LoaderError(f"effective_batch_size: {described(raw)} has no batch_size.")
+        raise LoaderError(f"{described(raw)} has no batch_size.")
     if not isinstance(loader, LoaderHandle):
         return int(size) * world_size()
     state = loader._accel

@@ -23,7 +23,7 @@ from .streams import SHARDS, StreamReader, mode_of
 
 
 class Rows(NamedTuple):
-    """This rank's rows of a batch, and the model's replica that has it."""
+    """This rank's rows of a batch, and the number of its replica."""
 
     share: Share
     replica: int
@@ -152,8 +152,8 @@ class Iteration:
         with on_cpu():
             self._batches = self.reader.open(loader)
         # A stream of several workers may have more batches than its length tells.
-        is_sized = isinstance(self.reader, SamplerReader)
-        self.length = length_of(self.reader) if is_sized else None
+        is_map = isinstance(self.reader, SamplerReader)
+        self.length = length_of(self.reader) if is_map else None
         state.start = state.fresh(start.epoch + 1)
         state.latest = weakref.ref(self)
 

@@ -45,7 +45,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """The origin of a batch. It travels with the batch, because loaders read ahead."""
+    """The origin of a batch. It travels along, because loaders read ahead."""
 
     #: The number of the worker, and of the global step's samples. Padding has none.
     stream: int = 0
@@ -57,7 +57,6 @@ class Tag:
     more: bool | None = None
 
 
-#: Batches with their tags.
 Batches = Iterator[tuple[Tag, Any]]
 
 
@@ -198,7 +197,7 @@ class RawReader(Reader):
 
     def position(self) -> Position:
         if self.given and self.tag.own is None:
-            text = f"{type(self._loader).__name__} has no state_dict() for its position."
+            text = f"{type(self._loader).__name__} has no state_dict()."
             raise LoaderError(f"{text} Save between epochs.")
         return super().position()
 

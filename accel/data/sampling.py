@@ -74,7 +74,7 @@ class Division:
 
 
 def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
-    """Return a rank's share of a global step, padded with the epoch's first items."""
+    """Return a rank's share of a global step, padded from the epoch's start."""
     if len(chunk) < division.width and division.drop_last:
         return []
     share = division.share(len(chunk))

@@ -40,7 +40,7 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
 
 @final
 class _StreamView(IterableDataset[Any]):
-    """A rank's share of a stream as a dataset. Workers have a copy."""
+    """A rank's share of a stream as a dataset."""
 
     def __init__(self, source: SampleSource, mode: str) -> None:
         vars(self).update(_source=source, _mode=mode)
@@ -112,8 +112,8 @@ class StreamReader(Reader):
         if mode == DISPATCHED:
             parts.update(batch_sampler=None, batch_size=None)
         elif not division.units:
-            sampler = BatchSampler(loader.sampler, division.batch, loader.drop_last)
-            parts["batch_sampler"] = sampler
+            batch, drop_last = division.batch, loader.drop_last
+            parts["batch_sampler"] = BatchSampler(loader.sampler, batch, drop_last)
         loader.collate_fn = partial(_tagged, self._loader.collate_fn, source, mode)
         in_step = mode == DISPATCHED or (mode == SHARDS and division.even)
         if in_step and process is not None:
@@ -143,7 +143,8 @@ class StreamReader(Reader):
             # If the dataset was sharded before, sharding it once more would lose most of it.
             items = islice(self._loader.dataset, 1)
             list(self._compared((Tag(first=identity(item)), item) for item in items))
-        padding, received = None, [None]
+        padding: Any = None
+        received: list[Any] = [None]
         following, next_firsts = _read_together(batches)
         while next_firsts:
             item, firsts = following, next_firsts

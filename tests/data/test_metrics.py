@@ -107,7 +107,7 @@ def test_metrics_of_all_loaders() -> None:
 
 def _gather_unknown() -> None:
     loader = _here(_tensors(8, batch_size=2))
-    with pytest.raises(LoaderError, match="no loader"):
+    with pytest.raises(LoaderError, match="No loader"):
         gather_for_metrics(torch.ones(2), loader)
     for batch in loader:
         for wrong in (batch.float().mean(), torch.cat([batch, batch])):
