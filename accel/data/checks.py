@@ -70,7 +70,6 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     shape = shape_of(loader)
     is_uneven = not options.even_batches and not shape.drop_last and world > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
-    off = "Use shard=False."
     problem = ""
     if options.dispatch and not (is_stream and options.shard and options.even_batches):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
@@ -79,7 +78,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     elif not options.shard:
         return
     elif is_stream and type(loader).__iter__ is not DataLoader.__iter__:
-        problem = f"{type(loader).__qualname__} reads a stream in its own __iter__. {off}"
+        problem = f"{type(loader).__name__} reads a stream in its own __iter__. Use shard=False."
     elif is_stream and loader.num_workers and is_uneven:
         # Each worker has its own last step, so the ranks' loops would be at different samples.
         problem = "even_batches=False needs num_workers=0 or drop_last=True for a stream."
@@ -88,7 +87,7 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
         is_distributed = hasattr(part, "num_replicas") or hasattr(part, "num_processes")
         if isinstance(part, Sampler) and is_distributed:
             kind = type(part).__qualname__
-            problem = f"The loader is distributed already, by a {kind}. {off}"
+            problem = f"The loader is distributed already, by a {kind}. Use shard=False."
     if problem:
         raise LoaderError(problem)
 
