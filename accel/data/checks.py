@@ -24,7 +24,7 @@ class LoaderOptions:
         even_batches: pad the last batch from the start of the epoch, so that all
             ranks get equally many samples. False splits it as it is.
         dispatch: let rank 0 read an iterable dataset and send the batches.
-        split_batches: treat ``batch_size`` as that of all ranks together.
+        split_batches: ``batch_size`` is for all ranks together.
         move: move batches to the rank's device.
         seed: the seed of every epoch's order. None takes rank 0's
             ``torch.initial_seed()``, and in one process draws as raw PyTorch does.
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(loader: DataLoader[Any]) -> Shape:
-    """Read the shape each time, because a program may change its batch sampler."""
+    """Read the shape each time. A program may change its batch sampler."""
     batcher: Any = loader.batch_sampler
     if type(batcher) is BatchSampler:
         return Shape(batcher.sampler, batcher.batch_size, batcher.drop_last, False)
@@ -86,23 +86,23 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
         # Accelerate and others name it num_processes.
         is_distributed = hasattr(part, "num_replicas") or hasattr(part, "num_processes")
         if isinstance(part, Sampler) and is_distributed:
-            kind = type(part).__qualname__
+            kind = type(part).__name__
             problem = f"The loader is distributed already, by a {kind}. Use shard=False."
     if problem:
         raise LoaderError(problem)
 
 
 def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
-    """Return the facts of a loader, for a comparison over the ranks. Local."""
+    """Return the facts of a loader to compare over the ranks. Local."""
     facts = asdict(options)
     if not options.shard:
         return facts
     dataset, shape = loader.dataset, shape_of(loader)
     is_stream = isinstance(dataset, IterableDataset)
     facts |= {
-        "dataset": type(dataset).__qualname__,
+        "dataset": type(dataset).__name__,
         "length": length_of(dataset),
-        "sampler": type(shape.sampler).__qualname__,
+        "sampler": type(shape.sampler).__name__,
         "batch_size": shape.batch,
         "drop_last": shape.drop_last,
         "workers of the stream": is_stream and loader.num_workers,

@@ -44,7 +44,7 @@ class Group(Generic[T]):
 @final
 @dataclass(eq=False, repr=False)
 class Accumulation(Generic[T]):
-    """The batches of a loader in groups of ``n``. The last group may be smaller."""
+    """A loader's batches in groups of ``n``. The last may be smaller."""
 
     _loader: LoaderHandle
     _n: int

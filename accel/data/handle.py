@@ -16,7 +16,7 @@ from .sampling import length_of, own_generators
 
 
 class LoaderHandle:
-    """A distributed dataloader, with the other attributes of the ``DataLoader``."""
+    """A distributed dataloader, with all attributes of the ``DataLoader``."""
 
     __slots__ = ("__weakref__", "_accel")
     _accel: LoaderState
@@ -48,13 +48,13 @@ class LoaderHandle:
         """Start the next iteration after ``n`` batches of each rank.
 
         Call it on every rank, after ``load_state_dict``. A second call replaces the
-        first. The samples of a map-style dataset are not read.
+        first. Map-style samples are not read.
         """
         self._accel.start = replace(self._accel.start, skip=whole_number(n))
 
     @property
     def is_last(self) -> bool:
-        """True during this rank's last batch of an epoch. May read the next batch."""
+        """True during this rank's last batch of an epoch. May read ahead."""
         current = self._accel.current
         if current is None or not current.reader.given:
             return False
@@ -147,7 +147,7 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
 
 
 def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
-    """Return the number of samples in a step of all ranks together. Local.
+    """Return the number of samples in a step of all ranks. Local.
 
     Raises:
         LoaderError: the loader has no batch size.

@@ -35,8 +35,8 @@ def gather_for_metrics(
 
     Args:
         data: nested tensors with this rank's batch as dimension 0.
-        loader: the loader of the batch, or the items that ``split`` has cut. By default
-            the loader that gave the last batch.
+        loader: the loader of the batch, or the items of ``split``. None is the loader
+            of the last batch.
         pad: a value that fills the other dimensions, as in ``all_gather``.
         objects: also take lists of any objects, such as texts, one for each sample.
 
