@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 import torch
 
 from . import process
-from .data.iteration import latest
+from .data.iteration import Rows, latest
 from .data.sampling import Division, first_sample, has_parts
 from .errors import AccelError, RankMismatchError, described, text_of_error, whole_number
 from .process.control import agree, is_lost, raise_together
@@ -71,11 +71,11 @@ def split(items: T, pad: bool = False) -> T:
     rank, world = places.pop() if places else (process.rank(), process.world_size())
     division = Division(rank=rank, world=world, batch=0, even=pad, drop_last=False)
     length = next(iter(lengths.values()), 0)
-    first, size, _ = division.share(length)
-    latest.divisions[length, size] = division
+    share = division.share(length)
+    latest.split[length, share.size] = Rows(share, rank, world)
     # Rows that are gathered without a loader may be of these items now.
-    latest.rows, latest.replica = None, (rank, world)
-    end = first + size
+    latest.rows = None
+    first, end = share.offset, share.offset + share.size
     return walk(lambda path, leaf: _rows(leaf, first, end, pad), items, "items", has_parts)
 
 

@@ -412,7 +412,7 @@ def distribute_loaders(plan: Plan, seeds: list[int]) -> None:
     place, options = plan.place, plan.loader_options
     in_place = plan.process.place.world_size == 1 and options.seed is None
     for loader, seed in zip(plan.new_loaders, seeds, strict=True):
-        handle = LoaderHandle(loader, options, place, seed=seed, in_place=in_place)
+        handle = LoaderHandle(data.LoaderState(loader, options, place, seed, in_place))
         HiddenAttribute.put(loader, handle)
 
 

@@ -108,7 +108,6 @@ def accumulate(loader: DataLoader[Batch], n: int) -> data.Accumulation[Batch]:
 
     Raises:
         LoaderError: ``loader`` isn't a handle, or ``n`` isn't positive.
-        RankMismatchError: the ranks have different ``n`` or numbers of batches.
     """
     # To a type checker a handle is its loader.
     handle: Any = loader
@@ -299,7 +298,8 @@ def shut_down(how: str = process.TORN_DOWN) -> None:
         end_all()
     finally:
         process.shutdown(how)
-        data.latest.forget()
+        data.latest.rows = None
+        data.latest.split.clear()
 
 
 def end_all() -> None:

@@ -55,7 +55,7 @@ def split_all() -> None:
     list(loader)
     rows = torch.tensor(accel.split([0, 1, 2, 3]))
     with (
-        pytest.raises(accel.LoaderError, match="no loader has given these rows")
+        pytest.raises(accel.LoaderError, match="No loader has given these rows")
         if world > 1
         else contextlib.nullcontext()
     ):

@@ -171,7 +171,7 @@ DIFFERENT = {
     "lr": "lr of group 0 of optimizer 0 is 0.1 on rank 0; 0.2 on rank 1.",
     "order": "params[0] of group 0 of optimizer 0 is 0.weight on rank 0; 0.bias on rank 1.",
     "state": "count of the state of 0.weight in optimizer 0 is 1 on rank 0; 2 on rank 1.",
-    "batch": "batch size of dataloader 0 is 2 on rank 0; 3 on rank 1.",
+    "batch": "batch_size of dataloader 0 is 2 on rank 0; 3 on rank 1.",
     "backend": "backend is ddp on rank 0; fsdp on rank 1.",
     "option": "find_unused_parameters of accel.DDP is False on rank 0; True on rank 1.",
 }

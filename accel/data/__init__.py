@@ -12,6 +12,7 @@ from .groups import Accumulation as Accumulation
 from .handle import LoaderHandle as LoaderHandle
 from .handle import effective_batch_size as effective_batch_size
 from .handle import raw_loader as raw_loader
+from .iteration import LoaderState as LoaderState
 from .iteration import latest as latest
 from .metrics import gather_for_metrics as gather_for_metrics
 from .sampling import first_sample as first_sample

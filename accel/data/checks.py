@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset
-from torch.utils.data.distributed import DistributedSampler
 
 from ..errors import LoaderError
 from ..process import Process
@@ -25,7 +24,7 @@ class LoaderOptions:
         even_batches: pad the last batch from the start of the epoch, so that all
             ranks get equally many samples. False splits it as it is.
         dispatch: let rank 0 read an iterable dataset and send the batches.
-        split_batches: treat ``batch_size`` as that of all ranks together.
+        split_batches: ``batch_size`` is for all ranks together.
         move: move batches to the rank's device.
         seed: the seed of every epoch's order. None takes rank 0's
             ``torch.initial_seed()``, and in one process draws as raw PyTorch does.
@@ -59,16 +58,11 @@ class Shape(NamedTuple):
 
 
 def shape_of(loader: DataLoader[Any]) -> Shape:
-    """Read the shape each time, because a program may change its batch sampler."""
+    """Read the shape each time. A program may change its batch sampler."""
     batcher: Any = loader.batch_sampler
     if type(batcher) is BatchSampler:
         return Shape(batcher.sampler, batcher.batch_size, batcher.drop_last, False)
     return Shape(loader.sampler if batcher is None else batcher, 1, False, True)
-
-
-def has_own_iter(loader: DataLoader[Any]) -> bool:
-    """True if the loader's class has its own ``__iter__``."""
-    return type(loader).__iter__ is not DataLoader.__iter__
 
 
 def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
@@ -76,7 +70,6 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
     shape = shape_of(loader)
     is_uneven = not options.even_batches and not shape.drop_last and world > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
-    off = "Use a plain DataLoader or shard=False."
     problem = ""
     if options.dispatch and not (is_stream and options.shard and options.even_batches):
         problem = "dispatch=True needs an iterable dataset, shard=True and even_batches=True."
@@ -84,36 +77,35 @@ def check(loader: DataLoader[Any], options: LoaderOptions, world: int) -> None:
         problem = f"split_batches needs a multiple of {world} ranks, not batch_size={shape.batch}."
     elif not options.shard:
         return
-    elif is_stream and has_own_iter(loader):
-        problem = f"{type(loader).__qualname__} reads a stream in its own __iter__. {off}"
+    elif is_stream and type(loader).__iter__ is not DataLoader.__iter__:
+        problem = f"{type(loader).__name__} reads a stream in its own __iter__. Use shard=False."
     elif is_stream and loader.num_workers and is_uneven:
         # Each worker has its own last step, so the ranks' loops would be at different samples.
         problem = "even_batches=False needs num_workers=0 or drop_last=True for a stream."
     for part in parts_of(shape.sampler):
         # Accelerate and others name it num_processes.
-        ranks = getattr(part, "num_replicas", None) or getattr(part, "num_processes", None)
-        is_distributed = isinstance(part, DistributedSampler) or ranks not in (None, 1)
+        is_distributed = hasattr(part, "num_replicas") or hasattr(part, "num_processes")
         if isinstance(part, Sampler) and is_distributed:
-            kind = type(part).__qualname__
-            problem = f"The loader is distributed already, by a {kind}. {off}"
+            kind = type(part).__name__
+            problem = f"The loader is distributed already, by a {kind}. Use shard=False."
     if problem:
         raise LoaderError(problem)
 
 
 def describe(loader: DataLoader[Any], options: LoaderOptions) -> dict[str, Any]:
-    """Return the facts of a loader, for a comparison over the ranks. Local."""
+    """Return the facts of a loader to compare over the ranks. Local."""
     facts = asdict(options)
     if not options.shard:
         return facts
     dataset, shape = loader.dataset, shape_of(loader)
+    is_stream = isinstance(dataset, IterableDataset)
     facts |= {
-        "dataset": type(dataset).__qualname__,
+        "dataset": type(dataset).__name__,
         "length": length_of(dataset),
-        "sampler": type(shape.sampler).__qualname__,
-        "batch size": shape.batch,
+        "sampler": type(shape.sampler).__name__,
+        "batch_size": shape.batch,
         "drop_last": shape.drop_last,
-        "custom batches": shape.units,
-        "workers of the stream": isinstance(dataset, IterableDataset) and loader.num_workers,
+        "workers of the stream": is_stream and loader.num_workers,
     }
     if isinstance(dataset, Subset):
         # random_split with a different seed on each rank mixes training and validation data.

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Generic, TypeVar, final
 
-from ..errors import LoaderError, RankMismatchError
-from ..process.control import agree
+from ..errors import LoaderError
 from .handle import LoaderHandle
 from .iteration import Iteration
 
@@ -19,7 +16,7 @@ T = TypeVar("T")
 @final
 @dataclass(eq=False, repr=False)
 class Group(Generic[T]):
-    """The batches of an optimizer step, for a single loop. ``len`` is their number."""
+    """The batches of an optimizer step, for a single loop."""
 
     _iteration: Iteration
     _size: int
@@ -31,7 +28,7 @@ class Group(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         if self.is_used:
-            raise LoaderError("A group gives its batches once. Keep them with list(group).")
+            raise LoaderError("A group gives its batches once. Use list(group).")
         self.is_used = True
         try:
             for left in reversed(range(self._size)):
@@ -47,7 +44,7 @@ class Group(Generic[T]):
 @final
 @dataclass(eq=False, repr=False)
 class Accumulation(Generic[T]):
-    """The batches of a loader in groups of ``n``. The last group may be smaller."""
+    """A loader's batches in groups of ``n``. The last may be smaller."""
 
     _loader: LoaderHandle
     _n: int
@@ -57,15 +54,8 @@ class Accumulation(Generic[T]):
         return -(-len(self._loader) // self._n)
 
     def __iter__(self) -> Iterator[Group[T]]:
-        state, iteration = self._loader._accel, iter(self._loader)
-        state.release = lambda: self._accumulate(False)
-        if state.place.process is not None:
-            groups = f"{iteration.length} batches in groups of {self._n}"
-            by_rank = agree("accel.accumulate", groups)
-            if len(set(by_rank)) > 1:
-                # Gradients of different steps would be averaged.
-                text = f"accel.accumulate: the ranks have {', '.join(by_rank)}."
-                raise RankMismatchError(f"{text} Use even_batches=True or drop_last=True.")
+        iteration = iter(self._loader)
+        self._loader._accel.release = lambda: self._accumulate(False)
         try:
             while size := iteration.upcoming(self._n):
                 end = iteration.reader.given + size
@@ -73,7 +63,8 @@ class Accumulation(Generic[T]):
                 yield group
                 group.is_used = True
                 # The batches that the loop didn't take are dropped, so the ranks stay at one step.
-                deque(islice(iteration, end - iteration.reader.given), maxlen=0)
+                for _ in range(end - iteration.reader.given):
+                    next(iteration)
                 self._accumulate(False)
         finally:
             # A break leaves the epoch, also while the program holds its last group.

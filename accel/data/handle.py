@@ -11,32 +11,17 @@ from torch.utils.data import DataLoader
 from ..errors import LoaderError, described, whole_number
 from ..process import world_size
 from ..process.rng import Generators, from_plain, to_plain
-from .checks import LoaderOptions, LoaderPlace
 from .iteration import Iteration, LoaderState
-from .readers import Position
 from .sampling import length_of, own_generators
 
 
 class LoaderHandle:
-    """A distributed dataloader, with the other attributes of the ``DataLoader``.
-
-    The seed is the same on all ranks. ``in_place`` draws orders as raw PyTorch does.
-    """
+    """A distributed dataloader, with all attributes of the ``DataLoader``."""
 
     __slots__ = ("__weakref__", "_accel")
     _accel: LoaderState
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        options: LoaderOptions,
-        place: LoaderPlace,
-        seed: int,
-        in_place: bool = False,
-    ) -> None:
-        in_place = in_place or not options.shard
-        start = Position(epoch=0, seed=None if in_place else seed)
-        state = LoaderState(loader, options, place, seed, in_place, start)
+    def __init__(self, state: LoaderState) -> None:
         object.__setattr__(self, "_accel", state)
 
     def __iter__(self) -> Any:
@@ -47,7 +32,7 @@ class LoaderHandle:
         return len(self._accel.reader())
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at an epoch. A resumed epoch continues at its position.
+        """Start the next iteration at an epoch, or at a resumed position in it.
 
         Without this call each iteration is the next epoch.
         """
@@ -57,41 +42,40 @@ class LoaderHandle:
             # The program's generators can't give the order of an epoch by its number.
             state.in_place = False
         if is_chosen or number != state.start.epoch:
-            state.start = state.fresh(number)
+            state.start = state.fresh(number, state.start.skip)
 
     def skip(self, n: int) -> None:
-        """Start the next iteration after ``n`` batches.
+        """Start the next iteration after ``n`` batches of each rank.
 
         Call it on every rank, after ``load_state_dict``. A second call replaces the
-        first. The samples of a map-style dataset are not read.
-
-        Args:
-            n: batches of each rank.
+        first. Map-style samples are not read.
         """
-        self._accel.skip = whole_number(n)
+        self._accel.start = replace(self._accel.start, skip=whole_number(n))
 
     @property
     def is_last(self) -> bool:
-        """True during this rank's last batch of an epoch. May read the next batch."""
+        """True during this rank's last batch of an epoch. May read ahead."""
         current = self._accel.current
-        return current is not None and current.reader.given > 0 and not current.upcoming(1)
+        if current is None or not current.reader.given:
+            return False
+        return not current.upcoming(1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain values, equal on all ranks at the same step.
 
-        At the end of an epoch and after a ``break`` it is the start of the next epoch.
+        After an epoch or a ``break`` it is the start of the next epoch.
 
         Raises:
-            LoaderError: a group of ``accumulate`` isn't complete, or the position isn't known.
+            LoaderError: a group isn't complete, or the position isn't known.
         """
         state, current = self._accel, self._accel.current
         if current is not None and current.in_group:
-            raise LoaderError("A group of accel.accumulate isn't complete. Save after the group.")
-        if current is None or current.reader.is_complete():
-            position = state.reader().skip(state.start, state.skip)
-        else:
-            position = current.reader.position()
-        generators = None
+            raise LoaderError("This group isn't complete. Save after the group.")
+        reader = state.reader()
+        reader.begin(state.start)
+        if current is not None and not current.reader.is_complete():
+            reader = current.reader
+        position, generators = reader.position(), None
         if position.seed is None:
             own = Generators(own_generators(state.raw)).states()
             generators = {"order": to_plain(position.states), "own": to_plain(own)}
@@ -116,21 +100,16 @@ class LoaderHandle:
         """
         state = self._accel
         _check_saved(state, state_dict)
-        generators, own = state_dict["generators"], state_dict["own"]
-        if generators is None and state.options.shard:
+        generators = from_plain(state_dict["generators"]) or {}
+        if not generators and state.options.shard:
             state.seed, state.in_place = state_dict["seed"], False
-        elif generators is not None and state.in_place:
-            Generators(own_generators(state.raw)).put(from_plain(generators["own"]))
-        position = replace(
-            state.fresh(state_dict["epoch"]),
-            at=tuple(state_dict["streams"]) if state_dict["consumed"] else (),
-            # Older states have a list, for the workers of a stream.
-            own=own[0] if isinstance(own, list) else own,
-        )
-        if generators is not None and generators["order"] is not None:
-            states = from_plain(generators["order"])
-            position = replace(position, seed=None, states=states)
-        state.start, state.skip = position, 0
+        elif generators and state.in_place:
+            Generators(own_generators(state.raw)).put(generators["own"])
+        state.start = state.fresh(state_dict["epoch"])
+        if generators.get("order"):
+            state.start = replace(state.start, seed=None, states=generators["order"])
+        at = tuple(state_dict["streams"]) if state_dict["consumed"] else ()
+        state.start = replace(state.start, at=at, own=state_dict["own"])
         state.latest = lambda: None
         # Workers that are alive can't skip to the position.
         state.persistent = None
@@ -145,26 +124,21 @@ class LoaderHandle:
         setattr(self._accel.raw, name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise LoaderError("A LoaderHandle can't be pickled or copied. Pickle its state_dict().")
+        raise LoaderError("A LoaderHandle can't be pickled. Pickle its state_dict().")
 
 
-def _check_saved(state: LoaderState, saved: Any) -> None:
-    keys = {"epoch", "consumed", "streams", "seed", "generators", "length", "part", "own"}
-    if not isinstance(saved, Mapping) or not keys <= saved.keys():
-        raise LoaderError(f"This isn't a state of a LoaderHandle: {saved!r}")
-    length, problem = length_of(state.raw.dataset), ""
-    if saved["length"] != length:
-        raise LoaderError(f"The saved dataset's length is {saved['length']}, not {length}.")
-    if len(saved["streams"]) != state.reader().streams:
-        problem = f"with num_workers={len(saved['streams'])}. Use the same num_workers"
-    if saved["part"] != state.part:
-        problem = f"by {_owner(saved['part'])}, not {_owner(state.part)}. Use as many ranks"
+def _check_saved(state: LoaderState, saved: Mapping[str, Any]) -> None:
+    length, before = length_of(state.raw.dataset), saved["length"]
+    workers, part, problem = len(saved["streams"]), saved["part"], ""
+    if before != length:
+        raise LoaderError(f"The saved dataset's length is {before}, not {length}.")
+    if workers != state.reader().streams:
+        problem = f"with num_workers={workers}. Use the same num_workers"
+    if part != state.part:
+        saver = f"rank {part[0]} of {part[1]}" if part else "all ranks"
+        problem = f"by {saver}. Use as many ranks"
     if saved["consumed"] and problem:
-        raise LoaderError(f"The state was saved in mid-epoch {problem}, or save between epochs.")
-
-
-def _owner(part: list[int]) -> str:
-    return f"rank {part[0]} of {part[1]}" if part else "all ranks"
+        raise LoaderError(f"Saved in mid-epoch {problem}, or save between epochs.")
 
 
 def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
@@ -173,10 +147,7 @@ def raw_loader(loader: LoaderHandle | DataLoader[Any]) -> DataLoader[Any]:
 
 
 def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
-    """Return the number of samples in a step of all ranks together. Local.
-
-    Args:
-        loader: a loader's handle, or a raw ``DataLoader``, which counts for all ranks.
+    """Return the number of samples in a step of all ranks. Local.
 
     Raises:
         LoaderError: the loader has no batch size.
@@ -184,9 +155,9 @@ def effective_batch_size(loader: LoaderHandle | DataLoader[Any]) -> int:
     raw: Any = raw_loader(loader)
     size = raw.batch_size or getattr(raw.batch_sampler, "batch_size", None)
     if size is None:
-        raise LoaderError(f"effective_batch_size: {described(raw)} has no batch_size.")
-    replicas = world_size()
-    if isinstance(loader, LoaderHandle):
-        state = loader._accel
-        replicas = 1 if state.options.split_batches else state.place.world
+        raise LoaderError(f"{described(raw)} has no batch_size.")
+    if not isinstance(loader, LoaderHandle):
+        return int(size) * world_size()
+    state = loader._accel
+    replicas = 1 if state.options.split_batches else state.place.world
     return int(size) * replicas

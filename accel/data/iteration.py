@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,10 +16,31 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..errors import LoaderError
 from ..process import ended, running
 from ..process.transfer import to_device
-from .checks import LoaderOptions, LoaderPlace, has_own_iter, shape_of
-from .readers import Position, RawReader, Reader, SamplerReader
-from .sampling import Division, Share, length_of, mix, on_cpu
+from .checks import LoaderOptions, LoaderPlace, shape_of
+from .readers import Position, RawReader, Reader, SamplerReader, SampleSource
+from .sampling import Division, Share, length_of, mix, on_cpu, own_generators
 from .streams import SHARDS, StreamReader, mode_of
+
+
+class Rows(NamedTuple):
+    """This rank's rows of a batch, and the number of its replica."""
+
+    share: Share
+    replica: int
+    replicas: int
+
+
+@final
+@dataclass(eq=False)
+class Latest:
+    """This rank's rows of the last batch, and of each ``split``."""
+
+    rows: Rows | None = None
+    #: By the numbers of all items and of this rank's.
+    split: dict[tuple[int, ...], Rows] = field(default_factory=dict)
+
+
+latest = Latest()
 
 
 @final
@@ -32,12 +53,11 @@ class LoaderState:
     place: LoaderPlace
     #: The seed of all epochs, unless the program's generators draw them in place.
     seed: int
-    in_place: bool
-    #: The start of the next iteration, and the batches to skip after it.
-    start: Position
-    skip: int = 0
+    in_place: bool = False
+    #: The start of the next iteration.
+    start: Position = field(init=False)
     #: This rank's rows of the last batch.
-    rows: Share | None = None
+    rows: Rows | None = None
     #: The iteration that began last, if it is alive.
     latest: Callable[[], Iteration | None] = lambda: None
     #: A copy of the loader with workers that live longer than an epoch.
@@ -47,8 +67,13 @@ class LoaderState:
     #: Ends the accumulation of a group that the loop left.
     release: Callable[[], None] = lambda: None
 
-    def fresh(self, epoch: int) -> Position:
-        return Position(epoch=epoch, seed=None if self.in_place else self.seed)
+    def __post_init__(self) -> None:
+        self.in_place = self.in_place or not self.options.shard
+        self.start = self.fresh(0)
+
+    def fresh(self, epoch: int, skip: int = 0) -> Position:
+        seed = None if self.in_place else self.seed
+        return Position(epoch=epoch, seed=seed, skip=skip)
 
     @property
     def current(self) -> Iteration | None:
@@ -63,17 +88,9 @@ class LoaderState:
         is_alone = not self.options.shard or mode == SHARDS
         return list(self.place[:2]) if is_alone else []
 
-    def check_process(self) -> None:
-        process = self.place.process
-        if process is not None and running() is not process and not ended():
-            raise LoaderError(
-                "accel.teardown() has ended this loader. Pass the raw one to accel.setup()."
-            )
-
     def reader(self) -> Reader:
+        """Return a reader of a full epoch."""
         raw, options, shape = self.raw, self.options, shape_of(self.raw)
-        if not options.shard and has_own_iter(raw):
-            return RawReader(raw)
         rank, world = self.place[:2] if options.shard else (0, 1)
         division = Division(
             rank=rank,
@@ -81,19 +98,23 @@ class LoaderState:
             batch=shape.batch // world if options.split_batches else shape.batch,
             even=options.even_batches,
             drop_last=shape.drop_last,
+            units=shape.units,
         )
-        if isinstance(raw.dataset, IterableDataset):
+        source = SampleSource(shape.sampler, division, own_generators(raw))
+        reader: Reader = SamplerReader(raw, source)
+        if not options.shard and type(raw).__iter__ is not DataLoader.__iter__:
+            reader = RawReader(raw, source)
+        elif isinstance(raw.dataset, IterableDataset):
             mode = mode_of(raw.dataset, options, self.place)
-            return StreamReader(raw, division, mode, self.place.process)
-        return SamplerReader(raw, division)
+            reader = StreamReader(raw, division, mode, self.place.process)
+        return reader
 
     def prepare(self) -> tuple[DataLoader[Any], Reader]:
         if self.persistent is not None:
             return self.persistent
-        reader, loader = self.reader(), copy.copy(self.raw)
+        loader, reader = copy.copy(self.raw), self.reader()
         # Positions and padding are counted in the order of the sampler.
         vars(loader).update(_iterator=None, in_order=True)
-        reader.install(loader)
         # The workers of a stream learn its seed and position when they start.
         is_stream = isinstance(reader, StreamReader)
         vars(loader)["persistent_workers"] &= self.in_place or not is_stream
@@ -101,83 +122,60 @@ class LoaderState:
             self.persistent = loader, reader
         return loader, reader
 
-    def worker_seeds(self, start: Position) -> torch.Generator:
-        # The program's generators stay as they are.
-        generator, states = torch.Generator(), start.states or {}
-        if "seeds" in states:
-            return generator.set_state(states["seeds"])
-        seed = mix(self.seed, start.epoch, sum(start.at), self.place.rank)
-        return generator.manual_seed(seed)
-
-
-@final
-class Latest:
-    """The last batch of all handles, and the last ``split``."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget them, because the process group changes."""
-        self.rows: Share | None = None
-        #: The replica of the model for which it was, and the number of replicas.
-        self.replica: tuple[int, int] | None = None
-        #: The divisions of ``split``, by the numbers of all items and of this rank's.
-        self.divisions: dict[tuple[int, int], Division] = {}
-
-
-latest = Latest()
-
 
 @final
 class Iteration:
     """An iterator of a handle. It begins its epoch at once, as in raw PyTorch."""
 
     def __init__(self, state: LoaderState) -> None:
-        state.check_process()
+        process = state.place.process
+        if process is not None and running() is not process and not ended():
+            text = "accel.teardown() has ended this loader."
+            raise LoaderError(f"{text} Pass the raw one to accel.setup().")
         state.release()
-        device = state.place.device
-        moves = state.options.move and device.type != "cpu"
         self._state = state
-        self._device = device if moves else None
+        self._moves = state.options.move and state.place.device.type != "cpu"
         #: Batches that were read before the loop asked for them.
         self._ahead: deque[Any] = deque()
         self.finished = False
         #: True before the last batch of a group of ``accumulate``.
         self.in_group = False
         loader, self.reader = state.prepare()
-        start = self.reader.skip(state.start, state.skip)
-        self.reader.begin(start)
+        self.reader.begin(state.start)
+        start = self.reader.start
         if not start.in_place:
-            loader.generator = state.worker_seeds(start)
+            # The program's generators stay as they are.
+            seed = mix(state.seed, start.epoch, sum(start.at), state.place.rank)
+            loader.generator = torch.Generator().manual_seed(seed)
+        if start.states and "seeds" in start.states:
+            loader.generator.set_state(start.states["seeds"])
         with on_cpu():
             self._batches = self.reader.open(loader)
         # A stream of several workers may have more batches than its length tells.
-        is_sized = isinstance(self.reader, SamplerReader)
-        self.length = length_of(self.reader) if is_sized else None
-        state.start, state.skip = state.fresh(start.epoch + 1), 0
+        is_map = isinstance(self.reader, SamplerReader)
+        self.length = length_of(self.reader) if is_map else None
+        state.start = state.fresh(start.epoch + 1)
         state.latest = weakref.ref(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self._ahead and not self._read_ahead(1):
+        item = self._ahead.popleft() if self._ahead else next(self._batches, None)
+        if item is None:
             self.finished = True
             raise StopIteration
-        tag, batch = self._ahead.popleft()
-        self._state.rows = latest.rows = self.reader.take(tag)
-        latest.replica = self._state.place[:2]
-        return batch if self._device is None else to_device(batch, self._device)
-
-    def _read_ahead(self, count: int) -> int:
-        self._ahead.extend(islice(self._batches, max(0, count - len(self._ahead))))
-        return min(count, len(self._ahead))
+        tag, batch = item
+        place = self._state.place
+        rows = Rows(self.reader.take(tag), place.rank, place.world)
+        self._state.rows = latest.rows = rows
+        return to_device(batch, place.device) if self._moves else batch
 
     def upcoming(self, count: int) -> int:
         """Return how many of the next ``count`` batches there are."""
         if self.length is not None:
             return min(count, self.length - self.reader.given)
-        if count == 1 and self.reader.more is not None:
-            return int(self.reader.more)
-        return self._read_ahead(count)
+        if count == 1 and self.reader.tag.more is not None:
+            return int(self.reader.tag.more)
+        self._ahead.extend(islice(self._batches, max(0, count - len(self._ahead))))
+        return min(count, len(self._ahead))

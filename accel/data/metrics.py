@@ -14,12 +14,10 @@ from ..process.control import agree
 from ..process.transfer import find_difference, sums_of
 from ..trees import all_tensors, walk
 from .handle import LoaderHandle
-from .iteration import latest
-from .readers import WHOLE
-from .sampling import Share, has_parts, length_of
+from .iteration import Rows, latest
+from .sampling import WHOLE, Share, has_parts, length_of
 
 T = TypeVar("T")
-Replica = tuple[int, int]
 
 
 def gather_for_metrics(
@@ -36,69 +34,60 @@ def gather_for_metrics(
 
     Args:
         data: nested tensors with this rank's batch as dimension 0.
-        loader: the loader of the batch, or the items that ``split`` has cut. By default
-            the loader that gave the last batch.
+        loader: the loader of the batch, or the items of ``split``. None is the loader
+            of the last batch.
         pad: a value that fills the other dimensions, as in ``all_gather``.
         objects: also take lists of any objects, such as texts, one for each sample.
 
     Raises:
         LoaderError: no loader gave a batch, or dimension 0 isn't the batch.
     """
-    rows, replica, error = data, latest.replica, None
+    rows, place, error = data, latest.rows, None
     try:
-        share, replica = _share_of(loader, data, objects)
+        place = _rows_of(loader, data, objects)
+        share = place.share
         if share is not WHOLE:
             rows = walked(lambda _, leaf: _trim(leaf, share, objects), data, objects)
     except LoaderError as caught:
         error = caught
     try:
         problem = text_of_error(error)
-        if replica is not None and replica[1] < world_size():
-            rows, problem = _once(rows, replica[0], objects, problem)
+        if place is not None and place.replicas < world_size():
+            rows, problem = _once(rows, place.replica, objects, problem)
         gathered: T = gather(rows, pad=pad, objects=objects, problem=problem)
     except AccelError as caught:
         raise (error or caught) from None
     return gathered
 
 
-def _share_of(loader: Any, data: Any, objects: bool) -> tuple[Share, Replica | None]:
-    share, replica = latest.rows, latest.replica
+def _rows_of(loader: Any, data: Any, objects: bool) -> Rows:
+    rows = latest.rows
     if isinstance(loader, LoaderHandle):
-        state = loader._accel
-        state.check_process()
-        share, replica = state.rows, state.place[:2]
+        rows = loader._accel.rows
     elif loader is not None:
         sizes: list[Any] = []
         walk(lambda _, leaf: sizes.append(length_of(leaf)), loader, "", has_parts)
-        rows: list[Any] = []
-        walked(lambda _, leaf: rows.append(length_of(leaf)), data, objects)
-        key: Any = (*sizes[:1], *rows[:1])
-        share, division = None, latest.divisions.get(key)
-        if division is not None:
-            share, replica = division.share(sizes[0]), (division.rank, division.world)
-    if share is None and world_size() == 1 and not isinstance(loader, DataLoader):
-        share = WHOLE
-    if share is None:
-        raise LoaderError(
-            "gather_for_metrics: no loader has given these rows. Pass the loader of "
-            "accel.setup or the items of accel.split."
-        )
-    return share, replica
+        del sizes[1:]
+        walked(lambda _, leaf: sizes.append(length_of(leaf)), data, objects)
+        rows = latest.split.get(tuple(sizes[:2]))
+    if rows is None and world_size() == 1 and not isinstance(loader, DataLoader):
+        rows = Rows(WHOLE, 0, 1)
+    if rows is None:
+        text = "No loader has given these rows."
+        raise LoaderError(f"{text} Pass the loader of accel.setup or split items.")
+    return rows
 
 
 def _trim(leaf: Any, share: Share, objects: bool) -> Any:
     if leaf is None and not objects:
         return None
     shape = (len(leaf),) if isinstance(leaf, list) else tuple(getattr(leaf, "shape", ()))
-    is_sized = share.size >= 0
-    if not shape or (is_sized and shape[0] != share.size):
-        size = f" of {share.size}" if is_sized else ""
-        kind = "" if isinstance(leaf, torch.Tensor) else f"{described(leaf)} of "
-        raise LoaderError(
-            f"gather_for_metrics: expected dim 0 to be this rank's batch{size}, found "
-            f"{kind}shape {shape}. Use accel.all_gather for other rows."
-        )
-    return leaf[: share.real if is_sized else shape[0] * share.real]
+    size = share.size
+    if not shape or shape[0] != size >= 0:
+        kind = f"{described(leaf)} of shape {shape}"
+        text = f"expected dim 0 to be this rank's batch, found {kind}."
+        raise LoaderError(f"gather_for_metrics: {text} Use accel.all_gather.")
+    return leaf[: share.real if size >= 0 else shape[0] * share.real]
 
 
 def _once(data: Any, replica: int, objects: bool, problem: str) -> tuple[Any, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from inspect import isgeneratorfunction
 from itertools import islice
 from typing import Any, Final, final
 
@@ -13,14 +12,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from ..errors import LoaderError
 from ..process.rng import Generators, Private, global_generators
-from .checks import shape_of
-from .sampling import Division, Share, divide, length_of, mix, on_cpu, own_generators, parts_of
+from .sampling import Division, Share, length_of, mix, on_cpu, parts_of, portion
 
 #: A sampler is read in blocks, because it takes 0.2 ms to change the global generators.
 _BLOCK: Final = 1 << 10
 
-#: This rank's share and all items of each global step.
-Steps = Iterator[tuple[list[Any], list[Any]]]
 Context = AbstractContextManager[Any]
 
 
@@ -39,6 +35,8 @@ class Position:
     at: tuple[int, ...] = ()
     #: The state of a loader that keeps its own position.
     own: Any = None
+    #: The batches of each rank to skip from here.
+    skip: int = 0
 
     @property
     def in_place(self) -> bool:
@@ -47,11 +45,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """The origin of a batch. It travels with the batch, because loaders read ahead."""
+    """The origin of a batch. It travels along, because loaders read ahead."""
 
-    #: The number of the worker, and of the samples read from its stream.
+    #: The number of the worker, and of the global step's samples. Padding has none.
     stream: int = 0
-    position: int = 0
+    samples: int = 0
     #: The checksum of a stream's first items, for a comparison.
     first: int = 0
     own: Any = None
@@ -59,55 +57,51 @@ class Tag:
     more: bool | None = None
 
 
-#: Batches with their tags.
 Batches = Iterator[tuple[Tag, Any]]
-
-#: The share of a batch without padding. Its size isn't known.
-WHOLE: Final = Share(0, -1, 1)
 
 
 @dataclass(eq=False)
 class SampleSource:
-    """The items of a sampler or dataset, in shares."""
+    """The items of a sampler or dataset, in global steps."""
 
     items: Any
     division: Division
     #: The generators of the loader. The items may draw from them and the global ones.
-    own: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, Any]
     start: Position = Position(epoch=0)
-    #: The origin of the last share.
+    #: The samples that were read, and the tag of the last step.
+    read: int = 0
     tag: Tag = Tag()
     #: The snapshot before an epoch in place.
     states: Mapping[str, Any] | None = None
     #: The first items of the epoch, for padding.
     head: list[Any] = field(default_factory=list)
 
-    def steps(self, stream: int | None = None) -> Steps:
-        """Begin an epoch, for an iterable dataset in the worker ``stream``."""
-        start, width = self.start, self.division.width
+    def chunks(self, stream: int | None = None) -> Iterator[list[Any]]:
+        """Yield the items of global steps, in the worker ``stream`` of a stream."""
+        start, width, world = self.start, self.division.width, self.division.world
         context = self._generators(stream)
+        if stream is not None:
+            # Workers that live longer than an epoch start the next epoch at its beginning.
+            self.start = Position(epoch=start.epoch + 1)
         with context, on_cpu():
             items = iter(self.items)
-        in_blocks = stream is None and not start.in_place
-        order = _drawn(items, context, max(width, _BLOCK) if in_blocks else width)
+        is_lazy = stream is not None or start.in_place
+        order = _drawn(items, context, width if is_lazy else max(width, _BLOCK))
         used = start.at[stream or 0] if start.at else 0
-        self.head = list(islice(order, min(used, self.division.world - 1)))
-        skipped = len(self.head)
-        for _ in islice(order, used - skipped):
-            skipped += 1
+        self.head = list(islice(order, min(used, world - 1)))
+        self.read = len(self.head)
+        self.read += sum(1 for _ in islice(order, used - self.read))
         # loader.skip() counts full steps, but the last step may have fewer items.
-        if used - skipped >= width:
-            raise LoaderError(
-                f"The {type(self.items).__name__} gives a shorter epoch than the batches to "
-                "skip. Use the same dataset and sampler."
-            )
-        self.tag = Tag(stream or 0, skipped)
-        return self._tagged(order)
-
-    def _tagged(self, order: Iterator[Any]) -> Steps:
-        for share, items in divide(order, self.division, self.head):
-            self.tag = replace(self.tag, position=self.tag.position + len(items))
-            yield share, items
+        if used - self.read >= width:
+            kind = type(self.items).__name__
+            text = f"The {kind} gives a shorter epoch than the batches to skip."
+            raise LoaderError(f"{text} Use the same dataset and sampler.")
+        while chunk := list(islice(order, width)):
+            self.head += chunk[: world - 1 - len(self.head)]
+            self.read += len(chunk)
+            self.tag = Tag(stream or 0, len(chunk))
+            yield chunk
 
     def _generators(self, stream: int | None) -> Context:
         """Return the context of all draws, in place after a snapshot."""
@@ -141,46 +135,34 @@ def _drawn(items: Iterator[Any], context: Context, block: int) -> Iterator[Any]:
 class Reader:
     """A rank's reading of an epoch, by a stand-in for a sampler or dataset."""
 
-    def __init__(
-        self, loader: DataLoader[Any], division: Division, source: SampleSource, streams: int = 1
-    ) -> None:
-        self._loader: Any = loader
-        self._division = division
+    def __init__(self, loader: Any, source: SampleSource, streams: int = 1) -> None:
+        self._loader = loader
         self._source = source
-        self._units = shape_of(loader).units
         self.streams = streams
 
-    def install(self, loader: DataLoader[Any]) -> None:
-        """Put the stand-in into a copy of the loader."""
-
     def begin(self, start: Position) -> None:
+        #: The samples given to all ranks, by worker.
+        self.at = list(start.at or (0,) * self.streams)
+        for batch in range(start.skip):
+            # The loader takes a batch from each worker in turn.
+            self.at[batch % self.streams] += self._source.division.width
+        if start.skip:
+            start = replace(start, at=tuple(self.at), own=None, skip=0)
         self.start = self._source.start = start
-        #: The number of batches that the loop got.
+        #: The number of batches that the loop got, and the last one's tag.
         self.given = 0
-        #: The tag of the last batch of each worker.
-        self.tags = []
-        for stream, used in enumerate(start.at or (0,) * self.streams):
-            self.tags.append(Tag(stream, used, own=start.own))
-        self.more: bool | None = None
+        self.tag = Tag()
 
     def open(self, loader: DataLoader[Any]) -> Batches:
-        """Return an iterator over the batches and their tags."""
+        """Iterate over batches of a copy of the loader, with this stand-in."""
         raise NotImplementedError
 
     def take(self, tag: Tag) -> Share:
         """Count a batch that the loop gets, and return this rank's rows of it."""
         self.given += 1
-        self.more = tag.more
-        # A batch for padding repeats the tag before it.
-        samples = tag.position - self.tags[tag.stream].position
-        self.tags[tag.stream] = tag
-        return self.real_rows(samples)
-
-    def real_rows(self, samples: int) -> Share:
-        if not self._division.pads:
-            return WHOLE
-        share = self._division.share(samples)
-        return share._replace(size=-1) if self._units else share
+        self.tag = tag
+        self.at[tag.stream] += tag.samples
+        return self._source.division.rows(tag.samples)
 
     def is_complete(self) -> bool:
         """True if the epoch is known to have no more batches for any rank."""
@@ -188,21 +170,11 @@ class Reader:
 
     def position(self) -> Position:
         """Return the position after the last batch, in samples of all ranks."""
+        start = self.start
         if not self.given:
-            return self.start
-        states = self._source.states if self.start.in_place else self.start.states
-        at = tuple(tag.position for tag in self.tags)
-        return replace(self.start, at=at, states=states, own=self.tags[0].own)
-
-    def skip(self, start: Position, count: int) -> Position:
-        """Return the position ``count`` batches of each rank after ``start``."""
-        if not count:
             return start
-        at = list(start.at or (0,) * self.streams)
-        for batch in range(count):
-            # The loader takes a batch from each worker in turn.
-            at[batch % self.streams] += self._source.division.width
-        return replace(start, at=tuple(at), own=None)
+        states = self._source.states if start.in_place else start.states
+        return replace(start, at=tuple(self.at), states=states, own=self.tag.own)
 
     def __len__(self) -> int:
         """Return the number of this rank's batches after the start."""
@@ -212,28 +184,21 @@ class Reader:
 
 @final
 class RawReader(Reader):
-    """Reads a loader with ``shard=False`` and its own ``__iter__``.
-
-    The state of a loader such as torchdata's StatefulDataLoader is the position.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        division = Division(rank=0, world=1, batch=1, even=True, drop_last=False)
-        super().__init__(loader, division, SampleSource((), division))
+    """Reads a loader with its own state, such as torchdata's StatefulDataLoader."""
 
     def open(self, loader: DataLoader[Any]) -> Batches:
-        raw, used = self._loader, sum(self.start.at)
+        raw, used = self._loader, self.at[0]
         if self.start.own is not None:
             raw.load_state_dict(self.start.own)
-        batches = iter(raw) if self.start.own is not None else islice(raw, used, None)
+            used = 0
         own_state = getattr(raw, "state_dict", lambda: None)
-        for number, batch in enumerate(batches, used + 1):
-            yield Tag(0, number, own=own_state()), batch
+        for batch in islice(raw, used, None):
+            yield Tag(0, 1, own=own_state()), batch
 
     def position(self) -> Position:
-        if self.given and self.tags[0].own is None:
-            kind = type(self._loader).__name__
-            raise LoaderError(f"{kind} has no state_dict() for its position. Save between epochs.")
+        if self.given and self.tag.own is None:
+            text = f"{type(self._loader).__name__} has no state_dict()."
+            raise LoaderError(f"{text} Save between epochs.")
         return super().position()
 
     def __len__(self) -> int:
@@ -244,48 +209,32 @@ class RawReader(Reader):
 class SamplerReader(Reader):
     """The stand-in for the sampler or batch sampler of a map-style loader."""
 
-    def __init__(self, loader: DataLoader[Any], division: Division) -> None:
-        source = SampleSource(shape_of(loader).sampler, division, own_generators(loader))
-        super().__init__(loader, division, source)
-
-    def install(self, loader: DataLoader[Any]) -> None:
-        vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = self
-
-    @property
-    def sampler(self) -> Any:
-        # StatefulDataLoader asks for the length of the batch sampler's sampler.
-        return self._source.items.sampler if self._units else self._source.items
-
     def open(self, loader: DataLoader[Any]) -> Batches:
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        vars(loader)[name] = self
         return self._tagged(iter(loader))
 
     def _tagged(self, batches: Iterator[Any]) -> Batches:
-        before = sum(self.start.at)
+        source, before = self._source, self.at[0]
         for batch in batches:
             # The loader has read this step, and perhaps more. The last one may be shorter.
-            end = min(before + self._division.width, self._source.tag.position)
-            if end <= before:
+            samples = min(source.division.width, source.read - before)
+            if samples <= 0:
                 # YOLO's InfiniteDataLoader keeps an iterator over its first sampler.
-                raise LoaderError(
-                    "The loader does not give one batch for each batch of its sampler. "
-                    "Use a plain DataLoader or shard=False."
-                )
-            yield Tag(0, end), batch
-            before = end
+                text = "The loader doesn't give one batch for each batch of its sampler."
+                raise LoaderError(f"{text} Use shard=False.")
+            yield Tag(0, samples), batch
+            before += samples
 
     def __iter__(self) -> Iterator[Any]:
-        # torch calls iter() of a custom batch sampler before it draws the seed of the workers,
-        # and all other samplers draw when the loader asks for the first batch.
-        is_eager = self._units and not isgeneratorfunction(type(self._source.items).__iter__)
-        return self._batches(self._source.steps() if is_eager else None)
-
-    def _batches(self, steps: Steps | None) -> Iterator[Any]:
-        for share, _ in steps or self._source.steps():
+        source, division = self._source, self._source.division
+        for chunk in source.chunks():
+            share = portion(chunk, division, source.head)
             if share:
-                yield share[0] if self._units else share
+                yield share[0] if division.units else share
 
     def is_complete(self) -> bool:
         # The same on every rank at the same step, also on a rank without a share of the last step.
-        size = length_of(self._source.items)
-        least = self._division.width if self._division.drop_last else 1
-        return size is not None and self.tags[0].position + least > size
+        size, division = length_of(self._source.items), self._source.division
+        least = division.width if division.drop_last else 1
+        return size is not None and self.at[0] + least > size

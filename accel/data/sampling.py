@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
-import torch.utils.data as torch_data
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, Subset, TensorDataset
 
-from ..process.packing import bytes_of, is_dense, to_bytes
 from ..process.rng import is_generator, seed_of
 from ..trees import walk
 
@@ -29,6 +26,10 @@ class Share(NamedTuple):
     real: int
 
 
+#: The share of a batch without padding.
+WHOLE: Final = Share(0, -1, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
     """The division of ``world * batch`` consecutive samples over the ranks."""
@@ -38,14 +39,12 @@ class Division:
     batch: int
     even: bool
     drop_last: bool
+    #: True if the samples are the batches of a custom sampler, or aren't batched.
+    units: bool = False
 
     @property
     def width(self) -> int:
         return self.world * self.batch
-
-    @property
-    def pads(self) -> bool:
-        return self.even and not self.drop_last and self.world > 1
 
     def share(self, count: int) -> Share:
         """Return this rank's share of a global step of ``count`` samples."""
@@ -58,6 +57,16 @@ class Division:
         size += self.rank < extra
         return Share(offset, size, size)
 
+    def rows(self, count: int) -> Share:
+        """Return this rank's rows of its batch. Padding is of no samples."""
+        has_padding = self.even and not self.drop_last and self.world > 1
+        if count and not has_padding:
+            return WHOLE
+        share = self.share(count)
+        if self.units or not count:
+            return Share(share.offset, -1, share.real)
+        return share
+
     def local_steps(self, remaining: int) -> int:
         """Return the number of this rank's batches of ``remaining`` samples."""
         full, tail = divmod(remaining, self.width)
@@ -65,22 +74,13 @@ class Division:
 
 
 def portion(chunk: list[Any], division: Division, head: list[Any]) -> list[Any]:
-    """Return a rank's share of a global step, padded with the epoch's first items."""
+    """Return a rank's share of a global step, padded from the epoch's start."""
     if len(chunk) < division.width and division.drop_last:
         return []
     share = division.share(len(chunk))
     end = share.offset + share.size
     padding = islice(cycle(head), max(0, end - len(chunk)))
     return [*chunk, *padding][share.offset : end]
-
-
-def divide(
-    order: Iterator[Any], division: Division, head: list[Any]
-) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Yield this rank's share and all items of each global step."""
-    while chunk := list(islice(order, division.width)):
-        head += chunk[: division.world - 1 - len(head)]
-        yield portion(chunk, division, head), chunk
 
 
 def has_parts(items: Any) -> bool:
@@ -100,7 +100,8 @@ def length_of(sized: Any) -> int | None:
 
 def mix(*values: Any) -> int:
     """Hash plain values to a seed of 63 bits."""
-    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
+    digest = blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def parts_of(sampler: Any) -> list[Any]:
@@ -125,7 +126,7 @@ def own_generators(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def loader_seed(loader: DataLoader[Any], seed: int | None, place: int) -> int:
-    """Return the seed of all epochs of the loader number ``place`` in a ``setup``."""
+    """Return the seed of all epochs of a loader, by its place in ``setup``."""
     if seed is not None:
         return mix(seed, place)
     own = [seed_of(generator) for generator in own_generators(loader).values()]
@@ -141,27 +142,19 @@ def on_cpu() -> AbstractContextManager[Any]:
 
 
 def identity(items: Any) -> int:
-    """Return a checksum of nested items, the same in every process.
-
-    Random augmentation may change values, so it covers integers and texts if there are any.
-    """
+    """Return a checksum of nested items, the same in every process."""
+    # Random augmentation changes values, so integers and texts count alone if there are any.
     checksums = [0, 0]
 
     def visit(path: str, leaf: Any) -> Any:
         is_text = isinstance(leaf, int | str | bytes)
         dtype = str(getattr(leaf, "dtype", ""))
-        content: Any = b""
-        if is_text or isinstance(leaf, float):
-            content = repr(leaf).encode()
-        elif isinstance(leaf, torch.Tensor):
-            if is_dense(leaf) and leaf.numel():
-                content = to_bytes(bytes_of(leaf, torch.device("cpu")))
-        # An array of objects has their addresses.
-        elif hasattr(leaf, "tobytes") and dtype != "object":
-            content = leaf.tobytes()
-        # Labels and tokens have wide integers, and pixels have bytes.
-        is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
-        checksums[is_name] = zlib.crc32(content, checksums[is_name])
+        # Texts of other objects have their addresses, and those of tensors their device.
+        if is_text or dtype or isinstance(leaf, float):
+            text = repr(leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf)
+            # Labels and tokens have wide integers, and pixels have bytes.
+            is_name = is_text or ("int" in dtype and not dtype.endswith("int8"))
+            checksums[is_name] = zlib.crc32(text.encode(), checksums[is_name])
         return leaf
 
     walk(visit, items, "")
@@ -169,9 +162,11 @@ def identity(items: Any) -> int:
 
 
 def first_sample(dataset: Any) -> str:
-    """Return a checksum of the first sample of a dataset in memory, otherwise ""."""
+    """Return a checksum of a dataset's first sample, "" if it isn't in memory."""
     index = 0
-    while type(dataset) is torch_data.Subset and len(dataset):
+    while type(dataset) is Subset and len(dataset):
         dataset, index = dataset.dataset, dataset.indices[index]
-    is_in_memory = type(dataset) in (torch_data.TensorDataset, list, tuple, torch.Tensor)
-    return str(identity(dataset[index])) if is_in_memory and length_of(dataset) else ""
+    is_in_memory = type(dataset) in (TensorDataset, list, tuple, torch.Tensor)
+    if not is_in_memory or not length_of(dataset):
+        return ""
+    return str(identity(dataset[index]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,14 +18,12 @@ from ..process import Process
 from ..process.control import Waiting, agree, raise_together
 from ..process.rng import Generators
 from .checks import LoaderOptions, LoaderPlace
-from .readers import Batches, Position, Reader, SampleSource, Steps, Tag
-from .sampling import Division, Share, identity, portion
+from .readers import Batches, Reader, SampleSource, Tag
+from .sampling import Division, identity, portion
 
 #: Every rank reads the stream, or its shards of a Hugging Face dataset, or rank 0 reads for all.
 FULL, SHARDS, DISPATCHED = "full", "shards", "dispatched"
 _LABEL: Final = "reading an iterable dataset"
-
-Collate = Callable[[Any], Any]
 
 
 def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
@@ -35,12 +33,9 @@ def mode_of(dataset: Any, options: LoaderOptions, place: LoaderPlace) -> str:
     process = place.process
     if options.dispatch and process is not None and process.place.world_size > 1:
         return DISPATCHED
-    count = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
+    count = getattr(dataset, "num_shards", None)
     divides = isinstance(count, int) and place.world > 1 and count % place.world == 0
-    return SHARDS if divides and callable(getattr(dataset, "shard", None)) else FULL
-
-
-# -- In the process that reads the dataset ---------------------------------------------------------
+    return SHARDS if divides and hasattr(dataset, "shard") else FULL
 
 
 @final
@@ -51,51 +46,42 @@ class _StreamView(IterableDataset[Any]):
         vars(self).update(_source=source, _mode=mode)
 
     def __iter__(self) -> Iterator[Any]:
-        source: SampleSource = vars(self)["_source"]
-        start, info = source.start, get_worker_info()
+        source: SampleSource = self._source
+        division, info, first = source.division, get_worker_info(), 0
         if info:
             # The states seed the workers, which draw from their own generators.
-            source.start = replace(start, states=None)
-        steps = source.steps(info.id if info else 0)
-        # Workers that live longer than an epoch start the next epoch at its beginning.
-        source.start = Position(epoch=start.epoch + 1)
-        return _given(source, steps, vars(self)["_mode"])
+            source.start = replace(source.start, states=None)
+        for chunk in source.chunks(info.id if info else 0):
+            if division.world > 1:
+                first = first or identity(chunk)
+                source.tag = replace(source.tag, first=first)
+            share = portion(chunk, division, source.head)
+            if self._mode != DISPATCHED:
+                yield from share
+            elif share:
+                yield chunk
 
     def __len__(self) -> int:
-        return len(vars(self)["_source"].items)
+        return len(self._source.items)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(vars(self)["_source"].items, name)
+        return getattr(self._source.items, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A worker_init_fn may set attributes of the user's dataset.
-        setattr(vars(self)["_source"].items, name, value)
+        setattr(self._source.items, name, value)
 
 
-def _given(source: SampleSource, steps: Steps, mode: str) -> Iterator[Any]:
-    division, first = source.division, 0
-    for share, items in steps:
-        if division.world > 1:
-            first = first or identity(items)
-            source.tag = replace(source.tag, first=first)
-        if mode != DISPATCHED:
-            yield from share
-        elif share:
-            places = [replace(division, rank=rank) for rank in range(division.world)]
-            yield [portion(items, place, source.head) for place in places]
-
-
-def _tagged(collate: Collate, source: SampleSource, items: Any) -> tuple[Tag, Any]:
-    return source.tag, collate(items)
-
-
-def _collated(collate: Collate, units: bool, shares: list[Any]) -> list[Any]:
-    return [collate(share[0] if units else share) for share in shares]
-
-
-# -- In the process that runs the loop -------------------------------------------------------------
+def _tagged(collate: Any, source: SampleSource, mode: str, items: Any) -> tuple[Tag, Any]:
+    if mode != DISPATCHED:
+        return source.tag, collate(items)
+    division, batches = source.division, []
+    for rank in range(division.world):
+        share = portion(items, replace(division, rank=rank), source.head)
+        batches.append(collate(share[0] if division.units else share))
+    return source.tag, batches
 
 
 @final
@@ -106,62 +92,45 @@ class StreamReader(Reader):
         self, loader: DataLoader[Any], division: Division, mode: str, process: Process | None
     ) -> None:
         dataset: Any = loader.dataset
-        own_division = division
+        self._division = division
         if mode == SHARDS:
             dataset = dataset.shard(num_shards=division.world, index=division.rank)
-            own_division = replace(division, rank=0, world=1)
-        source = SampleSource(dataset, own_division)
-        super().__init__(loader, division, source, max(1, loader.num_workers))
+            division = replace(division, rank=0, world=1)
+        source = SampleSource(dataset, division, {})
+        super().__init__(loader, source, max(1, loader.num_workers))
         self._mode = mode
         self._process = process
 
-    def install(self, loader: DataLoader[Any]) -> None:
-        parts = vars(loader)
-        parts["dataset"] = _StreamView(self._source, self._mode)
-        if self._mode == DISPATCHED:
-            parts.update(batch_sampler=None, batch_size=None)
-            loader.collate_fn = partial(_collated, loader.collate_fn, self._units)
-        elif not self._units:
-            batch, drop_last = self._division.batch, loader.drop_last
-            parts["batch_sampler"] = BatchSampler(loader.sampler, batch, drop_last)
-        loader.collate_fn = partial(_tagged, loader.collate_fn, self._source)
-
-    def begin(self, start: Position) -> None:
-        super().begin(start)
-        # A loader seeds its workers from this generator, and they draw the stream. Without workers
-        # the snapshot is taken later.
-        seeding = self._loader.generator or torch.default_generator
-        self._source.states = Generators({"seeds": seeding}).states()
-
     def open(self, loader: DataLoader[Any]) -> Batches:
         process, mode = self._process, self._mode
-        if mode == DISPATCHED and process is not None:
-            is_reader = process.place.rank == 0
+        source, division = self._source, self._division
+        # It seeds the workers, which draw the stream. Without workers this is replaced.
+        seeding = self._loader.generator or torch.default_generator
+        source.states = Generators({"seeds": seeding}).states()
+        parts = vars(loader)
+        parts["dataset"] = _StreamView(source, mode)
+        if mode == DISPATCHED:
+            parts.update(batch_sampler=None, batch_size=None)
+        elif not division.units:
+            batch, drop_last = division.batch, loader.drop_last
+            parts["batch_sampler"] = BatchSampler(loader.sampler, batch, drop_last)
+        loader.collate_fn = partial(_tagged, self._loader.collate_fn, source, mode)
+        in_step = mode == DISPATCHED or (mode == SHARDS and division.even)
+        if in_step and process is not None:
+            is_reader = mode == SHARDS or process.place.rank == 0
             return self._in_step(iter(loader if is_reader else ()), process)
-        batches = iter(loader)
-        if process is None or self._division.world == 1:
-            return batches
-        if mode == FULL:
-            return self._compared(batches)
-        return self._in_step(batches, process) if self._division.even else batches
-
-    def real_rows(self, samples: int) -> Share:
-        if self._mode == SHARDS and self._division.even:
-            # The batches of a step are of different shards. All of their rows are real, or none.
-            return Share(0, -1, min(1, samples))
-        return super().real_rows(samples)
+        is_compared = process is not None and mode == FULL and division.world > 1
+        return self._compared(iter(loader)) if is_compared else iter(loader)
 
     # -- Streams that the ranks read together. Every step is collective. --
 
     def _compared(self, batches: Batches) -> Batches:
         """Yield the batches after a comparison of the first items of the stream."""
         item, firsts = _read_together(batches)
-        if len(set(firsts) - {None}) > 1:
+        if len(set(firsts)) > 1:
             kind = type(self._loader.dataset).__name__
-            raise LoaderError(
-                f"The ranks read different items from {kind}, which shards itself or shuffles. "
-                "Use a fixed seed or shard=False."
-            )
+            text = f"{kind} shards itself or shuffles, so the ranks read different items."
+            raise LoaderError(f"{text} Use a fixed seed or shard=False.")
         if item is not None:
             yield item
             yield from batches
@@ -174,35 +143,29 @@ class StreamReader(Reader):
             # If the dataset was sharded before, sharding it once more would lose most of it.
             items = islice(self._loader.dataset, 1)
             list(self._compared((Tag(first=identity(item)), item) for item in items))
-        tag, padding = self.tags[0], None
+        padding: Any = None
+        received: list[Any] = [None]
         following, next_firsts = _read_together(batches)
-        while set(next_firsts) != {None}:
+        while next_firsts:
             item, firsts = following, next_firsts
             following, next_firsts = _read_together(batches)
             if is_dispatched:
-                item = _scattered(item, places, process)
+                sent = item and [(item[0], item[1][place]) for place in places]
+                with Waiting(process, _LABEL):
+                    group = process.control
+                    dist.scatter_object_list(received, sent, group=group, group_src=0)
+                item = received[0]
             elif padding is None:
                 # A resumed rank may have read its shards already.
-                others = agree(_LABEL, item and item[1]) if None in firsts else [item[1]]
-                padding = copy.deepcopy(next(other for other in others if other is not None))
-            tag, batch = item or (tag, padding)
-            yield replace(tag, more=set(next_firsts) != {None}), batch
+                is_full = len(firsts) == process.place.world_size
+                others = [item] if is_full else agree(_LABEL, item)
+                padding = Tag(), copy.deepcopy(next(filter(None, others))[1])
+            tag, batch = item or padding
+            yield replace(tag, more=bool(next_firsts)), batch
 
 
-def _scattered(item: Any, places: list[int], process: Process) -> Any:
-    """Return this rank's share of rank 0's batch."""
-    sent = item and [(item[0], item[1][place]) for place in places]
-    received: list[Any] = [None]
-    with Waiting(process, _LABEL):
-        dist.scatter_object_list(received, sent, group=process.control, group_src=0)
-    return received[0]
-
-
-def _read_together(batches: Batches) -> tuple[Any, list[int | None]]:
-    """Read a batch on every rank, and return it and every rank's checksum. Collective.
-
-    Both are None at the end. If reading fails on a rank, every rank raises.
-    """
+def _read_together(batches: Batches) -> tuple[Any, list[int]]:
+    """Read a batch, or None at the end, and all ranks' checksums. Collective."""
     item, error = None, None
     try:
         item = next(batches, None)
@@ -211,4 +174,4 @@ def _read_together(batches: Batches) -> tuple[Any, list[int | None]]:
     first = None if item is None else item[0].first
     answers = agree(_LABEL, (first, text_of_error(error)))
     raise_together(_LABEL, error, [text for _, text in answers], LoaderError)
-    return item, [other for other, _ in answers]
+    return item, [other for other, _ in answers if other is not None]

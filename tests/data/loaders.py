@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 import accel
-from accel.data import LoaderHandle, LoaderOptions, LoaderPlace
+from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, LoaderState
 
 
 class Numbers(Dataset[int]):
@@ -49,7 +49,8 @@ class Counting(IterableDataset[int]):
 
 
 def make(loader: DataLoader[Any], rank: int = 0, world: int = 1, seed: int = 7, **options: Any) -> LoaderHandle:
-    return LoaderHandle(loader, LoaderOptions(**options), LoaderPlace(rank, world, torch.device("cpu")), seed=seed)
+    place = LoaderPlace(rank, world, torch.device("cpu"))
+    return LoaderHandle(LoaderState(loader, LoaderOptions(**options), place, seed))
 
 
 def numbers(n: int, batch_size: int | None = 4, **kwargs: Any) -> DataLoader[Any]:
@@ -120,7 +121,7 @@ def loader_of(sampler: Any, **kwargs: Any) -> DataLoader[Any]:
 
 def raw_like(loader: DataLoader[Any]) -> LoaderHandle:
     """The handle that setup gives a program of one process."""
-    return LoaderHandle(loader, LoaderOptions(), LoaderPlace(0, 1, torch.device("cpu")), seed=0, in_place=True)
+    return LoaderHandle(LoaderState(loader, LoaderOptions(), LoaderPlace(0, 1, torch.device("cpu")), 0, in_place=True))
 
 
 def reset(seed: int = 3) -> None:

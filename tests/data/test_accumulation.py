@@ -23,7 +23,6 @@ from tests.data.loaders import (
     reset,
     rng_states,
     sampled,
-    setup_loader,
 )
 from tests.distributed import run
 from tests.models import mlp, sgd
@@ -187,21 +186,3 @@ def test_groups_step_as_one_process() -> None:
         torch.testing.assert_close(weights, list(raw.state_dict().values()))
         torch.testing.assert_close(fsdp_weights, list(raw.state_dict().values()))
         assert own == [True, True, True, False, True, False] * 2
-
-
-def _uneven() -> list[str]:
-    texts = []
-    # 3 batches each, then 3 and 2
-    for n, size in ((10, 2 + accel.rank()), (9, 2)):
-        loader = setup_loader(DataLoader(torch.arange(n), batch_size=2), even_batches=False)  # type: ignore[arg-type]
-        with pytest.raises(accel.RankMismatchError) as caught:
-            list(accel.accumulate(loader, size))
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_uneven_groups_are_refused() -> None:
-    mine, other = run(2, _uneven)
-    assert mine == other
-    assert "3 batches in groups of 2, 3 batches in groups of 3" in mine[0]
-    assert "3 batches in groups of 2, 2 batches in groups of 2" in mine[1]

@@ -15,7 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel import LoaderError
 from accel.data import LoaderOptions, check, describe
-from accel.data.sampling import Division, divide
+from accel.data.readers import Position, SampleSource
+from accel.data.sampling import Division, portion
 from tests.data.loaders import Counting, Numbers, everyone, flat, make, numbers, ragged, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -132,8 +133,9 @@ def divided(total: int, start: int, plan: dict[str, Any]) -> tuple[list[Division
     """The ranks, and their shares of the items from ``start`` to ``total``."""
     ranks, shares = [Division(rank=rank, **plan) for rank in range(plan["world"])], []
     for rank in ranks:
-        head = list(range(min(start, rank.world - 1)))
-        shares.append([mine for mine, _ in divide(iter(range(start, total)), rank, head) if mine])
+        source = SampleSource(range(total), rank, {}, Position(epoch=0, at=(start,)))
+        parts = [portion(chunk, rank, source.head) for chunk in source.chunks()]
+        shares.append([part for part in parts if part])
     return ranks, shares
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import accel
 from accel import LoaderError
-from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, gather_for_metrics
+from accel.data import LoaderHandle, LoaderOptions, LoaderPlace, LoaderState, gather_for_metrics
 from tests.data.loaders import Counting, make, numbers
 from tests.distributed import run
 
@@ -40,7 +40,7 @@ def test_batches_arrive_on_the_device() -> None:
     data: Any = [{"x": [torch.ones(2), (torch.ones(2), "text")], "y": item} for item in movable]
     for move, device in ((True, "meta"), (False, "cpu")):
         raw: Any = DataLoader(data, batch_size=None)
-        for batch in LoaderHandle(raw, LoaderOptions(move=move), LoaderPlace(0, 1, meta), seed=0):
+        for batch in LoaderHandle(LoaderState(raw, LoaderOptions(move=move), LoaderPlace(0, 1, meta), 0)):
             first, (second, text) = batch["x"]
             assert (first.device.type, second.device.type, text) == (device, device, "text")
     assert [item.calls for item in movable] == [[(meta, {"non_blocking": True})], [(meta, {})]]
@@ -107,7 +107,7 @@ def test_metrics_of_all_loaders() -> None:
 
 def _gather_unknown() -> None:
     loader = _here(_tensors(8, batch_size=2))
-    with pytest.raises(LoaderError, match="no loader"):
+    with pytest.raises(LoaderError, match="No loader"):
         gather_for_metrics(torch.ones(2), loader)
     for batch in loader:
         for wrong in (batch.float().mean(), torch.cat([batch, batch])):

@@ -132,14 +132,13 @@ def test_refused_states_change_nothing() -> None:
     good = handle.state_dict()
     other = make(numbers(20, 4, shuffle=True))
     before = other.state_dict()
-    for state in ({}, {**good, "length": 21}):
-        with pytest.raises(LoaderError):
-            other.load_state_dict(state)  # type: ignore[arg-type]
-        assert other.state_dict() == before
+    with pytest.raises(LoaderError, match="length is 21, not 20"):
+        other.load_state_dict({**good, "length": 21})
+    assert other.state_dict() == before
     # A state of accel 0.1 has more keys.
     other.load_state_dict({**good, "next": 1, "checksum": 7})
     assert list(other) == list(iterator)
-    with pytest.raises(LoaderError, match="by all ranks, not rank 0 of 1"):
+    with pytest.raises(LoaderError, match="by all ranks"):
         make(numbers(20, 4), shard=False).load_state_dict(good)
 
 
