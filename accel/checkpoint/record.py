@@ -14,10 +14,10 @@ from ..shard import Box, expanded, flattened
 from . import old_format
 from .layout import Run
 from .shards import Written, checksum
-from .steps import explain, parsing
-from .storage import RECORD, read_whole, storage_of
+from .steps import parsing
+from .storage import read_whole, storage_of
 
-NAME: Final = RECORD
+NAME: Final = "accel.json"
 FORMAT: Final = "accel-checkpoint"
 VERSION: Final = 3
 #: The checksum at the end is of all bytes before it.
@@ -116,11 +116,8 @@ _BEGIN: Final = f'{{"format":"{FORMAT}"'.encode()
 
 
 def exists(directory: str) -> bool:
-    """True if a directory has a record. Raises if the system doesn't tell."""
-    try:
-        return bool(storage_of(directory).version(os.path.join(directory, NAME)))
-    except OSError as error:
-        raise CheckpointError(explain(error)) from error
+    """True if a directory has a record."""
+    return bool(storage_of(directory).version(os.path.join(directory, NAME)))
 
 
 def is_record(path: str) -> bool:

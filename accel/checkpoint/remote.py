@@ -13,18 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 from ..errors import CheckpointError
-from .storage import CHUNK, Content, File, StoreError, check_size, replaced
+from .storage import CHUNK, Content, File, StoreError, replaced
 
 #: Bytes of a request that puts an object on a condition, which can't have parts.
 _LARGEST: Final = 5 << 30
 #: Bytes of a part of an upload. An upload has at most 10,000 parts.
 _BLOCK: Final = 16 << 20
 #: The protocols of stores without directories.
-_FLAT: Final = frozenset(
-    ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "cos", "obs", "memory"]
-)
-#: The times of objects, as the file systems of fsspec call them.
-_TIMES: Final = ("LastModified", "mtime", "updated", "last_modified", "created")
+_FLAT: Final = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "cos", "memory")
 
 
 def remote(url: str) -> Remote:
@@ -58,8 +54,6 @@ def _as_os_error(error: Exception, url: str) -> OSError:
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         error = cause
     text = f"{type(error).__name__}: {str(error).strip() or 'no details'}"
-    if isinstance(error, FileExistsError):
-        return FileExistsError(errno.EEXIST, text, url)
     is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
     if is_missing and not re.search("bucket does|container does", text):
         return FileNotFoundError(errno.ENOENT, "it is not there", url)
@@ -89,7 +83,7 @@ class Remote:
         try:
             with self._lock:
                 yield self._fs._strip_protocol(url)
-        except (CheckpointError, MemoryError):
+        except (CheckpointError, MemoryError, NotImplementedError):
             raise
         except Exception as error:
             raise _as_os_error(error, url) from error
@@ -113,16 +107,13 @@ class Remote:
         return str(info.get("ETag") or sorted(info.items(), key=str)) if info else ""
 
     def modified(self, path: str) -> float | None:
-        info = self._info(path)
-        if info.get("type") != "file":
-            return None
-        time = next((info[name] for name in _TIMES if info.get(name)), 0.0)
-        if isinstance(time, str):
-            time = datetime.datetime.fromisoformat(time)
-        return time.timestamp() if isinstance(time, datetime.datetime) else float(time)
+        # A web server tells no times.
+        with contextlib.suppress(FileNotFoundError, NotImplementedError):
+            time = self.ask("modified", path)
+            return time.timestamp() if isinstance(time, datetime.datetime) else float(time)
+        return None
 
-    def _listing(self, directory: str) -> dict[str, int]:
-        """Return the names in a directory, with their sizes."""
+    def sizes(self, directory: str) -> dict[str, int]:
         own = self._fs._strip_protocol(directory).strip("/")
         sizes = {}
         with contextlib.suppress(FileNotFoundError):
@@ -132,15 +123,7 @@ class Remote:
                     sizes[os.path.basename(name)] = one["size"] or 0
         return sizes
 
-    def names(self, directory: str) -> list[str]:
-        return list(self._listing(directory))
-
-    def sizes(self, directory: str, names: Sequence[str]) -> list[int]:
-        listing = self._listing(directory) if names else {}
-        return [listing.get(name, -1) for name in names]
-
-    def real(self, path: str) -> str:
-        return path
+    names = sizes
 
     def make(self, directory: str) -> None:
         # Elsewhere it would make a bucket.
@@ -150,17 +133,10 @@ class Remote:
     def sync(self, directory: str) -> None:
         """An object is durable once it is written."""
 
-    def remove_directory(self, directory: str) -> None:
-        """An empty one stays, because ``rmdir`` of some file systems removes its content too."""
-
     @contextlib.contextmanager
-    def open(self, path: str, size: int | None = None) -> Iterator[File]:
-        info = self._info(path)
-        found = int(info["size"]) if info.get("type") == "file" else -1
-        if found < 0 or size is not None:
-            check_size(path, found, size or 0)
-        fill = functools.partial(self._fill, path)
-        yield File(path, found, fill, step=CHUNK, in_flight=self._in_flight, tries=2)
+    def open(self, path: str) -> Iterator[File]:
+        size, fill = int(self.ask("info", path)["size"]), functools.partial(self._fill, path)
+        yield File(path, size, fill, step=CHUNK, in_flight=self._in_flight, tries=2)
 
     def _fill(self, path: str, offset: int, views: Sequence[memoryview]) -> None:
         count = sum(map(len, views))
@@ -171,11 +147,6 @@ class Remote:
             content = ask()
         except StoreError:  # bytes that the network changed, for example
             content = ask()
-        if len(content) != count:
-            raise CheckpointError(
-                f"{path} has {len(content)} bytes from byte {offset} on, not {count}. "
-                "Load another checkpoint."
-            )
         for view in views:
             view[:] = content[: len(view)]
             content = content[len(view) :]
@@ -212,7 +183,7 @@ class Remote:
                 return
         text = "it is written, by the answer, and cannot be read back"
         problem = problem or StoreError(0, text, path)
-        if isinstance(problem, StoreError) and self.version(path) == version:
+        if self.version(path) == version:
             raise problem
         raise replaced(path) from problem
 
