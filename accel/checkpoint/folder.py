@@ -194,9 +194,10 @@ def latest(root: str | os.PathLike[str]) -> str | None:
         try:
             record = read(directory)
             check_sizes(directory, record)
-        except StoreError as error:
-            raise CheckpointError(f"{directory} may be a checkpoint: {explain(error)}") from error
         except (CheckpointError, OSError) as error:
+            if StoreError in (type(error), type(error.__cause__)):
+                text = f"{directory} may be a checkpoint: {explain(error)}"
+                raise CheckpointError(text) from error
             logger.warning("%s is passed over: %s", directory, explain(error))
             continue
         if record.time > newest_time:

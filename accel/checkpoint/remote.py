@@ -15,8 +15,6 @@ from typing import Any, Final, final
 from ..errors import CheckpointError
 from .storage import CHUNK, Content, File, StoreError, replaced
 
-#: Bytes of a request that puts an object on a condition, which can't have parts.
-_LARGEST: Final = 5 << 30
 #: Bytes of a part of an upload. An upload has at most 10,000 parts.
 _BLOCK: Final = 16 << 20
 #: The protocols of stores without directories.
@@ -71,8 +69,7 @@ class Remote:
 
     def __init__(self, protocol: str, fs: Any) -> None:
         self._fs = fs
-        self._is_s3 = "s3" in protocol
-        self._is_flat = protocol in _FLAT
+        self._protocol = protocol
         # Those that are not asynchronous are for one thread: memory's files have one position.
         self._lock: Any = contextlib.nullcontext() if fs.async_impl else threading.RLock()
         self._in_flight = 8 if fs.async_impl else 1
@@ -114,20 +111,18 @@ class Remote:
         return None
 
     def sizes(self, directory: str) -> dict[str, int]:
-        own = self._fs._strip_protocol(directory).strip("/")
         sizes = {}
         with contextlib.suppress(FileNotFoundError):
-            for one in self.ask("ls", directory, detail=True):
-                name = one["name"].strip("/")
-                if name != own:
-                    sizes[os.path.basename(name)] = one["size"] or 0
+            for entry in self.ask("ls", directory, detail=True):
+                name = os.path.basename(entry["name"].rstrip("/"))
+                sizes[name] = entry["size"] or 0
         return sizes
 
     names = sizes
 
     def make(self, directory: str) -> None:
         # Elsewhere it would make a bucket.
-        if not self._is_flat:
+        if self._protocol not in _FLAT:
             self.ask("makedirs", directory, exist_ok=True)
 
     def sync(self, directory: str) -> None:
@@ -139,10 +134,8 @@ class Remote:
         yield File(path, size, fill, step=CHUNK, in_flight=self._in_flight, tries=2)
 
     def _fill(self, path: str, offset: int, views: Sequence[memoryview]) -> None:
-        count = sum(map(len, views))
-        if not count:
-            return
-        ask = functools.partial(self.ask, "cat_file", path, start=offset, end=offset + count)
+        end = offset + sum(map(len, views))
+        ask = functools.partial(self.ask, "cat_file", path, start=offset, end=end)
         try:
             content = ask()
         except StoreError:  # bytes that the network changed, for example
@@ -161,17 +154,17 @@ class Remote:
                 file.close()
             except BaseException:
                 with contextlib.suppress(Exception):
-                    file.discard()
-                with contextlib.suppress(Exception):
                     file.closed = True  # else garbage collection completes the object
+                    file.discard()
                 raise
 
     def put(self, path: str, content: bytes, version: str) -> None:
         problem: OSError | None = None
         conditions: dict[str, Any] = {} if version else {"mode": "create"}
         try:
-            if version and self._is_s3:
-                conditions = {"IfMatch": version, "chunksize": _LARGEST}
+            if version and self._protocol in ("s3", "s3a"):
+                # A request with a condition can't have parts.
+                conditions = {"IfMatch": version, "chunksize": 5 << 30}
             elif self.version(path) != version:
                 raise replaced(path)
             self.ask("pipe_file", path, content, **conditions)
