@@ -88,6 +88,8 @@ class Background:
     def copy(self, items: Sequence[WriteItem]) -> list[WriteItem]:
         """Return the items in host memory, out of the reach of training."""
         devices = {item.tensor.device for item in items if is_remote(item.tensor)}
+        if devices and self._blocks and not self._blocks[-1].is_pinned():
+            self._blocks = []
         copied, number, at = [], 0, 0
         for item in items:
             copies = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import functools
 import os
@@ -107,7 +106,7 @@ class Remote:
         # A web server tells no times.
         with contextlib.suppress(FileNotFoundError, NotImplementedError):
             time = self.ask("modified", path)
-            return time.timestamp() if isinstance(time, datetime.datetime) else float(time)
+            return float(time.timestamp() if hasattr(time, "timestamp") else time)
         return None
 
     def sizes(self, directory: str) -> dict[str, int]:

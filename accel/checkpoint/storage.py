@@ -29,7 +29,6 @@ Content = Callable[[], Iterable["bytes | bytearray | memoryview"]]
 #: Bytes under one checksum.
 CHUNK: Final = 4 << 20
 _MAX_VECTORS: Final = 512
-_START_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def storage_of(path: str) -> Storage:
@@ -149,7 +148,7 @@ class Local:
                 # The disk would be idle until the fsync. macOS has no such call.
                 if hasattr(_libc, "sync_file_range"):
                     start, count = ctypes.c_longlong(at), ctypes.c_longlong(len(block))
-                    _libc.sync_file_range(fd, start, count, _START_WRITING)
+                    _libc.sync_file_range(fd, start, count, 2)  # SYNC_FILE_RANGE_WRITE
                 at += len(block)
             os.fsync(fd)
         except BaseException as error:

@@ -35,7 +35,7 @@ class Parts(StateObject):
         self.parts, self._equal = list(shards), equal
 
     def shards(self) -> Iterator[LocalShard]:
-        return (self.local_shard(one, self._equal) for one in self.parts)
+        return (LocalShard(self.named(one), self._equal) for one in self.parts)
 
     def value(self, encoder: Encoder) -> dict[str, Json]:
         return {"extra": {}}
